@@ -66,9 +66,17 @@ def main() -> int:
                 print(f"no filesystem can be mounted here ({disk.problem}): see --full-disks 0", file=sys.stderr)
                 return 2
         print(f"runs of {max_steps} steps in {folder}; first the one that nothing disturbs", flush=True)
-        reference = succeeded(folder / "reference", *flags, timeout_s=arguments.timeout_s)
+        reference = succeeded(folder / "reference", *flags, timeout_s=arguments.timeout_s, engine="vllm")
         print(f"now the one that is hit {len(hits)} times, by the schedule of seed {arguments.seed}", flush=True)
-        chaos = Chaos(folder / "run", hits, *flags, disk=disk, store=store, say=lambda line: print(line, flush=True))
+        chaos = Chaos(
+            folder / "run",
+            hits,
+            *flags,
+            disk=disk,
+            store=store,
+            starts_python=True,
+            say=lambda line: print(line, flush=True),
+        )
         done = chaos.run(timeout_s=arguments.timeout_s)
         print_blows(done.blows)
         print_report(done, [*victims, DISK, RUN, STORE, MACHINE])

@@ -103,6 +103,7 @@ class Chaos:
         disk: what the run directory lies on; a schedule without full disks needs none.
         store: where the run keeps its checkpoints too; a schedule without evictions and outages needs none.
         environment: further variables of the run.
+        starts_python: start all of it as a user does, with vLLM; otherwise it is forked, with stub engines.
     """
 
     def __init__(
@@ -113,11 +114,13 @@ class Chaos:
         disk: SmallDisk | None = None,
         store: Store | None = None,
         environment: Mapping[str, str] | None = None,
+        starts_python: bool = False,
         say: Callable[[str], object] = str,
     ) -> None:
         self._output_dir = output_dir if disk is None else disk.path
         self._disk = disk
         self._store = store
+        self._starts_python = starts_python
         self._aside = output_dir.with_name(f"{output_dir.name}-machines")
         self._left: list[RunDir] = []
         self._killed_when_thawed = 0
@@ -167,7 +170,8 @@ class Chaos:
         )
 
     def _start(self) -> None:
-        self._run = RlRun(self._output_dir, *self._flags, *_RESUME, environment=self._environment)
+        flags = (*self._flags, *_RESUME)
+        self._run = RlRun(self._output_dir, *flags, environment=self._environment, starts_python=self._starts_python)
 
     def _end(self) -> int:
         code = self._run.wait()

@@ -19,7 +19,7 @@ from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.orchestrators import journaled, run_orchestrator
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.launch, pytest.mark.clock]
 
 _STEPS = 3
 

@@ -36,6 +36,7 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.launcher.api",
+    "holdfast.orchestrator.evaluation.main",
     "holdfast.orchestrator.main",
     "holdfast.trainer.programs.dpo",
     "holdfast.trainer.launch",

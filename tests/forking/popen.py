@@ -26,7 +26,7 @@ from tests.runs.processes import end_with
 
 _TRAINER = "holdfast.trainer.launch"
 _ENGINE = "holdfast.inference.main"
-_FORKED = (_TRAINER, "holdfast.orchestrator.main")
+_FORKED = (_TRAINER, "holdfast.orchestrator.main", "holdfast.orchestrator.evaluation.main")
 STUB_ENGINE = "tests.servers.stub_engine"
 
 Engine = Literal["stub", "vllm"]

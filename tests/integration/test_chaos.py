@@ -22,6 +22,7 @@ _DISK_MIB = 128
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.launch
 def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
@@ -46,7 +47,7 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedServer, tmp_path: Path) -> None:
     """The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
     flags = ("--trainer.parallel.num-ranks", "2", "--trainer.parallel.threads", "1")
@@ -54,7 +55,7 @@ def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedSe
     reference = succeeded(tmp_path / "reference", *flags, *rl_server.flags)
     own = ("--inference.engines", "2", "--inference.server.port", str(free_port(2)))
     # One of each kind: every death of the launcher or a rank costs a start.
-    named = ("orchestrator", "rank_1", "launcher", "inference_0", "engine_1")
+    named = ("orchestrator", "rank_1", "launcher", "inference_0", "inference_1")
     victims = {name: share for name, share in shares(ranks=2, engines=2).items() if name in named}
     hits = draw(len(victims), _SEED, victims, steps_per_hit=2)
     chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=1500)

@@ -22,6 +22,8 @@ from tests.runs.processes import command_line, wait_until
 from tests.runs.rl import RlRun, complete
 from tests.runs.training import pairs_command, refused, run_sft
 
+pytestmark = pytest.mark.launch
+
 _ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
 _NAMES_OF_OURS = ("web", "dashboard", "report", "live", "builds", "monitor")
 
@@ -120,7 +122,6 @@ def _has_marks(page: str, number: int) -> bool:
     return len(curve_in(page)) > 4 and len(charts_in(page)["loss"]["layout"]["shapes"]) == number
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rl_is_shown_through_a_dead_trainer_a_dead_launcher_and_a_resume(rl_server: UsedServer, tmp_path: Path) -> None:
     port = free_port()

@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,27 +17,24 @@ from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME, EvaluatedRol
 from holdfast.orchestrator.evaluation.summary import summary_in
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
-from tests.conftest import ROOT
+from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.processes import HANG_S, command_line
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
-Command = Callable[[str], str]
+pytestmark = pytest.mark.launch
+
 SMALL = ("--num-tasks", "12", "--samples-per-task", "4", "--sampling.max-tokens", "16", "--seq-len", "64")
 
 
-def start(command: Command, directory: Path, *flags: str) -> subprocess.Popen[str]:
-    argv = [command("evaluate"), *flags, "--output-dir", str(directory)]
-    return subprocess.Popen(
-        argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(directory: Path, *flags: str) -> Run:
+    return shared_commands().start("evaluate", directory, [*flags, "--output-dir", str(directory)])
 
 
-def evaluate(command: Command, directory: Path, *flags: str) -> str:
-    process = start(command, directory, *flags)
-    out, _ = process.communicate(timeout=4 * HANG_S)
-    assert process.returncode == 0, out
-    return out
+def evaluate(directory: Path, *flags: str) -> str:
+    run = start(directory, *flags).wait(4 * HANG_S)
+    assert run.code == 0, run.log
+    return run.log
 
 
 def lines_of(directory: Path) -> list[bytes]:
@@ -47,27 +42,29 @@ def lines_of(directory: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-def test_our_own_server_is_evaluated_as_any_endpoint(rl_server: UsedServer, command: Command, tmp_path: Path) -> None:
-    url = f"{rl_server.handle.url}/v1"
-    out = evaluate(command, tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
+@pytest.mark.engine
+def test_our_own_server_is_evaluated_as_any_endpoint(vllm_server: UsedServer, tmp_path: Path) -> None:
+    url = f"{vllm_server.handle.url}/v1"
+    out = evaluate(tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
     assert f"evaluating {MODEL} at {url}" in out and "avg@4" in out and "pass@4" in out
     found = summary_in(tmp_path).environments["reverse_text"]
     assert found.num_tasks == 12 and 0.2 < found.estimates["avg@4"].value < 1
-    before = rl_server.generated_tokens()
-    again = evaluate(command, tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
-    assert rl_server.generated_tokens() == before, "nothing is asked twice"
+    before = vllm_server.generated_tokens()
+    again = evaluate(tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
+    assert vllm_server.generated_tokens() == before, "nothing is asked twice"
     assert again.splitlines()[-2:] == out.splitlines()[-2:]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.engine
+@pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_harness_plays_is_evaluated_as_any_environment(
-    rl_server: UsedServer, command: Command, tmp_path: Path, workers: int
+    vllm_server: UsedServer, tmp_path: Path, workers: int
 ) -> None:
     """Which asks an endpoint of ours, which asks that of the server: the answers and rewards are those of sessions."""
-    flags = ("--url", f"{rl_server.handle.url}/v1", "--model.name", str(MODEL), *SMALL)
-    evaluate(command, tmp_path / "session", *flags)
+    flags = ("--url", f"{vllm_server.handle.url}/v1", "--model.name", str(MODEL), *SMALL)
+    evaluate(tmp_path / "session", *flags)
     harness = {"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": workers}
-    evaluate(command, tmp_path / "harness", *flags, "--environments", json.dumps([harness]))
+    evaluate(tmp_path / "harness", *flags, "--environments", json.dumps([harness]))
 
     def played(directory: Path) -> list[tuple[int, int, float, str]]:
         lines = [msgspec.json.decode(line, type=EvaluatedRollout) for line in lines_of(directory)]
@@ -77,28 +74,26 @@ def test_what_a_harness_plays_is_evaluated_as_any_environment(
     assert played(tmp_path / "harness") == played(tmp_path / "session")
 
 
-@pytest.mark.slow
-def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, command: Command, tmp_path: Path) -> None:
+def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, tmp_path: Path) -> None:
     """The last step as the run has published it, and an earlier one from its checkpoint."""
     run_dir = RunDir(tmp_path / "run")
     shutil.copytree(reference.run_dir.path, run_dir.path)
     shutil.rmtree(run_dir.weights_of(10))
     run = str(run_dir.path)
-    evaluate(command, tmp_path / "10", "--run", run, "--step", "10", *SMALL)
-    evaluate(command, tmp_path / "last", "--run", run, *SMALL)
+    evaluate(tmp_path / "10", "--run", run, "--step", "10", *SMALL)
+    evaluate(tmp_path / "last", "--run", run, *SMALL)
     first, last = summary_in(tmp_path / "10"), summary_in(tmp_path / "last")
     assert first.tasks == last.tasks and first.policy["digest"] != last.policy["digest"]
-    out = subprocess.run(
-        [command("evaluate"), "--compare", str(tmp_path / "10"), str(tmp_path / "last"), "--json"],
-        stdout=subprocess.PIPE, check=True, text=True,
-    ).stdout  # fmt: skip
+    compared = shared_commands().start(
+        "evaluate", tmp_path / "compared", ["--compare", str(tmp_path / "10"), str(tmp_path / "last"), "--json"]
+    )
+    out = compared.wait().log
     (line, *_) = json.loads(out)["lines"]
     assert (line["name"], line["num_tasks"]) == ("avg@4", 12)
     assert line["second"]["value"] == last.environments["reverse_text"].estimates["avg@4"].value
     assert 0 < line["paired"]["p_value"] <= 1
 
 
-@pytest.mark.slow
 def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
     reference: CompletedRun, rl_server: UsedServer, tmp_path: Path
 ) -> None:
@@ -124,38 +119,36 @@ def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
         assert line["eval/reverse_text/avg@2"] == pytest.approx(value, rel=1e-7)
 
 
-@pytest.mark.slow
-def test_a_killed_evaluation_goes_on_where_it_was(command: Command, tmp_path: Path) -> None:
+def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = (
         "--model.name", str(MODEL), "--num-tasks", "96", "--samples-per-task", "8", "--sampling.max-tokens", "24",
         "--seq-len", "64", "--max-concurrency", "8",
     )  # fmt: skip
-    evaluate(command, tmp_path / "straight", *flags)
+    evaluate(tmp_path / "straight", *flags)
     directory = tmp_path / "killed"
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)):
         before = len(lines_of(directory))
-        process = start(command, directory, *flags)
+        process = start(directory, *flags)
         _wait_for_lines(directory, before + 16, process)
         os.kill(process.pid, number)
-        out, _ = process.communicate(timeout=4 * HANG_S)
-        assert process.returncode == code, out
+        assert process.wait(4 * HANG_S).code == code, process.log
         assert len(lines_of(directory)) < 96 * 8
     kept = lines_of(directory)
-    process = start(command, directory, *flags)
+    process = start(directory, *flags)
     _wait_for_lines(directory, len(kept) + 16, process)
     for child in psutil.Process(process.pid).children(recursive=True):
         if "holdfast.inference.main" in command_line(child):
             child.kill()
             break
-    out, _ = process.communicate(timeout=4 * HANG_S)
-    assert process.returncode == 0 and "inference died; starting it again" in out, out
+    out = process.wait(4 * HANG_S).log
+    assert process.code == 0 and "inference died; starting it again" in out, out
     assert "tasks 96 done " in out and lines_of(directory)[: len(kept)] == kept
     assert sorted(lines_of(directory)) == sorted(lines_of(tmp_path / "straight"))
     assert summary_in(directory) == summary_in(tmp_path / "straight")
 
 
-def _wait_for_lines(directory: Path, number: int, process: subprocess.Popen[str]) -> None:
+def _wait_for_lines(directory: Path, number: int, process: Run) -> None:
     deadline = time.monotonic() + HANG_S
-    while len(lines_of(directory)) <= number and process.poll() is None:
+    while len(lines_of(directory)) <= number and not process.has_ended:
         assert time.monotonic() < deadline
         time.sleep(0.01)  # nothing tells of a line in another process's file

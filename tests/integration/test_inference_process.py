@@ -32,6 +32,8 @@ from tests.models.served import write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line, wait_until
 
+pytestmark = pytest.mark.engine
+
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
 
 

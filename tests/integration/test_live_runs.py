@@ -16,8 +16,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.runs.terminal import Terminal
 
+pytestmark = pytest.mark.launch
 
-@pytest.mark.slow
+
 def test_a_run_is_followed_from_elsewhere(command: Callable[[str], str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     sft = [command("sft"), "@", "configs/reverse_text/sft.toml", "--output-dir", str(run), "--ckpt.interval", "5"]
@@ -55,7 +56,6 @@ def test_a_run_is_followed_from_elsewhere(command: Callable[[str], str], tmp_pat
         assert monitor.end() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("redirected", ["--log-format json >&- 2>&-", ">/dev/full 2>/dev/full", "2>&- | true"])
 def test_a_run_goes_on_whatever_becomes_of_its_output(
     redirected: str, command: Callable[[str], str], tmp_path: Path

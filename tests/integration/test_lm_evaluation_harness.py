@@ -19,6 +19,8 @@ from tests.integration.conftest import UsedServer
 from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL
 
+pytestmark = pytest.mark.engine
+
 _WORDS = ("act", "bee", "car", "dog", "ear", "fig", "gum", "hat", "ink", "jam", "key", "log")
 _TASK = {
     "task": "reversed_words",
@@ -45,13 +47,12 @@ def asked(url: str, route: str, prompt: str) -> str:
     return choice["message"]["content"] if is_chat else choice["text"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("api", list(_APIS))
-def test_the_harness_finds_what_the_server_answers(rl_server: UsedServer, tmp_path: Path, api: str) -> None:
+def test_the_harness_finds_what_the_server_answers(vllm_server: UsedServer, tmp_path: Path, api: str) -> None:
     command = shutil.which("lm_eval")
     if command is None:
         pytest.skip("needs lm-evaluation-harness: uv tool install 'lm-eval[api]'")
-    url, (route, template) = rl_server.handle.url, _APIS[api]
+    url, (route, template) = vllm_server.handle.url, _APIS[api]
     prompts = [template.replace("{{word}}", word) for word in _WORDS]
     said = [asked(url, route, prompt) for prompt in prompts]
     # The answers of the server to every other question are the right ones, so that the number tells something.

@@ -19,6 +19,8 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.rl import SMALL_BATCH, assert_same, exact_metrics, last_step, outcome, succeeded
 
+pytestmark = pytest.mark.engine
+
 _STEPS = 20
 _INFERENCE, _TRAINER, _ORCHESTRATOR, _TRAINER_AGAIN, _ORCHESTRATOR_AGAIN = range(5)
 
@@ -75,7 +77,6 @@ def shells(tmp_path: Path) -> Iterator[Shells]:
             process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_parts_that_are_started_by_hand_and_again_end_as_rl_does(
     shells: Shells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ from tests.runs.profiles import Profile, check_clocks
 from tests.runs.rl import exact_metrics, last_step, outcome, succeeded
 from tests.runs.training import run_pairs
 
+pytestmark = pytest.mark.launch
+
 _POLL_S = 0.05
 
 

@@ -11,15 +11,16 @@ import tomli_w
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.files.metrics import read_metrics
-from tests.faults.held_steps import at_start, exists, held_after
+from tests.faults.killed_runs import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.models.chat_templates import FORGETFUL
-from tests.runs.rl import EVERYTHING, MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.rl import EVERYTHING, MODEL, assert_same_end, succeeded
+
+pytestmark = pytest.mark.launch
 
 _STEPS = 6
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_sessions_split_dies_and_ends_in_the_same_bits(rl_server: UsedServer, tmp_path: Path) -> None:
     """With every part of a trainer; the environment is played in workers where it is killed."""
@@ -36,22 +37,13 @@ def test_a_run_whose_sessions_split_dies_and_ends_in_the_same_bits(rl_server: Us
         "--orchestrator.sampling.max-tokens", "8", "--max-steps", str(_STEPS), "--ckpt.interval", "2",
         "--trainer.parallel.threads", "1",
     )  # fmt: skip
-    straight = succeeded(tmp_path / "straight", *flags, "--orchestrator.environments", json.dumps([section])).run_dir
+    undisturbed = succeeded(tmp_path / "straight", *flags, "--orchestrator.environments", json.dumps([section]))
     played = json.dumps([section | {"workers": 2}])
-    held = at_start(held_after(4, until=exists(tmp_path / "rank_killed")))
-    with RlRun(tmp_path / "killed", *flags, "--orchestrator.environments", played, environment=held) as run:
-        run.wait_for_step(1)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.kill()
-        run.wait_for_step(3)
-        _, rank = run.find("holdfast.trainer.launch")
-        rank.kill()
-        (tmp_path / "rank_killed").touch()
-        assert complete(run).exit_code == 0, run.output
-    killed, steps = run.run_dir, range(1, _STEPS + 1)
-    assert_same(outcome(killed, _STEPS), outcome(straight, _STEPS))
-    assert exact_metrics(killed, steps) == exact_metrics(straight, steps)
+    flags = (*flags, "--orchestrator.environments", played)
+    killed = killed_twice(tmp_path / "killed", *flags, orchestrator=1, rank=3, held=4)
+    assert_same_end(killed, undisturbed, _STEPS)
 
+    straight = undisturbed.run_dir
     lines = read_metrics(straight.metrics)
     shares = [line["rollout/split"] for line in lines]
     assert all(0.0 < share < 1.0 for share in shares), shares

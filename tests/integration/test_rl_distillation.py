@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.rollouts import Rollout
-from tests.faults.held_steps import at_start, exists, held_after
-from tests.forking.engines import shared_engines
+from tests.faults.killed_runs import killed_twice
+from tests.forking.engines import start_server
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
-from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.rl import MODEL, assert_same_end, exact_metrics, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(1800)]
 
 _STEPS = 6
 _ROLLOUTS = 8 * 4  # of a step: `SMALL_BATCH`
@@ -36,7 +35,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_engines().start(config, tmp_path_factory.mktemp("teacher") / "inference.log")
+    handle = start_server("stub", config, tmp_path_factory.mktemp("teacher") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()
@@ -65,21 +64,8 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
     flags = (*rl_server.flags, *_flags(teacher, "logprobs"), *_STUDENT, *distil)
     straight = succeeded(tmp_path / "straight", *flags)
     asked = teacher.generated_tokens()
-    held = at_start(held_after(4, until=exists(tmp_path / "rank_killed")))
-    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
-        run.wait_for_step(1)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.send_signal(signal.SIGKILL)
-        run.wait_for_match("orchestrator was killed by signal 9: starting it again")
-        run.wait_for_step(3)
-        _, rank = run.find("holdfast.trainer.launch")
-        rank.send_signal(signal.SIGKILL)
-        (tmp_path / "rank_killed").touch()
-        killed = complete(run)
-    assert killed.exit_code == 0, killed.output
-    assert_same(outcome(killed.run_dir, _STEPS), outcome(straight.run_dir, _STEPS))
-    steps = range(1, _STEPS + 1)
-    assert exact_metrics(killed.run_dir, steps) == exact_metrics(straight.run_dir, steps)
+    killed = killed_twice(tmp_path / "killed", *flags, orchestrator=1, rank=3, held=4)
+    assert_same_end(killed, straight, _STEPS)
     # One token is sampled for each question; what was in flight at the two kills may be asked again.
     again = teacher.generated_tokens() - asked - _STEPS * _ROLLOUTS
     assert again <= 2 * _ROLLOUTS
@@ -89,7 +75,7 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
     assert rollout.reference_logprobs is not None
     assert rollout.reference_logprobs[:first].tolist() == [0.0] * first
     assert rollout.reference_logprobs[first:].tolist() == pytest.approx(_logprobs(rollout)[first - 1 :], abs=1e-3)
-    divergences = [line["ref_kld"] for line in exact_metrics(straight.run_dir, steps)]
+    divergences = [line["ref_kld"] for line in exact_metrics(straight.run_dir, range(1, _STEPS + 1))]
     assert divergences[-1] < divergences[0]
 
 
@@ -105,6 +91,7 @@ def test_a_hard_distillation_needs_no_server_of_the_policy(teacher: UsedServer, 
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.ranks
 def test_a_teacher_in_the_trainer_is_learned_from_over_whole_vocabularies(
     rl_server: UsedServer, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,11 @@ import pytest
 from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Dropped
-from tests.faults.held_steps import at_start, exists, held_after
+from tests.faults.killed_runs import killed_twice
 from tests.integration.conftest import UsedServer
-from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome, succeeded
+from tests.runs.rl import assert_same_end, exact_metrics, succeeded
+
+pytestmark = pytest.mark.launch
 
 _STEPS = 8
 _SETTINGS = """
@@ -34,29 +35,13 @@ def _dropped(run_dir: RunDir) -> dict[int, list[Dropped]]:
     return {step: read_batch(run_dir, step).dropped for step in run_dir.published_batches()}
 
 
-@pytest.mark.slow
 def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServer, tmp_path: Path) -> None:
     settings = tmp_path / "orchestrator.toml"
     settings.write_text(_SETTINGS)
     flags = ("--orchestrator", "@", str(settings), *rl_server.flags, "--max-steps", str(_STEPS), "--ckpt.interval", "1")
     straight = succeeded(tmp_path / "straight", *flags)
-    held = at_start(held_after(6, until=exists(tmp_path / "rank_killed")))
-    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
-        run.wait_for_step(2)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.send_signal(signal.SIGKILL)
-        run.wait_for_match("orchestrator was killed by signal 9: starting it again")
-        run.wait_for_step(5)
-        _, rank = run.find("holdfast.trainer.launch")
-        rank.send_signal(signal.SIGKILL)
-        (tmp_path / "rank_killed").touch()
-        killed = complete(run)
-    assert killed.exit_code == 0, killed.output
-    assert "starting it again" in killed.output and not killed.survivors
-
-    assert_same(outcome(killed.run_dir, _STEPS), outcome(straight.run_dir, _STEPS))
-    steps = range(1, _STEPS + 1)
-    assert exact_metrics(killed.run_dir, steps) == exact_metrics(straight.run_dir, steps)
+    killed = killed_twice(tmp_path / "killed", *flags, orchestrator=2, rank=5, held=6)
+    assert_same_end(killed, straight, _STEPS)
     assert _dropped(killed.run_dir) == _dropped(straight.run_dir)
 
     accepted = _accepted(straight.run_dir)
@@ -65,5 +50,6 @@ def test_orchestrator_and_trainer_die_under_dynamic_sampling(rl_server: UsedServ
     assert num_dropped > 0
     assert accepted.problems == accepted.next_task("reverse_text") == 8 * _STEPS + num_dropped
     assert accepted.batched == Counts(8 * _STEPS, int(trained["samples"]), int(trained["tokens"]))
-    seen = sum(line["groups/dropped/zero_signal"] for line in exact_metrics(straight.run_dir, steps))
+    lines = exact_metrics(straight.run_dir, range(1, _STEPS + 1))
+    seen = sum(line["groups/dropped/zero_signal"] for line in lines)
     assert seen == num_dropped

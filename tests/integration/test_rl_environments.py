@@ -15,6 +15,8 @@ from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.rl import CompletedRun, RlRun, complete
 
+pytestmark = pytest.mark.launch
+
 _STEPS = 2
 _VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/environments/verifiers_player.py"
 _REASONS = ("environment_error", "crash", "timeout", "memory")
@@ -36,7 +38,6 @@ args = { max_steps = 1, num_inputs = 2, prompt = "{steps}" }
 """
 
 
-@pytest.mark.slow
 def test_a_run_trains_on_every_built_in_environment(rl_server: UsedServer, tmp_path: Path) -> None:
     settings = tmp_path / "orchestrator.toml"
     settings.write_text(_ENVIRONMENTS)
@@ -52,7 +53,6 @@ def test_a_run_trains_on_every_built_in_environment(rl_server: UsedServer, tmp_p
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)
 
 
-@pytest.mark.slow
 def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
@@ -74,7 +74,6 @@ def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing
     assert not run.survivors()
 
 
-@pytest.mark.slow
 def test_a_harness_over_http_trains_the_same_weights_through_deaths(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
@@ -96,7 +95,6 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
     assert read_metrics(run.run_dir.metrics)[-1]["reverse_text/requests/answered"] == 1.0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
 def test_an_environment_of_verifiers_is_trained_on_through_deaths(
@@ -124,7 +122,6 @@ def test_an_environment_of_verifiers_is_trained_on_through_deaths(
     assert weights[0] == weights[1]
 
 
-@pytest.mark.slow
 def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
     rl_server: UsedServer, tmp_path: Path
 ) -> None:

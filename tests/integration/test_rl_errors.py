@@ -15,6 +15,8 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
+pytestmark = pytest.mark.launch
+
 _ENVIRONMENT = """
 from holdfast.orchestrator.environments.reverse_text import ReverseText
 

@@ -16,11 +16,12 @@ from tests.integration.conftest import UsedServer
 from tests.runs.rl import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded
 from tests.runs.training import write_data
 
+pytestmark = pytest.mark.launch
+
 _STEPS = 8
 _RUN = ("--max-steps", str(_STEPS), "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_bits(
     rl_server: UsedServer, tmp_path: Path

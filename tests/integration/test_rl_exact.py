@@ -17,7 +17,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.canary import CANARY_NAME, MAX_TOKENS
 from holdfast.shared.wire.sampling import Sampling
-from tests.forking.engines import shared_engines
+from tests.forking.engines import start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
@@ -33,6 +33,8 @@ from tests.runs.rl import (
     outcome,
     succeeded,
 )
+
+pytestmark = pytest.mark.launch
 
 # Trainer against sampler, float32 on both sides.
 LOG_RATIO_TOLERANCE = 1e-4
@@ -235,7 +237,7 @@ def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
             "engine": {"threads": 1},
         }
     )
-    handle = shared_engines().start(config, tmp_path / "inference.log")
+    handle = start_server("stub", config, tmp_path / "inference.log")
     handle.wait_ready()
     try:
         lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))

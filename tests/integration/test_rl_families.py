@@ -1,8 +1,13 @@
-"""Every family through vLLM on CPU as `models/families_in_rl.json` says, and a mixture of experts through `rl`."""
+"""Every family through vLLM on CPU as `models/families_in_rl.json` says, and a mixture of experts through `rl`.
+
+Twelve of them every night, a third of the others by the date; with HOLDFAST_ALL_FAMILIES=1 all.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,10 +19,15 @@ from tests.models.families_in_rl import Refused, measure, names, read_results
 from tests.runs.ports import free_port
 from tests.runs.rl import RlRun, succeeded
 
+pytestmark = pytest.mark.engine
+
 HIGHEST_MISMATCH_KL = 1e-6
 RESULTS = read_results()
-# Its experts lie otherwise in files, and have other names; the rest is slow.
-DAILY = ("mixtral",)
+EVERY_NIGHT = (
+    "llama", "qwen3", "mistral (sliding window)", "phi3 (sliding window)", "gemma3_text", "olmo2", "glm4", "gpt_oss",
+    "qwen3_moe", "mixtral", "deepseek_v3", "falcon_h1",
+)  # fmt: skip
+_NIGHTS = 3
 RECURRENT = ("falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h")
 
 
@@ -26,12 +36,15 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
 
 
-def _marked(name: str) -> object:
-    return pytest.param(name, id=name, marks=() if name in DAILY else pytest.mark.slow)
+def _is_tonight(name: str) -> bool:
+    tonight = datetime.now(UTC).toordinal() % _NIGHTS
+    return name in EVERY_NIGHT or names().index(name) % _NIGHTS == tonight or "HOLDFAST_ALL_FAMILIES" in os.environ
 
 
-@pytest.mark.parametrize("name", [_marked(name) for name in names()])
+@pytest.mark.parametrize("name", names())
 def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, mesh: Mesh, tmp_path: Path) -> None:
+    if not _is_tonight(name):
+        pytest.skip("another night: HOLDFAST_ALL_FAMILIES=1 takes all")
     expected = RESULTS[name]
     if expected != "yes":
         with pytest.raises(Refused) as caught:
@@ -44,24 +57,22 @@ def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, mesh: Mesh
         assert said is (name in RECURRENT)
 
 
-@pytest.mark.slow
 def test_rl_trains_a_mixture_of_experts(tiny_model: ModelFactory, tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
     model = tiny_model("mixtral", tied=False, **experts)
     port = ("--inference.server.port", str(free_port()))
     flags = ("--max-steps", "3", "--ckpt", "--orchestrator.problems-per-step", "4", *port)
-    run = succeeded(tmp_path / "run", "--model.name", str(model), *flags)
-    again = succeeded(tmp_path / "on", "--model.name", str(run.run_dir.weights_of(3)), *flags)
+    run = succeeded(tmp_path / "run", "--model.name", str(model), *flags, engine="vllm")
+    again = succeeded(tmp_path / "on", "--model.name", str(run.run_dir.weights_of(3)), *flags, engine="vllm")
     for done in (run, again):
         first = next(iter(read_metrics(done.run_dir.metrics)))
         assert first["mismatch_kl"] is not None and first["mismatch_kl"] < HIGHEST_MISMATCH_KL
 
 
-@pytest.mark.slow
 def test_rl_ends_at_once_where_the_engine_cannot_run_the_model(tiny_model: ModelFactory, tmp_path: Path) -> None:
     model = tiny_model("qwen3", head_dim=16)
     port = ("--inference.server.port", str(free_port()))
-    with RlRun(tmp_path / "run", "--model.name", str(model), "--max-steps", "2", *port) as run:
+    with RlRun(tmp_path / "run", "--model.name", str(model), "--max-steps", "2", *port, engine="vllm") as run:
         assert run.wait() == 3
     assert "cannot run this model" in run.output and "head_dim=16" in run.output
     assert "starting it again" not in run.output

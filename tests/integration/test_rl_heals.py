@@ -12,13 +12,16 @@ import psutil
 import pytest
 
 from tests.faults.held_steps import NEVER, at_start, exists, held_after
+from tests.forking.popen import Engine
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.processes import command_line
-from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, exact_metrics, last_step, outcome
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, last_step, succeeded
+
+pytestmark = pytest.mark.launch
 
 _STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
-_HEARTBEAT_S = 20
+_HEARTBEAT_S = 15
 
 
 def _orchestrator(run: RlRun) -> psutil.Process:
@@ -91,11 +94,11 @@ _OWN_SERVER = [
 ]
 
 
-def _deal(directory: Path, blows: list[Blow], *flags: str) -> CompletedRun:
+def _deal(directory: Path, blows: list[Blow], *flags: str, engine: Engine = "stub") -> CompletedRun:
     dealt = directory.with_name("dealt")
     held = at_start(held_after(REFERENCE_STEPS - 2, until=exists(dealt)))
     timeout = ("--heartbeat-timeout-s", str(_HEARTBEAT_S))
-    with RlRun(directory, *_STEPS, *timeout, *flags, environment=held) as run:
+    with RlRun(directory, *_STEPS, *timeout, *flags, environment=held, engine=engine) as run:
         for blow in blows:
             # Behind what was trained before the last of them: only then what it hit is there again.
             run.wait_for_step(min(max(blow.step, last_step(run.run_dir) + 1), REFERENCE_STEPS - 2))
@@ -105,19 +108,10 @@ def _deal(directory: Path, blows: list[Blow], *flags: str) -> CompletedRun:
         return complete(run)
 
 
-def _check_same_end(healed: CompletedRun, reference: CompletedRun) -> None:
-    assert healed.exit_code == 0, healed.output
-    assert not healed.survivors
-    assert "Traceback" not in healed.output
-    assert_same(outcome(healed.run_dir, REFERENCE_STEPS), outcome(reference.run_dir, REFERENCE_STEPS))
-    steps = range(1, REFERENCE_STEPS + 1)
-    assert exact_metrics(healed.run_dir, steps) == exact_metrics(reference.run_dir, steps)
-
-
-@pytest.mark.slow
 def test_orchestrator_and_trainer_die_and_hang(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     healed = _deal(tmp_path / "run", _WITH_A_SERVER, *rl_server.flags)
-    _check_same_end(healed, reference)
+    assert_same_end(healed, reference, REFERENCE_STEPS)
+    assert "Traceback" not in healed.output
     # The orchestrator alone is no new attempt; the three deaths of the trainer are one each.
     assert sorted(path.name for path in (healed.run_dir.path / "configs").iterdir()) == [
         f"attempt_{number}" for number in range(1, 5)
@@ -125,21 +119,23 @@ def test_orchestrator_and_trainer_die_and_hang(rl_server: UsedServer, reference:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
-def test_inference_and_its_engine_die_and_hang(reference: CompletedRun, tmp_path: Path) -> None:
+@pytest.mark.engine
+def test_inference_and_its_engine_die_and_hang(vllm_server: UsedServer, tmp_path: Path) -> None:
     # An engine that is stopped while it takes new weights has this long.
     flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()), "--inference.server.update-timeout-s", "10")
-    healed = _deal(tmp_path / "run", _OWN_SERVER, *flags)
-    _check_same_end(healed, reference)
+    reference = succeeded(tmp_path / "reference", *vllm_server.flags, *_STEPS)
+    healed = _deal(tmp_path / "run", _OWN_SERVER, *flags, engine="vllm")
+    assert_same_end(healed, reference, REFERENCE_STEPS)
+    assert "Traceback" not in healed.output
     # Orchestrator and trainer went on as they were.
     assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.engine
 def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     port = ("--inference.server.port", str(free_port()))
-    with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2") as run:
+    with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2", engine="vllm") as run:
         for number, cpu_s in enumerate((0.0, 0.3), start=1):  # as it appears, and while it loads
             run.wait_for(lambda: _engines(run), "the engine")
             (engine,) = _engines(run)

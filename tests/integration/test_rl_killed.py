@@ -6,25 +6,30 @@ import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.files.run_dir import RunDir
-from tests.faults.held_steps import ASKED_TO_STOP, at_start, held_after
+from tests.faults.held_steps import ASKED_TO_STOP, NEVER, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.runs.ports import free_port
 from tests.runs.rl import (
+    SMALL_BATCH,
     CompletedRun,
     RlRun,
     assert_same,
+    assert_same_end,
     complete,
     exact_metrics,
     journal_files,
     last_step,
     outcome,
+    succeeded,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.launch
 
 # Ctrl-C must stop a run in seconds, also on a busy machine.
 
@@ -85,6 +90,34 @@ _INTERRUPTIONS: dict[str, tuple[Callable[[RlRun], None], int, str]] = {
     "SIGINT": (_interrupt, 130, "SIGINT: saving the current step"),
     "SIGTERM": (_terminate, 143, "SIGTERM: saving the current step"),
 }
+
+
+_FIVE_STEPS = (*SMALL_BATCH, "--max-steps", "5", "--ckpt.interval", "2")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
+    flags = (*_FIVE_STEPS, "--inference.server.port", str(free_port()))
+    return succeeded(tmp_path_factory.mktemp("straight") / "run", *flags)
+
+
+@pytest.mark.everyday
+def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun, tmp_path: Path) -> None:
+    """With a server of its own, so that nothing at all is left."""
+    flags = (*_FIVE_STEPS, "--inference.server.port", str(free_port()), "--ckpt.resume-step", "auto")
+    with RlRun(tmp_path / "run", *flags, environment=at_start(held_after(4, until=NEVER))) as run:
+        run.wait_for_step(3)
+        started = run.processes()
+        assert len(started) >= 4, started  # trainer, rank, orchestrator, inference
+        run.interrupt(signal.SIGKILL)
+        for process in started:
+            if process.is_running():
+                process.kill()
+        killed = complete(run)
+    assert killed.exit_code == -signal.SIGKILL and not killed.survivors
+    resumed = succeeded(tmp_path / "run", *flags)
+    assert "resuming from step" in resumed.output
+    assert_same_end(resumed, straight, 5)
 
 
 @dataclass(frozen=True)

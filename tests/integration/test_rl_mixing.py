@@ -9,10 +9,12 @@ import pytest
 
 from holdfast.shared.files.journal import read_batch
 from holdfast.shared.wire.sampling import Sampling
-from tests.faults.held_steps import at_start, exists, held_after
+from tests.faults.killed_runs import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
-from tests.runs.rl import RlRun, assert_same, complete, exact_metrics, outcome
+from tests.runs.rl import assert_same_end, exact_metrics, succeeded
+
+pytestmark = pytest.mark.launch
 
 _OWN_SETTINGS = """
 [[environments]]
@@ -40,7 +42,6 @@ choice = "variance"
 """
 
 
-@pytest.mark.slow
 def test_environments_with_settings_of_their_own_are_trained_as_they_were_sampled(
     rl_server: UsedServer, tmp_path: Path
 ) -> None:
@@ -49,9 +50,7 @@ def test_environments_with_settings_of_their_own_are_trained_as_they_were_sample
     settings.write_text(_OWN_SETTINGS)
     flags = ("--orchestrator", "@", str(settings), *rl_server.flags, "--orchestrator.problems-per-step", "9",
              "--async-level", "0", "--max-steps", "5", "--ckpt.interval", "2")  # fmt: skip
-    with RlRun(tmp_path / "straight", *flags) as run:
-        straight = complete(run)
-    assert straight.exit_code == 0, straight.output
+    straight = succeeded(tmp_path / "straight", *flags)
     metrics = exact_metrics(straight.run_dir, range(1, 6))
     for line in metrics:
         assert line["mismatch_kl/age_0"] <= 1e-10 and line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
@@ -63,16 +62,5 @@ def test_environments_with_settings_of_their_own_are_trained_as_they_were_sample
     }  # fmt: skip
     assert [line["curriculum/cold/level"] for line in metrics] == [0.0, 0.0, 1.0, 1.0, 2.0]
     assert all(0 <= line["curriculum/sort_letters/level"] <= 1 for line in metrics)
-    held = at_start(held_after(4, until=exists(tmp_path / "rank_killed")))
-    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
-        run.wait_for_step(2)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.kill()
-        run.wait_for_step(3)
-        _, rank = run.find("holdfast.trainer.launch")
-        rank.kill()
-        (tmp_path / "rank_killed").touch()
-        killed = complete(run)
-    assert killed.exit_code == 0, killed.output
-    assert_same(outcome(killed.run_dir, 5), outcome(straight.run_dir, 5))
-    assert exact_metrics(killed.run_dir, range(1, 6)) == metrics
+    killed = killed_twice(tmp_path / "killed", *flags, orchestrator=2, rank=3, held=4)
+    assert_same_end(killed, straight, 5)

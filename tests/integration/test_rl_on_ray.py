@@ -5,15 +5,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.runs.ray_clusters import RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 STEPS = 10
-TOKEN = {"HOLDFAST_ADMIN_TOKEN": "of-the-test"}
+AS_A_USER: Any = {"environment": {"HOLDFAST_ADMIN_TOKEN": "of-the-test"}, "starts_python": True}
 FLAGS = (
     *SMALL_BATCH,
     *("--max-steps", str(STEPS), "--ckpt.interval", "2"),
@@ -32,12 +33,12 @@ def nodes() -> Iterator[RayNodes]:
 def local(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """The same run on this machine alone, with two ranks."""
     output_dir = tmp_path_factory.mktemp("local") / "run"
-    return succeeded(output_dir, *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S)
+    return succeeded(output_dir, *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S, engine="vllm")
 
 
 def on_ray(nodes: RayNodes, output_dir: Path, *flags: str) -> RlRun:
     cluster = ("--cluster", f"ray://{nodes.address}", "--cluster-strategy", "spread", "--trainer.parallel.nodes", "2")
-    return RlRun(output_dir, *FLAGS, *cluster, *flags, environment=TOKEN)
+    return RlRun(output_dir, *FLAGS, *cluster, *flags, **AS_A_USER)
 
 
 def test_a_node_that_is_lost_and_comes_back(nodes: RayNodes, local: CompletedRun, tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_node_without_our_version_is_refused_by_name(tmp_path: Path) -> None:
             python = other_environment(tmp_path / f"of_{version}", version=version)
             with node_of(python, nodes.address, cores=4):
                 flags = ("--cluster", f"ray://{nodes.address}", "--cluster-timeout-s", "150")
-                with RlRun(tmp_path / "run", *FLAGS, *flags, environment=TOKEN) as run:
+                with RlRun(tmp_path / "run", *FLAGS, *flags, **AS_A_USER) as run:
                     refused = complete(run)
             assert refused.exit_code == 2 and reason in refused.output, refused.output
             assert not refused.survivors and not (tmp_path / "run" / "logs").exists()
@@ -93,8 +94,8 @@ def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(tmp_path
     with RayNodes(3, 3) as nodes:
         flags = ("--cluster", f"ray://{nodes.address}")
         with (
-            RlRun(tmp_path / "a" / "run", *FLAGS, *flags, environment=TOKEN) as one,
-            RlRun(tmp_path / "b" / "run", *FLAGS, *flags, environment=TOKEN) as other,
+            RlRun(tmp_path / "a" / "run", *FLAGS, *flags, **AS_A_USER) as one,
+            RlRun(tmp_path / "b" / "run", *FLAGS, *flags, **AS_A_USER) as other,
         ):
             one.wait_for_step(2)
             other.wait_for_step(1)
@@ -102,7 +103,7 @@ def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(tmp_path
             done = complete(other, TIMEOUT_S)
             assert not complete(one).survivors
         assert done.exit_code == 0 and "attempt 2" not in done.output, done.output
-        with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", environment=TOKEN) as again:
+        with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", **AS_A_USER) as again:
             resumed = complete(again, TIMEOUT_S)
     assert resumed.exit_code == 0, resumed.output
     assert_same(outcome(done.run_dir, STEPS), outcome(resumed.run_dir, STEPS))
@@ -120,7 +121,12 @@ def test_what_the_cluster_does_not_have_is_said_before_anything_starts(nodes: Ra
     assert planned.exit_code == 0 and "\ntrainer (2 nodes)  by ray://" in planned.output, planned.output
     assert not (tmp_path / "run" / "logs").exists()
     with RlRun(
-        tmp_path / "run", *FLAGS, "--cluster", f"ray://{nodes.address}", environment={"HOLDFAST_ADMIN_TOKEN": ""}
+        tmp_path / "run",
+        *FLAGS,
+        "--cluster",
+        f"ray://{nodes.address}",
+        environment={"HOLDFAST_ADMIN_TOKEN": ""},
+        starts_python=True,
     ) as run:
         refused = complete(run)
     assert refused.exit_code == 2 and "needs an admin token: set the environment" in refused.output, refused.output

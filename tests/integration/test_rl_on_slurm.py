@@ -33,7 +33,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmNodes]:
 
 
 def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(slurm: SlurmNodes, tmp_path: Path) -> None:
-    local = succeeded(tmp_path / "local", *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S)
+    local = succeeded(
+        tmp_path / "local", *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S, engine="vllm"
+    )
     run_dir = RunDir(tmp_path / "run")
     rl = [str(Path(sys.executable).with_name("rl")), "@", CONFIG, "--output-dir", str(run_dir.path), *FLAGS]
     job = slurm.submit([*rl, "--slurm.nodes", "2", "--slurm.time", "1:00:00", "--trainer.parallel.nodes", "2"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 import httpx
+import pytest
 
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
@@ -17,6 +18,8 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.prometheus import scrape, scraped_when
 from tests.runs.rl import RlRun, complete
+
+pytestmark = pytest.mark.engine
 
 # From the first 3 to the last 10 of 50 steps; measured: 0.15 to 0.2.
 REWARD_RISE = 0.08
@@ -34,7 +37,7 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     port, served = free_port(), free_port()
     flags = ("--inference.server.port", str(port), "--trainer.kl", "--prometheus.port", str(served))
     flags = (*flags, "--inference.engine.args", '{"disable_log_stats": false}')
-    with RlRun(tmp_path / "run", *flags) as run:
+    with RlRun(tmp_path / "run", *flags, starts_python=True) as run:
         run.wait_for_step(1)
         assert _listens(port)
         _is_on_the_dashboard(run.run_dir, served, port)
@@ -74,7 +77,7 @@ def _is_on_the_dashboard(run_dir: RunDir, served: int, port: int) -> None:
 
 def test_a_launcher_killed_at_the_start_takes_its_server_along(tmp_path: Path) -> None:
     port = free_port()
-    with RlRun(tmp_path / "run", "--inference.server.port", str(port)) as run:
+    with RlRun(tmp_path / "run", "--inference.server.port", str(port), starts_python=True) as run:
         run.wait_for_output("loading vllm")
         assert run.find("holdfast.inference.main")
         run.interrupt(signal.SIGKILL)

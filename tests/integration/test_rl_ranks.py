@@ -10,14 +10,14 @@ from holdfast.shared.files.metrics import read_metrics
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import CompletedRun, succeeded
 
+pytestmark = pytest.mark.ranks
+
 # Sums in another order, float32.
 RELATIVE = 1e-4
 ABSOLUTE = 1e-6
 
 
-@pytest.mark.parametrize(
-    "division", [(), pytest.param(("--trainer.parallel.sequence-parallel", "2"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("division", [(), pytest.param(("--trainer.parallel.sequence-parallel", "2"))])
 def test_two_ranks_train_as_one_does(
     division: tuple[str, ...], reference: CompletedRun, rl_server: UsedServer, tmp_path: Path
 ) -> None:

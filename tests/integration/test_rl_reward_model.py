@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -11,39 +9,25 @@ import pytest
 
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
-from tests.conftest import ROOT
+from tests.forking.commands import shared_commands
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import succeeded
+
+pytestmark = pytest.mark.launch
 
 _STEPS = 30
 _PPO = "configs/reverse_text/algorithms/ppo.toml"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
-    command: Callable[[str], str], rl_server: UsedServer, tmp_path: Path
+    rl_server: UsedServer, tmp_path: Path
 ) -> None:
     """The environment's own reward is shown and not trained on; it rises since the pairs prefer what it pays for."""
-    taught = subprocess.run(
-        [
-            command("reward-model"),
-            "@",
-            "configs/reverse_text/reward_model.toml",
-            "--output-dir",
-            str(tmp_path / "judge"),
-            # With as many threads as cores, two runs side by side take ten times as long: the threads wait spinning.
-            "--parallel.threads",
-            "1",
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert taught.returncode == 0, taught.stdout
+    # With as many threads as cores, two runs side by side take ten times as long: the threads wait spinning.
+    argv = ["@", "configs/reverse_text/reward_model.toml", "--output-dir", str(tmp_path / "judge")]
+    taught = shared_commands().start("reward-model", tmp_path / "judge", [*argv, "--parallel.threads", "1"]).wait()
+    assert taught.code == 0, taught.log
     (version,) = RunDir(tmp_path / "judge").published_weights()
     judge = str(RunDir(tmp_path / "judge").weights_of(version))
     parts = ("--trainer.reward-model.name", judge, "--trainer.critic.name", judge)

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.runs.processes import HANG_S
-from tests.runs.rl import MODEL, SMALL_BATCH, RlRun, assert_same, complete, outcome, succeeded
+from tests.runs.rl import MODEL, SMALL_BATCH, RlRun, assert_same_end, complete, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]
 
 _STEPS = 4
 # Every session of a batch has had its first turn before one of them goes on: nobody asks the engine meanwhile.
@@ -79,16 +79,14 @@ def foreign_model(foreign_weights: Path, tmp_path: Path) -> Path:
 
 
 def test_two_quick_starts_of_the_same_moment_end_with_the_bits_of_each_alone(tmp_path: Path) -> None:
-    flags = ("--max-steps", str(_STEPS), "--ckpt", *SMALL_BATCH)
+    flags = ("--max-steps", str(_STEPS), "--ckpt", "--trainer.parallel.threads", "1", *SMALL_BATCH)
     other = (*flags, "--seed", "7")
     with RlRun(tmp_path / "one", *flags) as one, RlRun(tmp_path / "two", *other) as two:
         ended = [complete(run) for run in (one, two)]
-    assert [run.exit_code for run in ended] == [0, 0], ended[0].output + ended[1].output
-    assert not any(run.survivors for run in ended)
     assert sum("is not free" in run.output for run in ended) >= 1
     for run, alone_flags in zip(ended, (flags, other), strict=True):
         alone = succeeded(tmp_path / f"{run.run_dir.path.name}_alone", *alone_flags)
-        assert_same(outcome(run.run_dir, _STEPS), outcome(alone.run_dir, _STEPS))
+        assert_same_end(run, alone, _STEPS)
 
 
 def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
@@ -110,10 +108,8 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
                 run.wait_for(lambda: _answers(run), "the server that came back")
             gates.open(batch)
         killed = complete(run)
-    assert killed.exit_code == 0, killed.output
-    assert not killed.survivors
     assert "was restarted" in (killed.run_dir.logs(1) / "orchestrator.log").read_text()
-    assert_same(outcome(killed.run_dir, _STEPS), outcome(straight.run_dir, _STEPS))
+    assert_same_end(killed, straight, _STEPS)
 
 
 def _answers(run: RlRun) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.shared.files.model_length import positions
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

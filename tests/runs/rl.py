@@ -68,6 +68,7 @@ class RlRun:
     ) -> None:
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
+        self._output.touch()
         self._seen: set[psutil.Process] = set()
         argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
         variables = {**os.environ, **(environment or {})}
@@ -323,6 +324,15 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
         assert not different, f"{kind}: {len(different)} of {len(mine)} differ: {different[:3]}"
     assert json.loads(actual.orchestrator_state) == json.loads(expected.orchestrator_state)
     assert actual.orchestrator_state == expected.orchestrator_state
+
+
+def assert_same_end(actual: CompletedRun, expected: CompletedRun, last: int) -> None:
+    """Fail unless a run has ended well, and after `last` steps with the bits and the metrics of another one."""
+    assert actual.exit_code == 0, actual.output
+    assert not actual.survivors, actual.output
+    assert_same(outcome(actual.run_dir, last), outcome(expected.run_dir, last))
+    steps = range(1, last + 1)
+    assert exact_metrics(actual.run_dir, steps) == exact_metrics(expected.run_dir, steps)
 
 
 def _contents(directory: Path, pattern: str) -> dict[str, bytes]:
