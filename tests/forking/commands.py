@@ -44,6 +44,7 @@ _IMPORTED = (
     "holdfast.trainer.programs.sft",
     "transformers.models.qwen3.modeling_qwen3",
     "holdfast.commands.launcher.launch",
+    "tests.unit.trainer.programs.in_process",
 )
 
 
