@@ -16,7 +16,7 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
 from tests.forking.commands import Run, shared_commands
-from tests.integration.test_preemption import make_batch, publish_batch, state_after
+from tests.integration.test_sft_stop import make_batch, publish_batch, state_after
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.profiles import Profile
