@@ -78,14 +78,14 @@ def run_prepared(config: TrainingCommand) -> None:
     importlib.import_module(f"holdfast.trainer.programs.{config.program.replace('-', '_')}").run(config)
 
 
-def end_state(run_dir: RunDir, *, last: int = STEPS) -> dict[str, Any]:
+def end_state(run_dir: RunDir, *, last: int = STEPS, first: int = 1) -> dict[str, Any]:
     """Return the final checkpoint without what names the attempt, the published weights and the metrics."""
     weights = {path: path.read_bytes() for path in run_dir.weights.glob(f"*step_{last}/**/*.safetensors")}
     assert weights
     state = checkpoint_state(run_dir.checkpoint(last)) | {
         str(path.relative_to(run_dir.path)): data for path, data in weights.items()
     }
-    return state | {"metrics": exact_metrics(run_dir, range(1, last + 1))}
+    return state | {"metrics": exact_metrics(run_dir, range(first, last + 1))}
 
 
 def parts_of(checkpoint: Path) -> set[str]:
