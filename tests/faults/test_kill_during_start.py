@@ -1,36 +1,38 @@
 """A launcher that is killed while it prepares the run directory loses nothing, and the next start goes on.
 
 Preparing clears leftovers, sets damaged and superseded steps aside, trims metrics, brings in forks. Each
-call that does so is an instant to die at.
+call that does so is an instant to die at. Once what the next start finds is the same, so is what it trains.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.commands.resume.attempt import with_resume, write_config
+from holdfast.commands.resume.plan import prepare
+from holdfast.shared.config import SftConfig
 from holdfast.shared.files.manifest import MANIFEST_NAME
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
-from tests.faults.faulty_calls import Call, read_trail
-from tests.faults.run_states import differing, end_state, whole_steps
-from tests.forking.commands import Run, shared_commands
+from tests.faults.faulty_calls import Call, install, read_trail
+from tests.faults.run_states import differing, whole_steps
+from tests.runs.processes import in_a_child
+from tests.unit.trainer.programs.in_process import end_state, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.clock
 
-FLAGS = ("--max-steps", "6", "--ckpt.interval", "2")
-FULL_RUNS = 6
-"""How many of the deaths of a case are followed to the end of training; the others to its start."""
-
-Start = Callable[..., Run]
+LAST = 6
 
 
 @dataclass(frozen=True)
@@ -39,55 +41,66 @@ class Case:
 
     Attributes:
         directory: the run directory before it.
-        flags: of the start.
+        settings: of the run, without `ckpt`.
+        ckpt: how it starts.
         other: a run that must not change.
     """
 
     directory: Path
-    flags: tuple[str, ...]
+    settings: dict[str, Any]
+    ckpt: dict[str, Any]
     other: Path | None = None
 
+    def prepare(self, output: Path, **fault: Any) -> int:
+        """Prepare `output` in a process of its own; return the exit code, a signal as a negative number."""
+        trail = output.with_suffix(".trail")
+        trail.unlink(missing_ok=True)
+        given = self.settings | {"output_dir": output, "max_steps": LAST, "ckpt": self.ckpt | {"interval": 2}}
+        config = SftConfig.model_validate(given)
+
+        def start() -> None:
+            log = os.open(output.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            install(str(output), str(trail), **fault)
+            attempt = prepare(config, clean=False, dry_run=False)
+            write_config(attempt, "sft", with_resume(config, attempt.resume_step), dry_run=False)
+
+        return os.waitstatus_to_exitcode(os.waitpid(in_a_child(start), 0)[1])
+
 
 @pytest.fixture(scope="module")
-def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
-    model = tiny_model(weights=False, attention_dropout=0.3)
-
-    def run(output: Path, *flags: str, kill: str | None = None, **options: Any) -> Run:
-        trail = str(output.with_name(f"{output.name}.trail"))
-        source = f"from tests.faults.faulty_calls import install\ninstall({str(output)!r}, {trail!r}, {kill})"
-        fault = source if kill is not None else ""
-        return shared_commands().sft(output, model, sft_data, *FLAGS, *flags, fault=fault, **options).wait()
-
-    return run
+def settings(tiny_model: ModelFactory, sft_data: Path) -> dict[str, Any]:
+    data = {"name": str(sft_data), "batch_size": 8, "micro_batch_size": 2, "seq_len": 32}
+    return {"model": {"name": str(tiny_model(attention_dropout=0.3))}, "optim": {"lr": 1e-3}, "data": data, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def finished(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run of the steps 2, 4 and 6."""
+def finished(settings: dict[str, Any], mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the steps 2, 4 and 6."""
+    assert mesh.world_size == 1
     output = tmp_path_factory.mktemp("finished") / "run"
-    run = start(output)
-    assert run.code == 0, run.log
-    return output
+    return train("sft", output, settings | {"ckpt": {"interval": 2}}, until=LAST).path
 
 
 @pytest.fixture(params=["after a torn save, with a damaged step", "an older step", "a fork"])
-def case(request: pytest.FixtureRequest, start: Start, finished: Path, tmp_path: Path) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, settings: dict[str, Any], finished: Path, tmp_path: Path) -> Iterator[Case]:
     directory = tmp_path / "before"
     if request.param == "a fork":
         directory.mkdir()
         (directory / "notes.txt").write_text("mine")
-        yield Case(directory, ("--ckpt.resume-dir", str(finished / "checkpoints/step_4")), finished)
+        yield Case(directory, settings, {"resume_dir": finished / "checkpoints/step_4"}, finished)
         return
     shutil.copytree(finished, directory)
     if request.param == "an older step":
-        yield Case(directory, ("--ckpt.resume-step", "2"))
+        yield Case(directory, settings, {"resume_step": 2})
         return
     checkpoints = directory / "checkpoints"
     (checkpoints / "step_6").rename(checkpoints / ".tmp-step_6")
     (checkpoints / ".tmp-step_6" / MANIFEST_NAME).unlink()
     manifest = checkpoints / "step_4" / MANIFEST_NAME
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    yield Case(directory, ("--ckpt.resume-step", "auto"))
+    yield Case(directory, settings, {"resume_step": "auto"})
 
 
 def possessions(directory: Path) -> Counter[tuple[str, bytes]]:
@@ -113,33 +126,17 @@ def in_place(directory: Path) -> dict[str, bytes]:
     }
 
 
-def check_death(number: int, instant: str, case: Case, start: Start, output: Path, expected: dict[str, Any]) -> str:
-    """Die, look, start again, compare. Returns what is wrong, or nothing."""
-    name = f"{number} {instant}"
+def check_death(number: int, instant: str, case: Case, output: Path, expected: dict[str, bytes]) -> None:
+    """Die, look, start again, compare."""
     shutil.copytree(case.directory, output)
-    kill = f"kill_at={number}, instant={instant!r}"
-    killed = start(output, *case.flags, kill=kill, until="prepared")
-    if killed.code != -signal.SIGKILL:
-        return f"{name}: not killed but ended with {killed.code}:\n{killed.log}"
-    owned = possessions(case.directory)
-    if lost := owned.keys() - possessions(output).keys():
-        return f"{name}: lost {sorted(kind for kind, _ in lost)}"
-    again = start(output, *case.flags, until="prepared")
-    if again.code != 0 or "Traceback" in again.log:
-        return f"{name}: the next start ended with {again.code}:\n{again.log}"
-    if lost := owned.keys() - possessions(output).keys():
-        return f"{name}: the next start lost {sorted(kind for kind, _ in lost)}"
-    if differs := differing(in_place(output), expected["prepared"]):
-        return f"{name}: {differs} differ after the next start"
-    if expected["trains"]:
-        trained = start(output, *case.flags)
-        if trained.code != 0:
-            return f"{name}: training ended with {trained.code}:\n{trained.log}"
-        if differs := differing(end_state(output), expected["end"]):
-            return f"{name}: {differs} differ at the end"
-        whole_steps(output / "checkpoints")
+    owned, log = possessions(case.directory), output.with_suffix(".out")
+    assert case.prepare(output, kill_at=number, instant=instant) == -signal.SIGKILL, log.read_text()
+    assert not owned.keys() - possessions(output).keys()
+    assert case.prepare(output) == 0, log.read_text()
+    assert not owned.keys() - possessions(output).keys()
+    assert differing(in_place(output), expected) == []
+    whole_steps(output / "checkpoints")
     shutil.rmtree(output)
-    return ""
 
 
 def deaths(calls: list[Call]) -> list[tuple[int, str]]:
@@ -149,37 +146,23 @@ def deaths(calls: list[Call]) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.timeout(1800)
 def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
-    case: Case, start: Start, finished: Path, tmp_path: Path
+    case: Case, finished: Path, tmp_path: Path
 ) -> None:
     untouched = contents(case.other) if case.other else {}
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(case.directory, undisturbed)
-    prepared = start(undisturbed, *case.flags, kill="kill_at=None", until="prepared")
-    assert prepared.code == 0, prepared.log
-    calls = read_trail(tmp_path / "undisturbed.trail")
-    state = in_place(undisturbed)
+    assert case.prepare(undisturbed) == 0, undisturbed.with_suffix(".out").read_text()
+    calls, state = read_trail(undisturbed.with_suffix(".trail")), in_place(undisturbed)
     assert differing(state, in_place(case.directory)), "this start changes nothing"
-    trained = start(undisturbed, *case.flags)
-    assert trained.code == 0, trained.log
-    end = end_state(undisturbed)
-    straight = end_state(finished)
-    if case.other is not None:  # a fork has no lines of the steps before it
-        end_metrics, straight["metrics"] = end["metrics"], straight["metrics"][4:]
-        assert end_metrics == straight["metrics"]
-    assert differing(end, straight) == []
 
     instants = deaths(calls)
     assert len(instants) >= 15
-    every = max(1, len(instants) // FULL_RUNS)
-
-    def check(place: int) -> str:
-        number, instant = instants[place]
-        expected = {"prepared": state, "end": end, "trains": place % every == 0}
-        return check_death(number, instant, case, start, tmp_path / f"death_{place}", expected)
-
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        wrong = list(pool.map(check, range(len(instants))))
-    assert not any(wrong), "\n".join(filter(None, wrong))
+    for place, (number, instant) in enumerate(instants):
+        check_death(number, instant, case, tmp_path / f"death {place}", state)
     assert not case.other or contents(case.other) == untouched
+
+    resume = max(RunDir(undisturbed).committed_steps())
+    train("sft", undisturbed, case.settings | {"ckpt": {"interval": 2}}, until=LAST, resume=resume)
+    ends = [end_state(RunDir(path), last=LAST, first=resume + 1) for path in (undisturbed, finished)]
+    assert differing(*ends) == []

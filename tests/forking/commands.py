@@ -46,6 +46,7 @@ _IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "holdfast.commands.launcher.launch",
     STUB_ENGINE,
+    "tests.unit.trainer.programs.in_process",
 )
 
 

@@ -16,14 +16,16 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
 from tests.forking.commands import Run, shared_commands
-from tests.integration.test_preemption import make_batch, publish_batch, state_after
+from tests.integration.test_sft_stop import make_batch, publish_batch, state_after
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.profiles import Profile
 from tests.runs.training import sft_command
 
+pytestmark = [pytest.mark.launch, pytest.mark.ranks]
+
 Models = Callable[..., Path]
-STEPS = 30
+STEPS, HELD = 12, 7
 
 
 class Nodes:
@@ -106,7 +108,13 @@ def nodes(tmp_path: Path, tiny_model: Models, sft_data: Path) -> Iterator[Nodes]
 
 
 def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: Nodes) -> None:
-    nodes.start_all("--profile", "3:4", "--prometheus.port", "0")
+    """After one that was started with other settings, and refused."""
+    flags = ("--profile", "3:4", "--prometheus.port", "0")
+    nodes.start(0, *flags)
+    refused = nodes.start(1, *flags, "--seed", "4").wait(HANG_S)
+    assert refused.code == 2 and "error: nodes were started with other settings" in refused.log
+    assert "seed: 3 -> 4" in refused.log
+    nodes.start(1, *flags)
     assert nodes.wait() == [0, 0], nodes.runs[0].log
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
     assert {path.name for path in nodes.run_dir.logs(1).iterdir()} == {
@@ -121,15 +129,12 @@ def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: N
     assert profile.marked_steps(0) == profile.marked_steps(1) == ["ProfilerStep#3", "ProfilerStep#4"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(
-    nodes: Nodes, of_one_node: Nodes, number: signal.Signals
-) -> None:
-    nodes.trainer_fault = held_after(20, until=ASKED_TO_STOP)
+def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(nodes: Nodes, of_one_node: Nodes) -> None:
+    nodes.trainer_fault = held_after(HELD, until=ASKED_TO_STOP)
     nodes.start_all()
     nodes.wait_for_step(5)
-    os.kill(nodes.runs[1].pid, number)
-    assert nodes.wait() == [128 + number] * 2
+    os.kill(nodes.runs[1].pid, signal.SIGTERM)
+    assert nodes.wait() == [128 + signal.SIGTERM] * 2
     stopped = nodes.run_dir.committed_steps()[-1]
     assert 5 <= stopped < STEPS and all(f"stopped at step {stopped}" in run.log for run in nodes.runs)
     nodes.trainer_fault = ""
@@ -138,14 +143,11 @@ def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
 
 
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize(
-    "what", ["trainer", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rank", "command"))]
-)
+@pytest.mark.parametrize(("what", "node"), [("trainer", 1), ("rank", 0), ("command", 0), ("command", 1)])
 def test_what_is_killed_on_one_node_heals_on_all(
     nodes: Nodes, of_one_node: Nodes, node: int, what: Literal["trainer", "rank", "command"], tmp_path: Path
 ) -> None:
-    nodes.trainer_fault = held_after(20, until=exists(tmp_path / "killed"))
+    nodes.trainer_fault = held_after(HELD, until=exists(tmp_path / "killed"))
     nodes.start_all()
     nodes.wait_for_step(5)
     if what == "command":
@@ -160,8 +162,9 @@ def test_what_is_killed_on_one_node_heals_on_all(
     assert nodes.run_dir.next_attempt() == 3
 
 
+@pytest.mark.clock
 def test_a_node_that_does_not_come_back_ends_the_others(nodes: Nodes) -> None:
-    nodes.trainer_fault = held_after(20, until=exists(nodes.output / "never"))
+    nodes.trainer_fault = held_after(HELD, until=exists(nodes.output / "never"))
     nodes.start_all("--parallel.rdzv-timeout-s", "10")
     nodes.wait_for_step(5)
     gone, left = nodes.runs
@@ -176,15 +179,6 @@ def test_what_is_wrong_on_the_node_that_leads_ends_all(nodes: Nodes) -> None:
     assert nodes.wait() == [2, 2]
     assert all("already holds a run" in run.log for run in nodes.runs)
     assert "the run has ended on node" in nodes.runs[1].log
-
-
-def test_a_node_with_other_settings_is_refused(nodes: Nodes) -> None:
-    nodes.start(0)
-    refused = nodes.start(1, "--seed", "4").wait(HANG_S)
-    assert refused.code == 2 and "error: nodes were started with other settings" in refused.log
-    assert "seed: 3 -> 4" in refused.log
-    nodes.start(1)
-    assert nodes.wait() == [0, 0]
 
 
 def test_without_checkpoints_a_death_ends_all(tmp_path: Path, tiny_model: Models, sft_data: Path) -> None:

@@ -1,72 +1,248 @@
-"""Stopping `sft`: however it ends, it ends in seconds and leaves no process behind."""
+"""Stopping a run: a signal saves the current step within the grace, the exit code says so, and no process is left."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
+from holdfast.commands.launcher.supervise import ECHO_S
+from holdfast.shared.errors import NOT_SAVED
 from holdfast.shared.files import manifest
-from tests.runs.processes import HANG_S
+from holdfast.shared.files.journal import publish_batch
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from tests.conftest import ModelFactory
+from tests.faults.held_steps import ASKED_TO_STOP, NEVER, exists, held_after, held_commit
+from tests.faults.run_states import differing, end_state
+from tests.forking.commands import Run, shared_commands
+from tests.runs.processes import HANG_S, command_line, wait_until
 from tests.runs.training import LiveSft
 
-Start = Callable[..., LiveSft]
+pytestmark = pytest.mark.launch
+
+STEPS = 12
+FLAGS = ("--max-steps", str(STEPS))
 Ends = Callable[..., bool]
 
 
+@dataclass
+class Live:
+    """A run of `sft` that goes on; what is left of it ends with the test."""
+
+    run: Run
+    descendants: list[int] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.run.output)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the command prints `text`, and note the processes that it has then."""
+        wait_until(lambda: text in self.run.log or self.run.has_ended, text)
+        assert text in self.run.log, self.run.log
+        self.descendants = [child.pid for child in psutil.Process(self.run.pid).children(recursive=True)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks: forked children of the trainer."""
+        (trainer,) = psutil.Process(self.run.pid).children()
+        ranks = [child for child in trainer.children() if command_line(child) == trainer.cmdline()]
+        return sorted(ranks, key=lambda process: process.pid)
+
+    def ended(self, ends: Ends) -> int | None:
+        """Wait for the end, with which all processes must be gone; return the exit code."""
+        code = self.run.wait(HANG_S).code
+        assert self.descendants and all(ends(pid) for pid in self.descendants), self.run.log
+        return code
+
+
+Start = Callable[..., Live]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: ModelFactory) -> Path:
+    return tiny_model(weights=False, attention_dropout=0.3)
+
+
 @pytest.fixture
-def start(tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path) -> Start:
-    return lambda *flags: LiveSft(tmp_path / "run", tiny_model(weights=False), sft_data, *flags)
+def start(tmp_path: Path, model: Path, sft_data: Path) -> Iterator[Start]:
+    """Return a start of `sft` with a fault in its trainer."""
+    made: list[Live] = []
+
+    def run(*flags: str, fault: str = "", ranks: int = 1) -> Live:
+        started = shared_commands().sft(
+            tmp_path / "run", model, sft_data, *FLAGS, *flags, trainer_fault=fault, ranks=ranks
+        )
+        made.append(Live(started))
+        return made[-1]
+
+    yield run
+    for live in made:
+        if not live.run.has_ended:
+            os.kill(live.run.pid, signal.SIGKILL)
 
 
-def test_sigterm_stops_all_ranks_and_what_was_committed_is_whole(start: Start, ends: Ends) -> None:
-    with start("--parallel.num-ranks", "2", "--ckpt.interval", "1", "--ckpt.keep", "2") as run:
-        run.wait_for("step       3/")
-        assert len(run.ranks()) == 2
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait(within_s=HANG_S) == 128 + signal.SIGTERM
-        assert all(ends(pid) for pid in run.descendants)
-        assert "SIGTERM: saving the current step" in run.output and "stopped at step" in run.output
-        steps = run.run_dir.committed_steps()
-        assert steps and steps[-1] >= 2  # the line of step 3 is written before its checkpoint
-        for step in steps:
-            manifest.verify(run.run_dir.checkpoint(step))
+@pytest.fixture(scope="module")
+def straight_on_two(model: Path, sft_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of two ranks that nobody stops."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    run = shared_commands().sft(output, model, sft_data, *FLAGS, "--ckpt", ranks=2).wait()
+    assert run.code == 0, run.log
+    return output
 
 
-def test_ctrl_c_during_the_imports_stops_at_once(start: Start, ends: Ends) -> None:
-    with start() as run:
+@pytest.mark.ranks
+@pytest.mark.parametrize("whom", ["the command", "one rank"])
+def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_for_bit(
+    whom: str, start: Start, straight_on_two: Path, ends: Ends, tmp_path: Path
+) -> None:
+    """One rank gets it from a scheduler that signals every process of a job by itself.
+
+    That rank waits in a collective for rank 0, which is held, and takes the signal when the collective is over.
+    """
+    live = start("--ckpt", fault=held_after(8, until=exists(tmp_path / "signalled")), ranks=2)
+    live.wait_for("step  8/")
+    number = signal.SIGTERM if whom == "the command" else signal.SIGUSR1
+    os.kill(live.run.pid if whom == "the command" else live.ranks()[1].pid, number)
+    if whom == "the command":
+        wait_until(lambda: "SIGTERM: saving the current step" in live.run.log, "the signal")
+    (tmp_path / "signalled").touch()
+    assert live.ended(ends) == 128 + number
+    (step,) = live.run_dir.committed_steps()
+    assert 8 <= step < STEPS and manifest.verify(live.run_dir.checkpoint(step)).world_size == 2
+    assert f"stopped at step {step} of {STEPS}, which is saved" in live.run.log and "NOT saved" not in live.run.log
+    if whom == "the command":
+        resumed = start("--ckpt.resume-step", "latest", ranks=2).run.wait()
+        assert resumed.code == 0 and f"resuming from step {step}" in resumed.log, resumed.log
+        assert differing(end_state(resumed.output, last=STEPS), end_state(straight_on_two, last=STEPS)) == []
+
+
+def test_ctrl_c_saves_the_current_step_too(start: Start, ends: Ends) -> None:
+    live = start("--ckpt", fault=held_after(8, until=ASKED_TO_STOP))
+    live.wait_for("step  5/")
+    os.killpg(live.run.pid, signal.SIGINT)  # as a terminal does: to the group of the launcher
+    assert live.ended(ends) == 128 + signal.SIGINT
+    assert "which is saved" in live.run.log and len(live.run_dir.committed_steps()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_during_the_imports_ends_before_the_first_step(
+    number: signal.Signals, tmp_path: Path, model: Path, sft_data: Path, ends: Ends
+) -> None:
+    with LiveSft(tmp_path / "run", model, sft_data, *(["--ckpt"] if number == signal.SIGUSR1 else [])) as run:
         run.wait_for("importing torch")
-        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the group of the launcher
-        assert run.wait(within_s=HANG_S) == 128 + signal.SIGINT
+        os.killpg(run.process.pid, number)
+        assert run.wait(within_s=HANG_S) == 128 + number
         assert run.descendants and all(ends(pid) for pid in run.descendants)
-        assert "Traceback" not in run.output
+        assert "Traceback" not in run.output and run.run_dir.committed_steps() == []
+        if number == signal.SIGUSR1:
+            assert "stopped at step 0" in run.output and "before anything was trained" in run.output
+
+
+def test_a_grace_that_is_too_short_is_told_by_the_exit_code(start: Start) -> None:
+    """The save never ends."""
+    live = start("--ckpt", "--ckpt.grace-s", "0.1", fault=held_commit(5) + held_after(5, until=ASKED_TO_STOP))
+    live.wait_for("step  5/")
+    os.kill(live.run.pid, signal.SIGTERM)
+    assert live.run.wait(HANG_S).code == NOT_SAVED
+    assert "was NOT saved" in live.run.log and "there is no checkpoint" in live.run.log
+    assert live.run_dir.committed_steps() == []
+
+
+@pytest.mark.clock
+def test_a_second_signal_does_not_wait_for_the_grace(start: Start, ends: Ends) -> None:
+    live = start("--ckpt", "--ckpt.grace-s", "600", fault=held_after(8, until=NEVER))
+    live.wait_for("step  2/")
+    (rank,) = live.ranks()
+    rank.suspend()  # so the save never comes
+    os.kill(live.run.pid, signal.SIGTERM)
+    live.wait_for("for at most 600 s")
+    time.sleep(ECHO_S)  # sooner it would be the same signal
+    os.kill(live.run.pid, signal.SIGTERM)
+    assert live.ended(ends) == NOT_SAVED
+    assert "was NOT saved" in live.run.log
 
 
 def test_a_killed_launcher_takes_everything_with_it(start: Start, ends: Ends) -> None:
-    with start("--parallel.num-ranks", "2") as run:
-        run.wait_for("step       1/")
-        assert len(run.ranks()) == 2
-        run.process.kill()
-        assert all(ends(pid, within_s=HANG_S) for pid in run.descendants)
+    live = start(fault=held_after(8, until=NEVER), ranks=2)
+    live.wait_for("step  1/")
+    assert len(live.ranks()) == 2
+    os.kill(live.run.pid, signal.SIGKILL)
+    assert live.ended(ends) == -signal.SIGKILL
 
 
-def test_a_killed_rank_ends_the_run_and_is_named(start: Start, ends: Ends) -> None:
-    with start("--parallel.num-ranks", "2") as run:
-        run.wait_for("step       1/")
-        run.ranks()[1].kill()
-        assert run.wait(within_s=HANG_S) == 1
-        assert "killed by signal 9" in run.output and "log: " in run.output
-        assert "finished step" not in run.output
-        assert all(ends(pid) for pid in run.descendants)
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit(
+    start: Start, straight_on_two: Path, ends: Ends
+) -> None:
+    live = start("--ckpt.interval", "4", fault=held_commit(8), ranks=2)
+    wait_until(lambda: any(live.run_dir.checkpoints.glob(".tmp-step_8/trainer/*")) or live.run.has_ended, "the save")
+    live.wait_for("step  8/")
+    live.ranks()[1].kill()
+    assert live.ended(ends) == 1
+    assert "killed by signal 9" in live.run.log and "log: " in live.run.log and "finished step" not in live.run.log
+    assert live.run_dir.committed_steps() == [4]
+    resumed = start("--ckpt.interval", "4", "--ckpt.resume-step", "latest", ranks=2).run.wait()
+    assert resumed.code == 0 and "resuming from step 4" in resumed.log, resumed.log
+    assert differing(end_state(resumed.output, last=STEPS), end_state(straight_on_two, last=STEPS)) == []
 
 
 def test_a_trainer_that_is_told_to_stop_by_others_has_not_finished(start: Start, ends: Ends) -> None:
-    with start() as run:
-        run.wait_for("step       1/")
-        os.kill(run.descendants[0], signal.SIGTERM)
-        assert run.wait(within_s=HANG_S) == 1
-        assert "finished step" not in run.output and "error: trainer" in run.output
-        assert all(ends(pid) for pid in run.descendants)
+    live = start(fault=held_after(8, until=NEVER))
+    live.wait_for("step  1/")
+    (trainer,) = psutil.Process(live.run.pid).children()
+    trainer.terminate()
+    assert live.ended(ends) == 1
+    assert "finished step" not in live.run.log and "error: trainer" in live.run.log
+
+
+def make_batch(step: int) -> Batch:
+    """Two rollouts of opposite advantage, sampled by the version before the step."""
+    rollouts = [
+        Rollout(
+            environment="reverse_text",
+            task_id=step - 1,
+            sample_index=index,
+            token_ids=[5, 6, 7 + index, 8, 3],
+            loss_mask=[False, False, True, True, True],
+            logprobs=[0.0, 0.0, -1.0, -1.0, -1.0],
+            versions=[VersionSpan(step - 1, 2, 5)],
+            reward=float(index),
+        )
+        for index in (0, 1)
+    ]
+    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
+
+
+def state_after(step: int) -> bytes:
+    """The orchestrator's state after the batches up to `step`."""
+    counts = {"step": step, "problems": step, "rollouts": 2 * step, "tokens": 10 * step}
+    return json.dumps(counts | {"environments": {"reverse_text": {"next_task": step, "group_size": 2}}}).encode()
+
+
+def test_a_trainer_that_waits_for_a_batch_saves_at_once(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    """No orchestrator runs: the third batch never comes."""
+    run_dir = RunDir(tmp_path / "run")
+    flags = (
+        "--output-dir", str(run_dir.path), "--model.name", str(tiny_model()), "--max-steps", "10",
+        "--parallel.threads", "1", "--ckpt", "--mismatch-limit", "inf",
+    )  # fmt: skip
+    live = Live(shared_commands().start("trainer", run_dir.path, list(flags)))
+    live.wait_for("waiting for batches")
+    for step in (1, 2):
+        publish_batch(run_dir, make_batch(step), state_after(step))
+    live.wait_for("step  2/")
+    os.kill(live.run.pid, signal.SIGTERM)
+    assert live.run.wait(HANG_S).code == 128 + signal.SIGTERM, live.run.log
+    assert "stopped at step 2 of 10, which is saved" in live.run.log
+    assert run_dir.committed_steps() == [2]
+    manifest.verify(run_dir.checkpoint(2))
+    assert (run_dir.checkpoint(2) / "orchestrator" / "orchestrator.json").read_bytes() == state_after(2)
+    assert (run_dir.weights_of(2) / "model.safetensors").exists()

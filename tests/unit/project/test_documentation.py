@@ -115,7 +115,7 @@ def test_scripts_are_scripts(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "python"], ids=lambda block: block.where)
 def test_programs_compile_and_import_what_exists(block: Block) -> None:
-    """What they do is tested below, in test_plain_loop.py and in test_losses.py."""
+    """What they do is tested below, in test_example_loops.py and in test_losses.py."""
     tree = ast.parse(block.text)
     own = {"shout", "guessing"}
     for node in ast.walk(tree):

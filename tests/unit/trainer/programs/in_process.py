@@ -1,4 +1,7 @@
-"""Training programs in the process of the test: the work of a command, on one rank, without other processes."""
+"""Training programs in a process of the tests: the work of a command, without other processes.
+
+A process group is there; with several ranks all call `train`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import importlib
 import json
 import random
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import torch.distributed as dist
 
 from holdfast.commands.resume.attempt import with_resume, write_config
 from holdfast.commands.resume.plan import prepare
@@ -34,36 +38,54 @@ _PROGRESS = "trainer/progress.json"
 _SAME_IN_ALL = {".metadata", "__0_0.distcp", "progress.json", "config.toml"}
 
 
-def train(program: str, output: Path, settings: dict[str, Any], *, until: int, resume: int | None = None) -> RunDir:
+Resume = int | Literal["latest", "auto"] | None
+
+
+def train(program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None) -> RunDir:
     """Train until the step `until`, which is saved, and return the directory of the run.
 
     Args:
-        resume: the committed step that new objects resume from.
+        settings: of the program. Those of its checkpoints come on top of a save at the end.
+        resume: the committed step that new objects resume from; a number where there are several ranks.
     """
+    run_prepared(prepared(program, output, settings, until=until, resume=resume))
+    return RunDir(output)
+
+
+def prepared(
+    program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None
+) -> TrainingCommand:
+    """Prepare the directory of a run as its command does, and return the settings for its ranks."""
     config: TrainingCommand = PROGRAMS[program].model_validate(
         {
             "seed": 3, "parallel": {"threads": 1}, **settings, "output_dir": output, "max_steps": until,
-            "ckpt": {"resume_step": resume},
+            "ckpt": {"resume_step": resume} | settings.get("ckpt", {}),
         }
     )  # fmt: skip
-    run_dir = RunDir(output)
-    attempt = prepare(config, clean=False, dry_run=False, is_locked=True)  # a lock lasts as long as this process
-    config = with_resume(config, attempt.resume_step)
-    write_config(attempt, program, config, dry_run=False)
-    if program == "rl":
-        _publish_journal(run_dir, range((resume or 0) + 1, until + 1))
-    importlib.import_module(f"holdfast.trainer.programs.{program.replace('-', '_')}").run(config)
-    return run_dir
+    if dist.get_rank() == 0:
+        attempt = prepare(config, clean=False, dry_run=False, is_locked=True)  # a lock lasts as long as this process
+        write_config(attempt, program, with_resume(config, attempt.resume_step), dry_run=False)
+        if program == "rl":
+            _publish_journal(attempt.run_dir, range((attempt.resume_step or 0) + 1, until + 1))
+        resume = attempt.resume_step
+    dist.barrier()
+    assert resume is None or isinstance(resume, int)
+    return with_resume(config, resume)
 
 
-def end_state(run_dir: RunDir) -> dict[str, Any]:
+def run_prepared(config: TrainingCommand) -> None:
+    """Train as a rank does."""
+    importlib.import_module(f"holdfast.trainer.programs.{config.program.replace('-', '_')}").run(config)
+
+
+def end_state(run_dir: RunDir, *, last: int = STEPS, first: int = 1) -> dict[str, Any]:
     """Return the final checkpoint without what names the attempt, the published weights and the metrics."""
-    weights = {path: path.read_bytes() for path in run_dir.weights.glob(f"*step_{STEPS}/**/*.safetensors")}
+    weights = {path: path.read_bytes() for path in run_dir.weights.glob(f"*step_{last}/**/*.safetensors")}
     assert weights
-    state = checkpoint_state(run_dir.checkpoint(STEPS)) | {
+    state = checkpoint_state(run_dir.checkpoint(last)) | {
         str(path.relative_to(run_dir.path)): data for path, data in weights.items()
     }
-    return state | {"metrics": exact_metrics(run_dir, range(1, STEPS + 1))}
+    return state | {"metrics": exact_metrics(run_dir, range(first, last + 1))}
 
 
 def parts_of(checkpoint: Path) -> set[str]:
@@ -113,8 +135,8 @@ def _values(checkpoint: Path) -> dict[str, Any]:
 
 
 def _publish_journal(run_dir: RunDir, steps: Iterable[int]) -> None:
-    """Put the batches of an orchestrator into the journal: random answers with different rewards."""
-    for step in steps:
+    """Put the batches of an orchestrator into the journal, unless they are there: random answers and rewards."""
+    for step in [step for step in steps if not run_dir.batch(step).exists()]:
         batch = Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=_rollouts(step))
         all_before = [rollout for number in range(1, step + 1) for rollout in _rollouts(number)]
         position = EnvironmentPosition(next_task=_GROUPS * step, group_size=_GROUP_SIZE)

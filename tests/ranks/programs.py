@@ -1,0 +1,59 @@
+"""Training programs on two ranks, run after run in the same processes: `python -m tests.ranks.programs DIRECTORY`.
+
+`DIRECTORY/runs.json` says which: a list of the arguments of `train_on_two`, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.trainer.mesh import Mesh
+from tests.forking.commands import shared_commands
+from tests.ranks.two import run_on_two_ranks
+from tests.unit.trainer.programs.in_process import train
+
+
+def on_two_ranks(directory: Path, runs: list[dict[str, Any]]) -> None:
+    """Make runs in `directory` one after the other, all of which must end well; see `train_on_two`."""
+    directory.mkdir(exist_ok=True)
+    (directory / "runs.json").write_text(json.dumps(runs))
+    shared_commands().two_ranks("tests.ranks.programs", directory)
+
+
+def train_on_two(
+    mesh: Mesh,
+    directory: Path,
+    *,
+    name: str,
+    program: str,
+    settings: dict[str, Any],
+    until: int,
+    resume: int | None = None,
+    after: str | None = None,
+) -> None:
+    """Train in `directory/name`, or in a copy of the run `after`. Collective."""
+    if after is not None and mesh.is_main:
+        shutil.copytree(directory / after, directory / name)
+    mesh.barrier()
+    parallel = {"threads": 1, **settings.get("parallel", {}), "num_ranks": mesh.world_size}
+    train(program, directory / name, settings | {"parallel": parallel}, until=until, resume=resume)
+
+
+def main() -> None:
+    """Make all runs on both ranks."""
+    directory = Path(sys.argv[1])
+    runs = json.loads((directory / "runs.json").read_text())
+
+    def work(mesh: Mesh) -> None:
+        for run in runs:
+            train_on_two(mesh, directory, **run)
+
+    run_on_two_ranks(work, directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Programs that begin with what another run left: forks, warm starts, stores, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.shared.config.schedule import learning_rate
+from holdfast.shared.config.trainer import OptimConfig
+from holdfast.shared.errors import CheckpointError, HoldfastError, SaveError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.shared.remote.object_store import StorageError
+from holdfast.trainer.mesh import Mesh
+from tests.builders.checkpoint_files import contents
+from tests.conftest import ModelFactory
+from tests.faults.run_states import checkpoint_state, differing
+from tests.runs.rl import exact_metrics
+from tests.servers.s3 import BUCKET, S3Server
+from tests.unit.trainer.programs.cases import Programs
+from tests.unit.trainer.programs.in_process import HALF, STEPS, train
+
+SCHEDULE = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 1}
+URL = f"s3://{BUCKET}/run"
+
+
+@pytest.fixture(scope="module")
+def programs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path, mesh: Mesh
+) -> Programs:
+    assert mesh.world_size == 1
+    return Programs(tmp_path_factory.mktemp("programs"), tiny_model, sft_data)
+
+
+@pytest.fixture(scope="module")
+def sft(programs: Programs) -> dict[str, Any]:
+    """Settings of `sft` with dropout and a schedule that ends with the run."""
+    return programs.settings("sft, a row for each sample") | {"optim": SCHEDULE}
+
+
+@pytest.fixture(scope="module")
+def straight(sft: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of `sft` until step 8, with the checkpoint of step 5."""
+    settings = sft | {"ckpt": {"interval": HALF}}
+    return train("sft", tmp_path_factory.mktemp("other") / "run", settings, until=STEPS)
+
+
+def column(run_dir: RunDir, name: str) -> list[float]:
+    """Return the values of a metric, step by step."""
+    lines = run_dir.metrics.read_text().splitlines()
+    return [json.loads(line)[name] for line in lines]
+
+
+def test_a_fork_goes_on_as_the_other_run_did_bit_for_bit(
+    straight: RunDir, sft: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = straight.checkpoint(HALF)
+    forked = train("sft", tmp_path / "fork", sft | {"ckpt": {"resume_dir": source}}, until=STEPS)
+    assert f"forked {source}" in capsys.readouterr().out
+    states = [checkpoint_state(run_dir.checkpoint(STEPS)) for run_dir in (forked, straight)]
+    assert differing(*states) == []
+    later = range(HALF + 1, STEPS + 1)
+    assert exact_metrics(forked, later) == exact_metrics(straight, later)
+    identity = json.loads((forked.path / "run.json").read_text())
+    assert identity["forked_from"] == {"run_id": straight.run_id(), "step": HALF, "path": str(source)}
+    assert identity["run_id"] != straight.run_id()
+    assert manifest.verify(forked.checkpoint(HALF)) == manifest.verify(source)
+    assert straight.committed_steps() == [HALF, STEPS]
+
+
+def test_more_steps_stretch_the_schedule_and_the_command_says_so(
+    straight: RunDir, sft: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt = {"resume_dir": straight.checkpoint(HALF)}
+    run_dir = train("sft", tmp_path / "longer", sft | {"ckpt": ckpt}, until=STEPS + 1)
+    cosine = OptimConfig.model_validate(SCHEDULE)
+    expected = [learning_rate(step, cosine, STEPS + 1) for step in range(HALF + 1, STEPS + 2)]
+    assert column(run_dir, "lr") == pytest.approx(expected, rel=1e-7)
+    out = capsys.readouterr().out
+    assert "the cosine schedule now ends at step 9 instead of 8: the learning rate of step 6 is" in out
+    assert "max_steps: 8 -> 9" in out
+
+
+def test_a_schedule_with_its_own_end_goes_on_as_it_was(
+    straight: RunDir, sft: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"ckpt": {"resume_dir": straight.checkpoint(HALF)}, "optim": SCHEDULE | {"schedule_steps": STEPS}}
+    run_dir = train("sft", tmp_path / "fixed", sft | own, until=STEPS + 1)
+    rates = column(straight, "lr")
+    assert column(run_dir, "lr") == [*rates[HALF:], rates[-1]] and rates[-1] > 0
+    assert column(run_dir, "loss")[:-1] == column(straight, "loss")[HALF:]
+    assert "schedule now ends" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "weights", "pickled weights"])
+def test_a_warm_start_takes_the_weights_and_nothing_else(
+    kind: str, straight: RunDir, sft: dict[str, Any], tmp_path: Path
+) -> None:
+    """It is the run that loads the published weights by the name of the model, from its first step on."""
+    published = straight.weights_of(STEPS)
+    source = {"checkpoint": straight.checkpoint(STEPS), "weights": published}.get(kind, tmp_path / "pickled")
+    if not source.exists():
+        source.mkdir()
+        torch.save(load_file(published / "model.safetensors"), source / "pytorch_model.bin")
+        shutil.copy(published / "config.json", source)
+    by_name = train("sft", tmp_path / "name", sft | {"model": {"name": str(published)}}, until=2)
+    warm = train("sft", tmp_path / "warm", sft | {"ckpt": {"weights_only": source}}, until=2)
+    assert column(warm, "step") == [1, 2] and column(warm, "samples") == [8, 16]
+    assert exact_metrics(warm, (1, 2)) == exact_metrics(by_name, (1, 2))
+    assert contents(warm.weights_of(2))["model.safetensors"] == contents(by_name.weights_of(2))["model.safetensors"]
+    assert "forked_from" not in (warm.path / "run.json").read_text()
+
+
+def test_a_reward_model_is_trained_further_from_what_was_published(programs: Programs, tmp_path: Path) -> None:
+    """With a learning rate that moves nothing: as its weights, as a warm start, and with adapters on it."""
+    before = programs.half("reward-model")
+    named = {"optim": {"lr": 1e-12}, "model": {"name": str(before.weights_of(HALF))}}
+    settings = programs.settings("reward-model") | named
+    adapted = settings | {"model": named["model"] | {"lora": {"rank": 2}}}
+    warm = settings | {"ckpt": {"weights_only": before.checkpoint(HALF)}}
+    runs = [
+        train("reward-model", tmp_path / name, one, until=1)
+        for name, one in (("named", settings), ("warm", warm), ("adapted", adapted))
+    ]
+    expected = column_of_last(before, "val/rewards/std")
+    assert [column_of_last(run_dir, "val/rewards/std") for run_dir in runs] == pytest.approx([expected] * 3, rel=1e-4)
+    assert exact_metrics(runs[1], (1,)) == exact_metrics(runs[0], (1,))
+
+
+def column_of_last(run_dir: RunDir, name: str) -> float:
+    return json.loads(run_dir.metrics.read_text().splitlines()[-1])[name]
+
+
+Change = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
+def other_model(settings: dict[str, Any], other: Path) -> dict[str, Any]:
+    return settings | {"model": settings["model"] | {"name": str(other)}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sft, adapters", other_model, "adapters were trained on other weights"),
+        ("reward-model, adapters", other_model, "adapters were trained on other weights"),
+        ("sft, adapters", lambda s, _: s | {"model": {"name": s["model"]["name"]}}, "model.lora: set -> unset"),
+        ("sft, adapters", lambda s, _: s | {"model": s["model"] | {"lora": {"rank": 4}}}, "model.lora.rank: 2 -> 4"),
+        ("dpo", lambda s, _: s | {"data": s["data"] | {"too_long": "truncate", "seq_len": 12}}, "about other pairs"),
+        ("dpo, adapters, another reference", lambda s, _: s | {"loss": {}}, "under a reference model"),
+        (
+            "dpo, adapters, another reference",
+            lambda s, other: s | {"loss": {"reference_model": str(other)}},
+            "under a reference model",
+        ),
+    ],
+)
+def test_what_a_run_depends_on_must_be_what_it_began_with(
+    name: str, change: Change, message: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    shutil.copytree(programs.half(name).path, tmp_path / "run")
+    settings = change(programs.settings(name), tiny_model(seed=6))
+    program = name.split(",")[0]
+    with pytest.raises(HoldfastError, match=message):
+        train(program, tmp_path / "run", settings, until=STEPS, resume=HALF)
+    assert manifest.verify(RunDir(tmp_path / "run").checkpoint(HALF)).step == HALF
+
+
+def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_path: Path) -> None:
+    settings = programs.settings("dpo")
+    free = settings | {"loss": {"reference": "none"}}
+    train("dpo", tmp_path / "free", free, until=1)
+    with pytest.raises(CheckpointError, match=r"--loss\.reference none"):
+        train("dpo", tmp_path / "free", settings, until=2, resume=1)
+    train("dpo", tmp_path / "free", free, until=2, resume=1)
+
+
+@pytest.mark.parametrize(("one", "other"), [("sft", "dpo"), ("dpo", "reward-model"), ("reward-model", "sft")])
+def test_no_program_goes_on_from_a_checkpoint_of_another(
+    one: str, other: str, programs: Programs, tmp_path: Path
+) -> None:
+    shutil.copytree(programs.half(one).path, tmp_path / "run")
+    with pytest.raises(HoldfastError, match=f"a checkpoint of {one}, and {other} cannot go on from it"):
+        train(other, tmp_path / "run", programs.settings(other), until=STEPS, resume=HALF)
+
+
+def test_weights_of_another_kind_of_model_are_refused(programs: Programs, tmp_path: Path) -> None:
+    scores, sft = programs.half("reward-model"), programs.settings("sft")
+    with pytest.raises(HoldfastError, match=r"does not fit this model(.|\n)*score\.weight"):
+        train("sft", tmp_path / "warm", sft | {"ckpt": {"weights_only": scores.checkpoint(HALF)}}, until=1)
+    named = sft | {"model": {"name": str(scores.weights_of(HALF))}}
+    with pytest.raises(HoldfastError, match=r"scores whole sequences(.|\n)*give a language model"):
+        train("sft", tmp_path / "named", named, until=1)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    server = S3Server()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    yield server
+    server.close()
+
+
+def test_a_run_resumes_on_an_empty_machine_from_a_store(server: S3Server, programs: Programs, tmp_path: Path) -> None:
+    settings = programs.settings("sft") | {"ckpt": {"interval": HALF, "keep": 1, "dir": URL}}
+    first = train("sft", tmp_path / "first", settings, until=HALF)
+    remote = RemoteCheckpoints(URL)
+    assert remote.steps() == [HALF]
+    second = train("sft", tmp_path / "second", settings, until=STEPS, resume="latest")
+    assert second.run_id() == first.run_id()
+    later = range(HALF + 1, STEPS + 1)
+    expected = programs.whole("sft")
+    assert exact_metrics(second, later) == expected["metrics"][HALF:]
+    assert {name: expected.get(name) for name in checkpoint_state(second.checkpoint(STEPS))} == checkpoint_state(
+        second.checkpoint(STEPS)
+    )
+    assert STEPS in remote.steps()
+    remote.download(STEPS, tmp_path / "last")
+    assert contents(tmp_path / "last") == contents(second.checkpoint(STEPS))
+    manifest.verify(tmp_path / "last", step=STEPS)
+
+
+def test_a_store_that_fails_ends_the_run_with_its_reason(server: S3Server, programs: Programs, tmp_path: Path) -> None:
+    server.spoil = lambda method, path: "403" if method == "PUT" else None
+    settings = programs.settings("sft") | {"ckpt": {"interval": 2, "dir": URL}}
+    with pytest.raises(SaveError, match=rf"{URL}: writing step_2/(.|\n)*PermissionError"):
+        train("sft", tmp_path / "run", settings, until=4)
+    assert 2 in RunDir(tmp_path / "run").committed_steps(), "the checkpoint on this machine is whole"
+    missing = settings | {"ckpt": {"interval": 2, "dir": "s3://buckett/run"}}
+    with pytest.raises(StorageError, match=r"Create the bucket, or correct ckpt\.dir"):
+        train("sft", tmp_path / "other", missing, until=4)

@@ -1,0 +1,196 @@
+"""What programs do in some steps: they learn, however a step is divided it is the same, and broken numbers end them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from holdfast.shared.errors import HoldfastError, TrainingError
+from holdfast.shared.files import manifest
+from holdfast.shared.files.metrics import read_metrics
+from holdfast.shared.files.run_dir import REFERENCE_NAME, RunDir
+from holdfast.trainer.mesh import Mesh
+from tests.conftest import ROOT, ModelFactory
+from tests.runs.rl import EVERYTHING
+from tests.runs.training import PAIRS
+from tests.unit.trainer.programs.cases import PREFERENCES, SFT, Programs
+from tests.unit.trainer.programs.in_process import train
+
+EXAMPLE = {"model": {"name": str(ROOT / "examples" / "reverse_text" / "model")}}
+
+
+@pytest.fixture(scope="module")
+def programs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path, mesh: Mesh
+) -> Programs:
+    assert mesh.world_size == 1
+    return Programs(tmp_path_factory.mktemp("programs"), tiny_model, sft_data)
+
+
+def column(run_dir: RunDir, name: str) -> list[float]:
+    """Return the values of a metric, step by step; steps without it are left out."""
+    return [line[name] for line in read_metrics(run_dir.metrics) if name in line]
+
+
+def test_packed_equals_unpacked_and_one_by_eight_equals_eight_by_one(programs: Programs, tmp_path: Path) -> None:
+    settings = programs.settings("sft", dropout=False)
+    packed = train("sft", tmp_path / "packed", settings, until=4)
+    assert column(packed, "loss")[-1] < column(packed, "loss")[0]
+    for size in (1, 8):
+        data = settings["data"] | {"pack": False, "micro_batch_size": size}
+        other = train("sft", tmp_path / f"of {size}", settings | {"data": data}, until=4)
+        assert column(other, "loss") == pytest.approx(column(packed, "loss"), rel=1e-5)
+        assert column(other, "grad_norm") == pytest.approx(column(packed, "grad_norm"), rel=1e-4)
+        assert column(other, "tokens") == column(packed, "tokens")
+
+
+def test_numbers_that_break_stop_the_run_and_nothing_of_the_step_is_kept(programs: Programs, tmp_path: Path) -> None:
+    broken = programs.settings("sft") | {"optim": {"lr": 1e30}, "ckpt": {"interval": 1}}
+    with pytest.raises(TrainingError, match=r"step 2: loss is (.|\n)*optim\.lr"):
+        train("sft", tmp_path / "run", broken, until=4)
+    run_dir = RunDir(tmp_path / "run")
+    assert run_dir.committed_steps() == [1] and column(run_dir, "step") == [1]
+    assert run_dir.published_weights() == []
+
+
+def test_a_critic_whose_loss_breaks_ends_the_step_unpublished_and_unsaved(programs: Programs, tmp_path: Path) -> None:
+    broken = programs.settings("rl, everything") | {"critic": EVERYTHING["critic"] | {"optim": {"lr": 1e30}}}
+    with pytest.raises(TrainingError, match=r"the critic's loss is (.|\n)*critic\.optim\.lr"):
+        train("rl", tmp_path / "run", broken, until=4)
+    run_dir = RunDir(tmp_path / "run")
+    assert run_dir.published_weights() == [0] and run_dir.committed_steps() == []
+    assert not run_dir.metrics.read_text()
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_best_checkpoint_stays_besides_the_newest(name: str, programs: Programs, tmp_path: Path) -> None:
+    kept = {"val_interval": 1, "ckpt": {"interval": 1, "keep": 1, "keep_best": "max:val/loss"}}
+    run_dir = train(name, tmp_path / "run", programs.settings(name) | kept, until=4)
+    losses = column(run_dir, "val/loss")
+    best = 1 + losses.index(max(losses))
+    assert len(losses) == 4 and best < 4, losses
+    assert run_dir.committed_steps() == [best, 4]
+
+
+def test_without_keep_all_stay_and_a_metric_that_is_not_there_is_named_once(
+    programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    kept = {"val_interval": 1, "ckpt": {"interval": 1, "keep_interval": 2, "keep_best": "val/los"}}
+    run_dir = train("reward-model", tmp_path / "run", programs.settings("reward-model") | kept, until=3)
+    assert run_dir.committed_steps() == [1, 2, 3]
+    said = caplog.text
+    assert said.count("has no metric") == 1 and "step 1 has no metric 'val/los' (ckpt.keep_best)" in said
+
+
+def test_weights_and_tokenizer_are_published_as_transformers_loads_them(programs: Programs, tmp_path: Path) -> None:
+    run_dir = train("sft", tmp_path / "run", programs.settings("sft"), until=1)
+    directory = run_dir.weights_of(1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer("abc>")["input_ids"]])).logits
+    assert logits.shape == (1, 4, 128) and torch.isfinite(logits).all()
+
+
+def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(programs: Programs, tmp_path: Path) -> None:
+    run_dir = train("dpo", tmp_path / "run", programs.settings("dpo") | {"ckpt": {"interval": 1}}, until=3)
+    written = set()
+    for step in (1, 2, 3):
+        directory = run_dir.checkpoint(step)
+        assert f"trainer/{REFERENCE_NAME}" in manifest.verify(directory).files
+        written.add((directory / "trainer" / REFERENCE_NAME).read_bytes())
+    assert written == {(run_dir.path / REFERENCE_NAME).read_bytes()}
+    with np.load(run_dir.path / REFERENCE_NAME) as arrays:
+        assert arrays["logprobs"].shape == (48, 2)
+    run_dir.remove_run()
+    assert not (run_dir.path / REFERENCE_NAME).exists(), "--clean leaves it to no other run"
+
+
+def test_the_reference_of_adapters_is_the_model_without_them(programs: Programs, tmp_path: Path) -> None:
+    settings = programs.settings("dpo", dropout=False)
+    lora = settings["model"] | {"lora": {"rank": 2, "alpha": 8}}
+    run_dir = train("dpo", tmp_path / "run", settings | {"model": lora, "optim": {"lr": 1e-2}}, until=3)
+    losses, margins = column(run_dir, "loss"), column(run_dir, "rewards/margins")
+    assert losses[0] == pytest.approx(np.log(2)) and abs(margins[0]) < 1e-6
+    assert losses[-1] < losses[0] and margins[-1] > 0
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "apo_zero", "simpo", "orpo"])
+def test_every_loss_learns_to_prefer_the_chosen_side(kind: str, tmp_path: Path) -> None:
+    run_dir = _learn("dpo", tmp_path / "run", 15, {"loss": {"type": kind}})
+    assert column(run_dir, "val/rewards/accuracies")[-1] > 0.9
+    margins, losses = column(run_dir, "rewards/margins"), column(run_dir, "loss")
+    assert margins[-1] > margins[0] and losses[-1] < losses[0]
+    if kind == "dpo":  # the policy is its own reference
+        assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and margins[0] == pytest.approx(0, abs=1e-5)
+    assert (run_dir.path / REFERENCE_NAME).exists() == (kind in ("dpo", "ipo", "apo_zero"))
+
+
+@pytest.mark.clock
+def test_labelled_answers_are_learnt(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(
+        json.dumps({"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}) + "\n"
+        for row in rows for side in ("chosen", "rejected")
+    ))  # fmt: skip
+    run_dir = _learn("dpo", tmp_path / "run", 15, {"loss": {"type": "kto"}}, data=str(file))
+    losses = column(run_dir, "loss")
+    assert losses[0] == pytest.approx(0.5, abs=1e-6) and column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
+    assert column(run_dir, "val/rewards/margins")[-1] > 0.5 and losses[-1] < 0.49
+
+
+def _learn(program: str, output: Path, steps: int, settings: dict[str, Any], data: str = str(PAIRS)) -> RunDir:
+    rows = PREFERENCES | {"name": data, "batch_size": 32, "micro_batch_size": 8, "validation_fraction": 0.125}
+    return train(program, output, EXAMPLE | {"optim": {"lr": 3e-4}, "data": rows} | settings, until=steps)
+
+
+@pytest.mark.clock
+def test_a_reward_model_learns_to_score_the_chosen_side_higher_and_transformers_scores_alike(tmp_path: Path) -> None:
+    run_dir = _learn("reward-model", tmp_path / "run", 25, {"optim": {"lr": 1e-3}, "val_interval": 1})
+    accuracies = column(run_dir, "val/rewards/accuracies")
+    assert accuracies[-1] > 0.75 and accuracies[-1] > accuracies[0] + 0.1, accuracies
+    assert column(run_dir, "val/rewards/margins")[-1] > 1 and column(run_dir, "val/loss")[-1] < 0.5
+    directory = run_dir.weights_of(25)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["pad_token_id"] == 0 and list(config["id2label"]) == ["0"]
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()[:64]]
+
+    @torch.no_grad()
+    def score(row: dict[str, list[dict[str, str]]], side: str) -> float:
+        ids = tokenizer.apply_chat_template(row["prompt"] + row[side], return_tensors="pt", return_dict=False)
+        return model(ids).logits.item()
+
+    right = sum(score(row, "chosen") > score(row, "rejected") for row in rows)
+    assert right / len(rows) > 0.75
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("sft", {"seq_len": 6}, r"samples\.jsonl, row (.|\n)*data\.seq_len is 6"),
+        ("dpo", {"name": "no.jsonl"}, "no such file"),
+        ("reward-model", {"name": SFT["name"]}, "rows need `prompt`, `chosen` and `rejected`"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_named(
+    name: str, data: dict[str, Any], message: str, programs: Programs, sft_data: Path, tmp_path: Path
+) -> None:
+    settings = programs.settings(name)
+    settings["data"] |= data
+    if settings["data"]["name"] == SFT["name"]:
+        settings["data"]["name"] = str(sft_data)
+    with pytest.raises(HoldfastError, match=message):
+        train(name, tmp_path / "run", settings, until=1)
+    assert RunDir(tmp_path / "run").committed_steps() == []
