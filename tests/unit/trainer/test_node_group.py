@@ -81,7 +81,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setattr("holdfast.commands.launcher.meeting._PERIOD_S", 0.02)
     made = Nodes(tmp_path / "run")
     yield made
     made.end()

@@ -71,10 +71,10 @@ def rollouts_of(directory: Path, *engines: FakeEngine, client: dict[str, Any] = 
     return read_rollouts(RunDir(directory), range(1, STEPS + 1))
 
 
-@pytest.fixture
-def expected(tmp_path: Path) -> object:
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> object:
     """What a run with one engine makes, which nothing disturbs."""
-    return rollouts_of(tmp_path / "alone", FakeEngine())
+    return rollouts_of(tmp_path_factory.mktemp("alone"), FakeEngine())
 
 
 def leave(engine: FakeEngine) -> None:

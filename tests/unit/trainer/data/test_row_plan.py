@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.shared.config import SftConfig, TrainerConfig
 from holdfast.trainer.data.row_plan import (
     Arrangement,
     first_fit_decreasing,
@@ -127,28 +123,3 @@ def test_groups_of_one_length_are_as_small_as_the_rounds_allow() -> None:
     assert len(group_by_length([8] * 16, 64)) == 2
     plan = plan_rows([8] * 16, arrangement="grouped", budget=64, rows_per_micro_batch=1, world_size=4)
     assert [len(rank[0]) for rank in plan] == [4, 4, 4, 4]
-
-
-def useful_share(plan: Sequence[Sequence[Sequence[int]]], costs: Sequence[float]) -> float:
-    """Return what is worked, as a share of what the ranks would do in the time of the costliest of each round."""
-    rounds = [max(sum(costs[i] for i in micro) for micro in of_ranks) for of_ranks in zip(*plan, strict=True)]
-    return sum(costs) / (len(plan) * sum(rounds))
-
-
-@pytest.mark.parametrize("pair_cost", [0.0, 1 / 1536])
-@pytest.mark.parametrize("kind", ["equal", "log-normal", "long tail"])
-def test_at_the_defaults_eight_ranks_are_busy(kind: str, pair_cost: float) -> None:
-    data, rl = SftConfig().data, TrainerConfig()
-    generator = np.random.default_rng(0)
-    for count, budget in ((data.batch_size, data.seq_len * data.micro_batch_size), (128, rl.row_tokens)):
-        drawn = {
-            "equal": np.full(count, 300.0),
-            "log-normal": generator.lognormal(np.log(200), 0.6, count),
-            "long tail": (generator.pareto(1.5, count) + 1) * 80,
-        }[kind]
-        lengths = drawn.clip(8, data.seq_len).astype(int).tolist()
-        costs = [length + pair_cost * length * length for length in lengths]
-        plan = plan_rows(
-            lengths, costs=costs, arrangement="packed", budget=budget, rows_per_micro_batch=8, world_size=8
-        )
-        assert useful_share(plan, costs) >= 0.95

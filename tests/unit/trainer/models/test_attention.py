@@ -64,36 +64,6 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: i
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
-@given(
-    lengths=st.one_of(lengths_of_rows, lengths_of_long_rows),
-    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
-    window=st.sampled_from([None, 1, 3, 50]),
-)
-@settings(max_examples=40)
-def test_packed_samples_attend_as_if_alone(lengths: list[int], heads: tuple[int, int], window: int | None) -> None:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    total, (num_q, num_kv) = sum(lengths), heads
-
-    def random(num_heads: int) -> Tensor:
-        return torch.randn(1, num_heads, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-
-    query, key, value = random(num_q), random(num_kv), random(num_kv)
-    upstream = torch.randn(1, total, num_q, 8, generator=generator, dtype=torch.float64)
-    index = PackedIndex.from_lengths(lengths, device=CPU)
-    out, weights = packed_attention(
-        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, packed_index=index
-    )
-    assert weights is None and out.shape == (1, total, num_q, 8)
-    grads = torch.autograd.grad((out * upstream).sum(), (query, key, value))
-    alone = [
-        by_hand(q[0], k[0], v[0], 0.3, window).transpose(0, 1)
-        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    ]
-    expected = torch.cat(alone)[None]
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(grads, torch.autograd.grad((expected * upstream).sum(), (query, key, value)))
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_of_one_sample_each_need_no_index(window: int | None) -> None:
     query, key, value = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)

@@ -113,17 +113,6 @@ def test_attention_by_a_mask_gets_one_sample_a_row(attention: str, tiny_model: M
     torch.testing.assert_close(found, reference_logprobs(reference(directory)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rotary_buffers_are_those_of_transformers(kind: str, tiny_model: Models, mesh: Mesh) -> None:
-    name, fields = KINDS[kind]
-    directory = tiny_model(name, **fields)
-    expected = dict(reference(directory).named_buffers())
-    got = dict(build(directory, mesh).hf_model.named_buffers())
-    assert any("inv_freq" in key for key in expected) and got.keys() == expected.keys()
-    for key, buffer in expected.items():
-        assert torch.equal(got[key], buffer), key
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_tensor_is_loaded_bit_for_bit_and_tied_ones_once(tied: bool, tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model("qwen3", tied=tied)

@@ -158,16 +158,6 @@ def test_a_critic_starts_at_zero_and_a_reward_model_keeps_its_head(
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
 
 
-def test_dropout_is_on_while_training_and_off_after_eval(tiny_model: Models, mesh: Mesh) -> None:
-    model = build(tiny_model(attention_dropout=0.5), mesh)
-    assert model.training
-    first, second = (score_samples(model, samples(), [0, 2], pack=True, device=CPU) for _ in range(2))
-    assert not torch.allclose(first, second)
-    model.eval()
-    first, second = (score_samples(model, samples(), [0, 2], pack=True, device=CPU) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_in_bfloat16_values_are_float32_and_so_are_the_masters(tiny_model: Models, mesh: Mesh) -> None:
     model, exact = build(tiny_model(), mesh, dtype="bfloat16"), build(tiny_model(), mesh)
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.models.logprobs import Reading, plain_head, token_logprobs
@@ -14,11 +15,9 @@ from holdfast.trainer.models.truncation import SamplingByToken, sums_by_products
 
 V = 23
 CUTS = [
-    Sampling(temperature, top_p, top_k, min_p)
-    for temperature, top_p, top_k, min_p in itertools.product(
-        (1.0, 0.7), (1.0, 0.9, 0.4, 1e-6), (0, 2, 7, V, 10 * V), (0.0, 0.1, 0.999)
-    )
-]
+    Sampling(), Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 1e-6), Sampling(top_k=2), Sampling(top_k=10 * V),
+    Sampling(min_p=0.1), Sampling(min_p=0.999), Sampling(0.7, 0.4, 7, 0.1), Sampling(1.0, 0.9, V, 0.1),
+]  # fmt: skip
 
 
 def kept_tokens(logits: list[float], sampling: Sampling) -> set[int]:
@@ -50,9 +49,16 @@ def read(
     return logprobs, entropy
 
 
-@pytest.mark.parametrize("sampling", CUTS, ids=str)
-def test_values_and_gradients_are_those_of_the_kept_tokens(sampling: Sampling) -> None:
-    generator = torch.Generator().manual_seed(1)
+@settings(max_examples=60)
+@given(
+    sampling=st.builds(
+        Sampling, st.sampled_from([1.0, 0.7, 0.2]), top_p=st.sampled_from([1.0, 1e-6]) | st.floats(0.05, 1.0),
+        top_k=st.sampled_from([0, 1, 2, 7, V, 10 * V]), min_p=st.sampled_from([0.0, 0.999]) | st.floats(0.0, 0.9),
+    ),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_values_and_gradients_are_those_of_the_kept_tokens(sampling: Sampling, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     logits_CV = (3 * torch.randn(V, V, generator=generator)).requires_grad_()
     targets = list(range(V))
     logprobs, entropy = read(logits_CV, targets, sampling)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.trainer.data.packing import PackedIndex
-from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models import attention
 from holdfast.trainer.models.attention import packed_attention
-from holdfast.trainer.models.layout import PACKED
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.self_check import check_model
 from holdfast.trainer.models.varlen import KERNELS, Kernel, reason_against
-from tests.models.families import FAMILIES, random_samples, trainer_outcome, write_model
 from tests.models.per_sample import PerSample
 
 CPU = torch.device("cpu")
@@ -145,39 +138,6 @@ def test_rows_of_one_sample_each_go_through_the_kernel_as_samples(window: int | 
     assert kernel.calls == 1
     del KERNELS["cpu"]
     torch.testing.assert_close(found, attend(query, key, key, window, None))
-
-
-WHOLE = {
-    "llama": 0,
-    "mistral (sliding window)": 0,
-    "gemma3_text": 0,
-    "deepseek_v3": 0,
-    "gpt2": 0,
-    "gemma2": "it has no soft caps of scores",
-    "gpt_oss": "it has no sinks",
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_models_come_out_the_same(
-    name: str, kernel: PerSample, said: list[str], mesh: Mesh, tmp_path: Path
-) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
-    directory = write_model(family, tmp_path, seed=1)
-    samples = random_samples((23, 5, 31, 2, 14, 9), seed=1)
-    policy = build_policy(TrainedModelConfig(name=str(directory), logits_chunk_tokens=16), mesh, seed=0).eval()
-    assert said == [], "the probe's own attention is none that is trained"
-    check_model(policy, mesh, name=name, pack=True, dtype="float32")
-    assert policy.layout.packs and policy.layout.attention == PACKED.attention
-    kernel.calls = 0
-    found = {pack: trainer_outcome(policy, samples, pack=pack, budget=64) for pack in (True, False)}
-    reason = WHOLE[name]
-    assert (kernel.calls > 0) == (not reason)
-    assert [line for line in said if str(reason) in line] == said and len(said) == (1 if reason else 0)
-    del KERNELS["cpu"]
-    for pack, outcome in found.items():
-        loss, gradient = outcome.difference(trainer_outcome(policy, samples, pack=pack, budget=64))
-        assert loss < 1e-5 and gradient < 1e-5
 
 
 def test_a_way_out_is_named_once_with_its_reason(kernel: PerSample, said: list[str]) -> None:

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from holdfast.shared.config.algorithm import CriticConfig
 from holdfast.shared.errors import DataError
@@ -111,15 +110,6 @@ def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str
             np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6)
 
 
-def test_a_rollout_far_from_the_reference_loses_to_an_equally_rewarded_sibling() -> None:
-    samples = make_samples()[:2]
-    for sample, drift in zip(samples, (2.0, 0.1), strict=True):
-        sample.per_token[OLD_LOGPROB] = sample.per_token[REFERENCE_LOGPROB] + np.float32(drift)
-    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[1.0, 1.0]], KlPenalty(0.5, "k1"))))
-    far, near = (float(sample.per_token[ADVANTAGE][-1]) for sample in samples)
-    assert far == pytest.approx(-0.5 * (2.0 * 4 - 0.1 * 2) / 2, rel=1e-5) and near == pytest.approx(-far)
-
-
 def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
     samples = make_samples()[:3]
     for sample in samples:
@@ -186,15 +176,6 @@ def test_the_critics_advantages_are_finite_whatever_there_is_to_whiten(scale: fl
     assert advantage_metrics(samples) or not any(sample.num_targets for sample in samples)
 
 
-def test_whitening_adds_its_epsilon_to_the_variance() -> None:
-    sample = Sample(np.arange(3, dtype=np.int32), np.array([False, True, True]), {SAMPLER_LOGPROB: np.zeros(3)})
-    sample.per_token[VALUE] = np.array([0.0, 2e-4, 0.0], dtype=np.float32)  # lam = 0: advantages -2e-4 and 0
-    assign_gae_advantages([sample], judge([sample], [[0.0]]), CriticConfig(gamma=1.0, lam=0.0))
-    whiten_advantages([sample])
-    scale = math.sqrt(2e-8 + 1e-8)  # the sample variance of the two is (2e-4)^2 / 2
-    np.testing.assert_allclose(sample.per_token[ADVANTAGE], [0.0, -1e-4 / scale, 1e-4 / scale], rtol=1e-5)
-
-
 @pytest.mark.parametrize("coef", [1.0, 0.25])
 @pytest.mark.parametrize("rewarded", [0.0, -1.5])
 def test_a_token_that_the_teacher_likes_more_gets_more_than_its_reward(coef: float, rewarded: float) -> None:
@@ -217,34 +198,6 @@ def test_a_token_that_the_teacher_likes_more_gets_more_than_its_reward(coef: flo
     assert nothing and add_distillation(nothing, coef) == {"distillation/kl": 0.0}
 
 
-def test_policy_gradient_with_the_distillation_advantage_moves_towards_the_teacher() -> None:
-    """In expectation it is the gradient of KL(policy || teacher): checked over a whole vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    logits_V, teacher_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-    logits_V.requires_grad_(True)
-    policy_V, teacher_V = logits_V.log_softmax(0), teacher_V.log_softmax(0)
-    # One sample per token of the vocabulary: its place 1 is the sampled token.
-    samples = [
-        Sample(
-            np.array([0, token], dtype=np.int32),
-            np.array([False, True]),
-            {
-                OLD_LOGPROB: np.array([0.0, float(policy_V[token].detach())]),
-                REFERENCE_LOGPROB: np.array([0.0, float(teacher_V[token])]),
-            },
-        )
-        for token in range(6)
-    ]
-    assign_advantages(samples, [[0.0] * 6])
-    add_distillation(samples, 1.0)
-    advantages_V = torch.tensor([float(sample.per_token[ADVANTAGE][1]) for sample in samples], dtype=torch.float64)
-    loss = -(policy_V.detach().exp() * advantages_V * policy_V).sum()  # expectation over sampled tokens
-    (of_loss_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
-    (of_kl_V,) = torch.autograd.grad((policy_V.exp() * (policy_V - teacher_V)).sum(), logits_V)
-    torch.testing.assert_close(of_loss_V, of_kl_V, rtol=1e-5, atol=1e-6)
-    assert of_kl_V.norm() > 0.1
-
-
 def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
     samples = make_samples()[:2]
     for sample, value in zip(samples, (2.0, -4.0), strict=True):
@@ -264,13 +217,6 @@ def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
     del samples[2].per_token[REFERENCE_LOGPROB]
     with pytest.raises(DataError, match="needs the log-probabilities of a teacher, and the batch has none"):
         add_distillation(samples, 1.0)
-
-
-def test_one_target_alone_has_no_variance_to_be_whitened_by() -> None:
-    (sample,) = [one for one, mask in zip(make_samples(), MASKS, strict=True) if mask == "0001"]
-    assign_gae_advantages([sample], judge([sample], [[1.0]]), CriticConfig())
-    whiten_advantages([sample])
-    assert np.isfinite(sample.per_token[ADVANTAGE]).all() and sample.per_token[ADVANTAGE][3] != 0
 
 
 def test_penalties_of_rollouts_that_are_not_trained_count_in_the_baseline() -> None:

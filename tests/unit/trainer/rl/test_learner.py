@@ -27,7 +27,6 @@ from holdfast.trainer.models.layout import Layout
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy, predict
 from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.preferences.losses import sequence_sums
 from holdfast.trainer.rl.advantages.group import dr_grpo, grpo
 from holdfast.trainer.rl.batches.samples import to_samples
 from holdfast.trainer.rl.components import RlComponents
@@ -126,15 +125,6 @@ def test_one_update_a_step_diverges_from_nothing_exactly(start: Start, name: str
     for step in (1, 2):
         metrics = run.learn(step)
         assert metrics["ppo_kl"] == 0.0 and all(map(math.isfinite, metrics.values()))
-
-
-def test_with_one_minibatch_the_first_step_diverges_from_nothing_exactly(start: Start, seen: list[Any]) -> None:
-    run = start(kl=REWARD_KL)
-    first, second = run.learn(1), run.learn(2)
-    assert first["ppo_kl"] == second["ppo_kl"] == 0.0
-    assert first["ref_kld"] == first["kl/sequence"] == 0.0
-    assert second["ref_kld"] > 1e-6 and second["kl/sequence"] != 0.0
-    assert all(data.old_logprobs_N.shape == data.logprobs_N.shape for data in seen)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -286,39 +276,6 @@ def test_masking_truncated_rollouts_changes_no_advantage_of_the_others(
     for place, advantages in found["mask"].items():
         assert advantages == pytest.approx(found["keep"][place], rel=1e-4, abs=1e-6)
     assert divergence["mask"] == pytest.approx(divergence["keep"], rel=1e-4) and divergence["mask"] != 0.0
-
-
-def test_online_dpo_takes_the_gradient_of_dpo(start: Start, tiny_model: Callable[..., Path]) -> None:
-    """The step's change of the weights is that of DPO's loss of the best and the worst rollout of each problem."""
-    reference = {"reference": str(tiny_model(seed=9))}
-    run = start(advantage="online_dpo", advantage_beta=0.3, loss=ONLINE_DPO_LOSS, kl=reference)
-    policy, batch = run.session.policy, make_batch(1)
-    samples = to_samples(batch.rollouts, trained_version=0)
-    micro = build_micro_batch(samples, list(range(len(samples))), pack=True, device=run.session.mesh.device)
-    assert run.parts.reference is not None
-    with torch.no_grad():
-        of_reference_N = predict(run.parts.reference, micro, Reading(batch.rollouts[0].sampling)).logprobs_N
-    new_N = predict(policy, micro, Reading(batch.rollouts[0].sampling)).logprobs_N
-    sums = [sequence_sums(values, [one.num_targets for one in samples]) for values in (new_N, of_reference_N)]
-    loss = torch.zeros((), dtype=torch.float64)
-    for first in range(0, GROUPS * GROUP_SIZE, GROUP_SIZE):
-        rewards = [rollout.reward for rollout in batch.rollouts[first : first + GROUP_SIZE]]
-        best, worst = first + rewards.index(max(rewards)), first + rewards.index(min(rewards))
-        margin = (sums[0] - sums[1])[best] - (sums[0] - sums[1])[worst]
-        loss = loss - torch.nn.functional.logsigmoid(0.3 * margin) / GROUPS
-    parameters = list(policy.parameters())
-    wanted = torch.autograd.grad(loss, parameters)
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in wanted))
-    before = [parameter.detach().clone() for parameter in parameters]
-
-    metrics = run.learn(1)
-
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert metrics["ppo_kl"] == 0
-    # AdamW's first step is the sign of the gradient.
-    moved = [(one.detach() - was) * gradient for one, was, gradient in zip(parameters, before, wanted, strict=True)]
-    large = [values[gradient.abs() > 1e-4 * norm] for values, gradient in zip(moved, wanted, strict=True)]
-    assert all((values < 0).all() for values in large) and sum(len(values) for values in large) > 100
 
 
 def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantage_compares_none(start: Start) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from holdfast.shared.config.algorithm import UpdatesConfig
-from holdfast.shared.config.losses import EntropyConfig, PolicyLossConfig
+from holdfast.shared.config.losses import PolicyLossConfig
 from holdfast.shared.config.registry import POLICY_LOSSES
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
@@ -26,10 +26,8 @@ from holdfast.trainer.rl.batches.minibatches import plan_epochs
 from holdfast.trainer.rl.batches.per_token import AGE
 from holdfast.trainer.rl.batches.samples import to_samples
 from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.losses.regularizers import with_entropy_bonus
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
 from holdfast.trainer.rl.policy_step import policy_step
-from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient
 from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part
 
@@ -115,34 +113,6 @@ def test_loss_gradients_and_entropy_are_those_of_transformers(policy: Policy, di
     assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6, msg=name)
-
-
-def test_a_bonus_for_entropy_has_the_gradient_of_transformers(policy: Policy, directory: Path, mesh: Mesh) -> None:
-    """At the temperature of the sampler, in one row and in several."""
-    batch = make_batch(directory, shift=0.0)
-    entropies, model = [], None
-    expected: dict[str, Tensor] = {}
-    for rollout in batch.rollouts:
-        _, entropy, model = reference_logprobs(directory, rollout)
-        (entropy.sum() / 20).backward()
-        entropies.append(entropy.detach())
-        expected = {name: expected.get(name, 0) + p.grad for name, p in model.named_parameters() if p.grad is not None}
-    samples = to_samples(batch.rollouts, trained_version=3)
-    assign_advantages(samples, [[0.0]] * len(samples))
-    loss = with_entropy_bonus(build_policy_loss(CLIP), EntropyCoefficient(EntropyConfig(coef=0.5)))
-    reading = Reading(Sampling(TEMPERATURE), entropy_gradient=True)
-    for row_tokens in (64, 9):
-        ((minibatch,),) = plan_epochs(
-            samples, UpdatesConfig(), row_tokens=row_tokens, mesh=mesh, seed=0, step=4, layout=PACKED
-        )
-        statistics = PolicyStatistics([0, 1], has_reference=False)
-        found = policy_step(policy, minibatch, loss, mesh, statistics, reading=reading)
-        assert found == pytest.approx(-0.5 * torch.cat(entropies).mean().item(), rel=1e-5)
-        for name, parameter in policy.hf_model.named_parameters():
-            if parameter.grad is not None:
-                gradient = local_part(parameter.grad)
-                torch.testing.assert_close(gradient, -0.5 * expected[name], rtol=1e-3, atol=1e-6, msg=name)
-        policy.zero_grad(set_to_none=True)
 
 
 def test_packing_changes_nothing(policy: Policy, directory: Path, mesh: Mesh) -> None:

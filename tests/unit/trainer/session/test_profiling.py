@@ -208,9 +208,10 @@ def test_a_profiler_that_does_not_start_is_told_of_once_and_not_tried_again(
 
 
 def test_a_rank_without_a_trace_is_named_and_the_others_are_kept(
-    run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture
+    run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three ranks have theirs: the third died. (This process plays rank 0.)"""
+    monkeypatch.setattr("holdfast.trainer.session.profiling._OTHER_PARTS_S", 0.1)
     three = Mesh(rank=0, world_size=3, device=mesh.device, device_mesh=mesh.device_mesh)
     profiler = Profiler(ProfiledSteps(1, 5), run_dir, three, done=0)
     _train(profiler, range(1, 3))

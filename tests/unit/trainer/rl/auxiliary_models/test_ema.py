@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast.trainer.checkpoints.plain_state import State
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.auxiliary_models.ema import Ema
-
-
-def test_an_update_keeps_the_decay_and_adds_the_rest() -> None:
-    ema = Ema({"a": torch.tensor([1.0, 2.0])}, decay=0.75)
-    ema.update({"a": torch.tensor([5.0, -2.0])})
-    assert ema.tensors()["a"].tolist() == [2.0, 1.0]  # .75 * 1 + .25 * 5, .75 * 2 - .25 * 2
-    ema.update({"a": torch.tensor([2.0, 5.0])})
-    assert ema.tensors()["a"].tolist() == [2.0, 2.0]
-    assert ema.num_updates == 2
 
 
 def test_many_updates_equal_the_weighted_sum_over_all_steps() -> None:
@@ -78,27 +63,3 @@ def test_shards_stay_sharded_and_average_as_whole_tensors_do(mesh: Mesh) -> None
     whole = Ema({"a": start}, decay=0.992)
     whole.update({"a": after})
     assert torch.equal(average.to_local(), whole.tensors()["a"])
-
-
-def test_an_average_saved_between_two_updates_goes_on_exactly(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-
-    def weights() -> dict[str, Tensor]:
-        return {"a": torch.randn(5, generator=generator), "b.c": torch.randn(2, 3, generator=generator)}
-
-    start, first, second = weights(), weights(), weights()
-    straight = Ema(start, decay=0.992)
-    straight.update(first)
-    save_file(straight.tensors(), tmp_path / "ema.safetensors")
-    values = json.loads(json.dumps(straight.values()))
-    straight.update(second)
-
-    resumed = Ema(weights(), decay=0.992)
-    assert isinstance(resumed, State)
-    for name, tensor in load_file(tmp_path / "ema.safetensors").items():
-        resumed.tensors()[name].copy_(tensor)
-    resumed.restore(values)
-    resumed.update(second)
-    assert resumed.num_updates == straight.num_updates == 2
-    for name, tensor in straight.tensors().items():
-        assert torch.equal(resumed.tensors()[name], tensor)

@@ -120,6 +120,7 @@ sys.exit(watch(plan, healing))
 """
 
 
+@pytest.mark.clock
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """The launcher, which wakes first, has nobody's beat of late; nobody is killed for that."""
     run = tmp_path / "run"

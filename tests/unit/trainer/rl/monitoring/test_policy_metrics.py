@@ -74,6 +74,7 @@ def one_and_two(
     return compute(model_dir, sft_data, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.ranks
 def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
@@ -85,6 +86,7 @@ def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
         assert two[0]["statistics"][f"mismatch/ratio_{name}"] == one["statistics"][f"mismatch/ratio_{name}"]
 
 
+@pytest.mark.ranks
 def test_two_ranks_measure_the_bits_that_one_measures(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
@@ -95,6 +97,7 @@ def test_two_ranks_measure_the_bits_that_one_measures(
     assert sum(int((part != 0).sum()) for part in one["measured"]) == 7 + 0 + 10 + 4 + 1
 
 
+@pytest.mark.ranks
 def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
@@ -105,6 +108,7 @@ def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
     assert [rank["tokenised"] for rank in two] == [(fingerprint, [0, 2]), (fingerprint, [1])]
 
 
+@pytest.mark.ranks
 def test_two_ranks_learn_from_a_teacher_what_one_learns(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
@@ -116,6 +120,7 @@ def test_two_ranks_learn_from_a_teacher_what_one_learns(
             torch.testing.assert_close(rank["taught"][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.ranks
 def test_muon_takes_the_same_steps_on_two_ranks_as_on_one(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:

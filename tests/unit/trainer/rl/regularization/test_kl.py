@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -24,37 +23,11 @@ def through_json(values: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def through_msgpack(values: dict[str, Any]) -> dict[str, Any]:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(values))
-
-
 @pytest.mark.parametrize(("estimator", "mean"), [("k1", -0.1), ("k2", 0.0483333), ("k3", 0.0558173)])
 def test_estimators_of_the_worked_example(estimator: KlEstimator, mean: float) -> None:
     per_token = estimate_kl(POLICY, REFERENCE, estimator)
     assert per_token.shape == POLICY.shape
     assert per_token.mean().item() == pytest.approx(mean, abs=1e-7)
-
-
-@pytest.mark.parametrize(("estimator", "mean"), [("k1", 0.0666667), ("k2", 0.0166667), ("k3", 0.0153297)])
-def test_the_old_policy_against_the_new_of_the_worked_example(estimator: KlEstimator, mean: float) -> None:
-    """d = l_new - l_old = .1, -.3, 0, of tokens that the old one sampled."""
-    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
-    new = old + torch.tensor([0.1, -0.3, 0.0], dtype=torch.float64)
-    assert estimate_kl(old, new, estimator).mean().item() == pytest.approx(mean, abs=1e-7)
-
-
-def test_k3_takes_reference_over_policy_and_not_the_reverse() -> None:
-    # d = l_pi - l_ref = .2, -.5, 0: exp(-d) + d - 1 = 0.0187308, 0.1487213, 0.
-    expected = [math.exp(-0.2) + 0.2 - 1, math.exp(0.5) - 0.5 - 1, 0.0]
-    assert estimate_kl(POLICY, REFERENCE, "k3").tolist() == pytest.approx(expected, abs=1e-12)
-    wrong_way = estimate_kl(REFERENCE, POLICY, "k3").mean().item()
-    assert wrong_way == pytest.approx((math.exp(0.2) - 1.2 + math.exp(-0.5) - 0.5) / 3)
-    assert abs(wrong_way - 0.0558173) > 0.01
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_no_divergence_between_equal_weights(estimator: KlEstimator) -> None:
-    assert estimate_kl(POLICY, POLICY.clone(), estimator).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -98,26 +71,13 @@ def test_only_k2_has_the_gradient_of_the_divergence_on_policy() -> None:
     assert (k3 - right).norm() > 0.1
 
 
-def test_k1_and_k3_are_unbiased_and_k2_is_not() -> None:
-    torch.manual_seed(0)
-    policy, reference = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(2))
-    divergence = (policy.exp() * (policy - reference)).sum().item()
-    means = {name: (policy.exp() * estimate_kl(policy, reference, name)).sum().item() for name in ESTIMATORS}
-    assert means["k1"] == pytest.approx(divergence) and means["k3"] == pytest.approx(divergence)
-    assert abs(means["k2"] - divergence) > 0.01
-
-
-@pytest.mark.parametrize(("kl", "coef"), [(12.0, 0.201024), (6.0, 0.2), (3.0, 0.198976), (6.6, 0.200512)])
+@pytest.mark.parametrize(
+    ("kl", "coef"), [(12.0, 0.201024), (6.0, 0.2), (3.0, 0.198976), (6.6, 0.200512), (-50.0, 0.198976)]
+)
 def test_the_coefficient_of_the_worked_examples(kl: float, coef: float) -> None:
     coefficient = KlCoefficient(0.2, target=6.0, horizon=10_000)
     coefficient.update(kl, 256)
     assert coefficient.coef == pytest.approx(coef, abs=1e-12) and coefficient.num_updates == 1
-
-
-def test_a_negative_estimate_lowers_the_coefficient_no_further_than_the_clip() -> None:
-    coefficient = KlCoefficient(0.2, target=6.0)
-    coefficient.update(-50.0, 256)
-    assert coefficient.coef == pytest.approx(0.198976, abs=1e-12)
 
 
 def test_without_a_target_the_coefficient_stays_and_updates_count() -> None:
@@ -134,13 +94,12 @@ def test_a_divergence_that_is_no_number_changes_nothing_and_is_told(kl: float) -
     assert (coefficient.coef, coefficient.num_updates) == (0.2, 0)
 
 
-@pytest.mark.parametrize("travel", [through_json, through_msgpack])
-def test_a_coefficient_saved_between_two_updates_goes_on_exactly(travel: Any) -> None:
+def test_a_coefficient_saved_between_two_updates_goes_on_exactly() -> None:
     straight, broken_off = (KlCoefficient(0.1, target=0.7, horizon=321) for _ in range(2))
     straight.update(1.3, 77)
     broken_off.update(1.3, 77)
     resumed = KlCoefficient(0.1, target=0.7, horizon=321)
-    resumed.restore(travel(broken_off.values()))
+    resumed.restore(through_json(broken_off.values()))
     straight.update(0.61, 33)
     resumed.update(0.61, 33)
     assert resumed.values() == straight.values() and straight.num_updates == 2

@@ -8,7 +8,6 @@ import random
 import statistics
 from typing import Any
 
-import msgspec
 import pytest
 
 from holdfast.trainer.rl.rewards.running_moments import RunningMoments
@@ -23,19 +22,6 @@ def moments_of(*batches: list[float]) -> RunningMoments:
 
 def through_json(values: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values))
-
-
-def through_msgpack(values: dict[str, Any]) -> dict[str, Any]:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(values))
-
-
-def test_the_worked_example() -> None:
-    moments = moments_of([1.0, 2.0, 3.0, 4.0])
-    assert (moments.mean, moments.var, moments.count) == pytest.approx((2.5, 1.25, 4.0))
-    assert moments.std == pytest.approx(1.290994, abs=1e-6)
-    moments.update([10.0, 0.0])
-    assert (moments.mean, moments.var, moments.count) == pytest.approx((20 / 6, 10.555556, 6.0), abs=1e-6)
-    assert moments.std == pytest.approx(3.559026, abs=1e-6)
 
 
 def test_batches_add_up_to_one_pass_over_all_rewards() -> None:
@@ -60,22 +46,10 @@ def test_fewer_than_two_rewards_have_a_spread_of_one() -> None:
     assert one.std == 1.0 and one.mean == 7.0 and one.var == pytest.approx(0.0, abs=1e-20)
 
 
-def test_a_batch_without_rewards_changes_nothing() -> None:
-    assert moments_of([1.0, 5.0], []).values() == moments_of([1.0, 5.0]).values()
-
-
-@pytest.mark.parametrize("travel", [through_json, through_msgpack])
-def test_moments_saved_between_two_updates_go_on_exactly(travel: Any) -> None:
+def test_moments_saved_between_two_updates_go_on_exactly() -> None:
     straight = moments_of([0.1, 0.7, 1 / 3], [2.2, -0.4])
     resumed = RunningMoments()
-    resumed.restore(travel(moments_of([0.1, 0.7, 1 / 3]).values()))
+    resumed.restore(through_json(moments_of([0.1, 0.7, 1 / 3]).values()))
     resumed.update([2.2, -0.4])
     assert resumed.values() == straight.values()
     assert resumed.tensors() == {}
-
-
-def test_untouched_moments_survive_a_checkpoint() -> None:
-    resumed = RunningMoments()
-    resumed.restore(through_json(moments_of().values()))
-    resumed.update([1.0, 2.0])
-    assert resumed.values() == moments_of([1.0, 2.0]).values()
