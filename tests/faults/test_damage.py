@@ -31,6 +31,8 @@ from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.runs.training import SftRun, run_sft
 
+pytestmark = pytest.mark.ranks
+
 STEPS = (1, 2, 3)
 NEWEST, OTHER = 3, 2
 SEED = 20250

@@ -19,6 +19,8 @@ from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_ste
 from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S
 
+pytestmark = pytest.mark.launch
+
 Start = Callable[..., Run]
 Chmod = Callable[[Path, int], None]
 

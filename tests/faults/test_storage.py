@@ -22,6 +22,8 @@ from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
 
+pytestmark = pytest.mark.launch
+
 Start = Callable[..., Run]
 
 LONG = 60
@@ -308,6 +310,7 @@ def test_a_step_whose_name_is_not_flushed_counts_as_failed_and_may_be_used(
     assert differing(end_state(output), wanted(1)) == []
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("call", ["write .tmp-step_4/trainer/__1_0.distcp", "open .tmp-step_4/trainer/random_rank_1"])
 def test_an_io_error_on_one_rank_fails_the_save_of_all(
     start: Start, wanted: Callable[[int], dict[str, Any]], output: Path, call: str

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from holdfast.shared.config.trainer import SftDataConfig
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 from tests.forking.commands import shared_commands
+
+pytestmark = pytest.mark.ranks
 
 
 def test_ranks_of_one_machine_and_of_two_read_the_same(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer,
 from tests.forking.commands import shared_commands
 from tests.ranks.checkpoints import make_objects, train, whole
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holdfast.commands import cli
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError, SaveError
@@ -33,6 +36,8 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.training import run_sft
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 2
 
 
@@ -50,12 +55,25 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Pat
     return run.run_dir
 
 
-def ckpt(*argv: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command as a process, and check its exit code."""
-    program = [sys.executable, "-c", "from holdfast.commands.cli import ckpt; ckpt()"]
-    done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+@dataclass(frozen=True)
+class Done:
+    """What a command printed."""
+
+    stdout: str
+    stderr: str
+
+
+def ckpt(*argv: object, code: int = 0) -> Done:
+    """Run the command in this process, and check its exit code."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["ckpt", *map(str, argv)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
+            cli.ckpt()
+    finally:
+        sys.argv = before
+    done = Done(out.getvalue(), err.getvalue())
+    assert (caught.value.code or 0) == code, done
     return done
 
 
@@ -112,6 +130,7 @@ def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
         assert torch.equal(head(ours.last_hidden_state), loaded.lm_head(theirs.last_hidden_state))
 
 
+@pytest.mark.engine
 def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(masters), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
@@ -243,7 +262,7 @@ def export_tensors(run_dir: RunDir, step: int, scratch: Path) -> dict[str, torch
     return {name: tensor.double() for name, tensor in load_file(scratch / f"e{step}" / "model.safetensors").items()}
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 def test_a_pickled_model_becomes_a_warm_start(
     run_dir: RunDir, model: Path, masters: Path, sft_data: Path, tmp_path: Path
 ) -> None:
@@ -265,7 +284,6 @@ def test_a_pickled_model_becomes_a_warm_start(
         torch.testing.assert_close(trained[name], tensor)
 
 
-@pytest.mark.slow
 def test_imports_of_all_kinds_hold_the_same_weights(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
     (tmp_path / "sharded").mkdir()
     export(Export(run_dir.checkpoint(STEPS), tmp_path / "sharded" / "x", "float32", 100_000))

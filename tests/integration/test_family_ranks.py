@@ -12,6 +12,8 @@ from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, random_samples, reference_outcome, write_model
 from tests.ranks.families import LENGTHS, compute
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize(
     ("name", "is_sliced"),

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.launch
 
 COMMAND = (
     "-m", "benchmarks.journal", "--rollouts", "32", "--batch", "16", "--tokens", "20", "--rounds", "1",

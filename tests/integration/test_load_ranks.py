@@ -12,6 +12,8 @@ from holdfast.trainer.models.pretrained import initial_weights, load_model_confi
 from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, write_model
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize(("name", "read_whole"), [("qwen3", ()), ("qwen3_moe", ("experts",))])
 def test_each_rank_reads_its_part(name: str, read_whole: tuple[str, ...], tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, write_model
 from tests.ranks.parallelism import DIVISIONS, MEASURED, RANKS, measure, train
 
+pytestmark = pytest.mark.ranks
+
 Found = dict[str, Tensor]
 
 

@@ -15,6 +15,8 @@ from holdfast.trainer.mesh import Mesh
 from tests.forking.commands import shared_commands
 from tests.ranks.scalar_model import compute
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def one_and_two(

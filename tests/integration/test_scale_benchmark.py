@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -21,6 +22,8 @@ from benchmarks.scale.plans import fake_mesh, local_plan, plan_of_rank, sharded_
 from holdfast.trainer.models.policy import Policy
 from holdfast.trainer.models.structure import decoder_layers
 from holdfast.trainer.session.train_state import Progress, TrainState
+
+pytestmark = pytest.mark.ranks
 
 NUM_RANKS = 2
 TINY: dict[str, Any] = {  # three experts and odd widths: shards of unequal size, and empty ones

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.launch
 
 COMMAND = (
     "-m", "benchmarks.sessions", "--sessions", "64", "--batches", "2", "--tokens", "120", "--rounds", "1", "--folder",

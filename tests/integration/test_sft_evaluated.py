@@ -18,6 +18,8 @@ from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S
 from tests.runs.trackers import TrackedDirectory
 
+pytestmark = pytest.mark.launch
+
 MODEL = ROOT / "examples" / "reverse_text" / "model"
 DATA = ROOT / "examples" / "reverse_text" / "sft.jsonl"
 TRAINS = (
@@ -37,7 +39,7 @@ def started(directory: Path, *flags: str, log: str = "first") -> Run:
     return shared_commands().start("sft", directory, argv, log=directory.with_name(f"{directory.name}_{log}.out"))
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: Path, ends: Callable[..., bool]) -> None:
     run_dir = RunDir(tmp_path / "run")
     run = started(run_dir.path, *ASKS, *TRACKED)

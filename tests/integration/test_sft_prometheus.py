@@ -22,6 +22,8 @@ from tests.runs.processes import HANG_S
 from tests.runs.prometheus import scrape, scraped_when
 from tests.runs.training import pairs_command, refused, run_sft
 
+pytestmark = pytest.mark.launch
+
 Start = Callable[..., Run]
 _ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
 

@@ -15,6 +15,8 @@ from tests.conftest import ModelFactory
 from tests.runs.trackers import TrackedDirectory
 from tests.runs.training import SftRun, refused, run_sft, succeeded
 
+pytestmark = pytest.mark.launch
+
 Tracked = Callable[..., SftRun]
 _OWN = "tests.runs.own_tracker:InFile"
 _BROKEN = "tests.runs.own_tracker:OutOfOrder"

@@ -23,7 +23,7 @@ def ratios(output: str) -> dict[str, float]:
     return {pair: float(median) for pair, median in found}
 
 
-@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.trl
 def test_sft_is_measured_beside_trl_and_a_plain_loop() -> None:
     output = output_of(
@@ -37,7 +37,8 @@ def test_sft_is_measured_beside_trl_and_a_plain_loop() -> None:
         assert found[f"sft / {other}"] == pytest.approx(rates["sft"] / rates[other], rel=0.02, abs=0.006)
 
 
-@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.launch
 @pytest.mark.trl
 def test_rl_is_measured_beside_trl_and_a_synchronous_trainer() -> None:
     output = output_of("benchmarks.rl_throughput", "--lengths", "24", "--steps", "6", "--rounds", "1")

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Whole runs, by the package that they show most of.
 _WHOLE_RUNS = {
-    "trainer": ["integration/test_sft_exact.py", "integration/test_dpo.py", "faults/test_kill_rl_trainer.py"],
+    "trainer": ["unit/trainer/programs/test_resumed_in_process.py", "faults/test_kill_during_save.py"],
     "commands": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
     "shared": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],

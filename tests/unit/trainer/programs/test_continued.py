@@ -16,9 +16,15 @@ from holdfast.shared.config.schedule import learning_rate
 from holdfast.shared.config.trainer import OptimConfig
 from holdfast.shared.errors import CheckpointError, HoldfastError, SaveError
 from holdfast.shared.files import manifest
+from holdfast.shared.files.adapter import ADAPTER_DIR
+from holdfast.shared.files.checkpoints import Kind, kind_of
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
 from holdfast.shared.remote.object_store import StorageError
+from holdfast.trainer.conversion.exporting import export
+from holdfast.trainer.conversion.reading import TensorReader
+from holdfast.trainer.conversion.writing import Export
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
@@ -198,6 +204,33 @@ def test_weights_of_another_kind_of_model_are_refused(programs: Programs, tmp_pa
     named = sft | {"model": {"name": str(scores.weights_of(HALF))}}
     with pytest.raises(HoldfastError, match=r"scores whole sequences(.|\n)*give a language model"):
         train("sft", tmp_path / "named", named, until=1)
+
+
+@pytest.mark.parametrize("name", ["sft, adapters", "reward-model, adapters"])
+def test_an_export_is_the_adapter_or_the_merged_model(
+    name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    run_dir, base = programs.half(name), programs.settings(name)["model"]["name"]
+    step, weights = run_dir.checkpoint(HALF), run_dir.weights_of(HALF)
+    saved = [key for key in TensorReader(step / "trainer").saved if ".score." not in key]
+    assert saved and all(".lora_" in key for key in saved), "the base is not in checkpoints"
+    alone, merged = tmp_path / "alone", tmp_path / "merged"
+    export(Export(step, alone))
+    assert kind_of(alone) is Kind.ADAPTER and manifest.verify(alone).step == HALF
+    for path in (weights / ADAPTER_DIR).iterdir():
+        assert (alone / path.name).read_bytes() == path.read_bytes(), path
+    export(Export(step, merged, base=base))
+    assert weights_digest(merged) == weights_digest(weights)
+    assert (merged / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
+    with pytest.raises(HoldfastError, match="has other weights"):
+        export(Export(step, tmp_path / "refused", base=str(tiny_model(seed=1))))
+    with pytest.raises(HoldfastError, match="an adapter alone is one file in float32"):
+        export(Export(step, tmp_path / "refused", dtype="bfloat16"))
+    assert not (tmp_path / "refused").exists()
+    if name == "sft, adapters":
+        before, after = (load_file(place / "model.safetensors") for place in (Path(base), weights))
+        changed = {key for key in before if not before[key].equal(after[key])}
+        assert changed == {key for key in before if key.endswith("_proj.weight")}
 
 
 @pytest.fixture
