@@ -169,7 +169,10 @@ def _check_ledger(run_dir: RunDir, steps: range) -> None:
         check_tasks(journal.read_batch(run_dir, step), before=before, after=after)
 
 
-def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.launch)])
+def test_every_environment_makes_its_rollouts_by_its_own_settings(
+    tmp_path: Path, engine: FakeEngine, workers: int
+) -> None:
     """Also in workers, with little room, and with other settings on resume; the trainer's ledger takes every batch."""
     short = {"id": "reverse_text", "name": "short", "group_size": 2, "seq_len": 40,
              "sampling": {"temperature": 0.5, "max_tokens": 5}}  # fmt: skip
@@ -177,8 +180,8 @@ def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path
     common = {"problems_per_step": 6, "sampling": {"max_tokens": 24, "min_p": 0.1}}
     found = {}
     with serving(engine):
-        for name, room, workers in (("here", 256, 0), ("narrow", 3, 0), ("workers", 256, 1)):
-            environments = [section | {"workers": workers} for section in mix]
+        for name, room, number in (("here", 256, 0), ("other", 3, workers)):
+            environments = [section | {"workers": number} for section in mix]
             config = make_config(tmp_path / name, engine, environments=environments, max_steps=2, **common)
             config.client.max_concurrency = room
             run(config)
@@ -190,7 +193,7 @@ def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path
             make_config(run_dir.path, engine, environments=changed, max_steps=4, ckpt={"resume_step": 2}, **common),
             start=2,
         )
-    assert found["here"] == found["narrow"] == found["workers"]
+    assert found["here"] == found["other"]
     rollouts = [rollout for _, batch in found["here"] for rollout in batch]
     distributions = {"reverse_text": Sampling(min_p=0.1), "short": Sampling(0.5, min_p=0.1)}
     assert {(one.environment, one.sampling) for one in rollouts} == set(distributions.items())

@@ -12,6 +12,7 @@ PROJECT = "project"
 ELSEWHERE = {
     ".": "the face of the package: project/test_face.py",
     "orchestrator/rollouts": "by orchestrator/ as a whole: sessions, generations and sampling are one way",
+    "inference/weights": "by trainer/models/ test_adapters.py and test_read_weights.py, as they need torch",
     "orchestrator/weight_push": "by orchestrator/ against servers, and by integration/test_inference_weights.py",
 }
 """Packages without a directory of unit tests, and where they are tested."""

@@ -149,7 +149,7 @@ with open_mesh(ParallelConfig(collective_timeout_s=timeout_s, threads=1)) as mes
 @pytest.mark.clock
 def test_the_clock_of_a_collective_goes_on_while_all_is_frozen(tmp_path: Path) -> None:
     """Both ranks run for far less than the time that the collective has, and yet it is over."""
-    timeout_s = 15.0
+    timeout_s = 10.0
     command = [sys.executable, "-c", _RANKS, str(tmp_path), str(timeout_s), str(free_port())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None and rank.stderr is not None

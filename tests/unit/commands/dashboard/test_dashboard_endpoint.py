@@ -133,6 +133,7 @@ def test_nothing_is_made_where_nobody_asks_or_nothing_is_new(tmp_path: Path, ser
     assert builders(run_dir) == []
 
 
+@pytest.mark.launch
 def test_one_process_at_a_time_that_gives_way(tmp_path: Path, serve: Serve) -> None:
     run_dir = make_run(tmp_path / "run")
     _, port = serve(run_dir)
@@ -221,6 +222,7 @@ def test_files_that_cannot_be_read_leave_the_page_that_was_there(tmp_path: Path,
     assert len(said(dashboard)) == 1
 
 
+@pytest.mark.launch
 def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "_LIMIT_S", 1.0)
     run_dir = make_run(tmp_path / "run")
@@ -239,6 +241,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch
     assert len(told) == 1 and builders(run_dir) == []
 
 
+@pytest.mark.launch
 def test_files_that_cannot_be_looked_at_are_told_and_looked_at_again(
     tmp_path: Path, serve: Serve, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +265,7 @@ def test_no_process_is_started_behind_the_end(tmp_path: Path) -> None:
     assert builders(run_dir) == []
 
 
+@pytest.mark.launch
 def test_a_scheduler_that_signals_every_process_changes_nothing(tmp_path: Path, serve: Serve) -> None:
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
@@ -289,6 +293,7 @@ def test_a_process_that_cannot_be_started_harms_nobody(
     assert "Resource temporarily unavailable" in found["trouble"]
 
 
+@pytest.mark.launch
 def test_the_end_ends_the_process_that_makes_a_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     with listening_for_browsers(DashboardConfig(port=0)) as listener, Dashboard(listener, run_dir) as dashboard:
@@ -333,6 +338,7 @@ def raw(port: int, text: str) -> bytes:
         return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
+@pytest.mark.launch
 def test_a_page_goes_out_in_pieces(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client has some seconds for each: the way to its reader may be slow, and the page is long."""
     written: list[int] = []

@@ -49,6 +49,7 @@ def _dead_reader() -> Iterator[int]:
         os.close(write)
 
 
+@pytest.mark.launch
 def test_the_console_outlives_who_reads_it() -> None:
     code = (
         "from pathlib import Path; from holdfast.commands.launcher.console import Console\n"

@@ -167,6 +167,7 @@ def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
     assert follower.state.phases == {}
 
 
+@pytest.mark.launch
 def test_a_tracker_that_fails_while_the_run_ends_has_one_more_try(run: TrackedDirectory) -> None:
     name = "tests.runs.own_tracker:FailsOnce"
     run.train(1, 2)
@@ -184,6 +185,7 @@ def _senders(run: TrackedDirectory, tracker: str) -> Senders:
     return Senders(Plan(Attempt(run.run_dir, 1, None), {}, SftConfig.model_validate(settings), []))
 
 
+@pytest.mark.launch
 def test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more(
     run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
 ) -> None:

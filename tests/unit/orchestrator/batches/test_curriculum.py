@@ -224,6 +224,7 @@ def sections(curriculum: dict[str, Any], **changes: Any) -> list[dict[str, Any]]
     return [graded | {"args": {"fails_at": 2}} | changes, {"id": "reverse_text"}]
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("curriculum", [GATES, VARIANCE], ids=["gates", "variance"])
 def test_levels_are_the_same_in_workers_with_little_room_and_after_a_resume(
     curriculum: dict[str, Any], tmp_path: Path

@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 
 from holdfast.orchestrator.engines import retry
 from holdfast.orchestrator.engines.http import _RETRY_FAILING_S, Unavailable
+from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S
 from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.errors import InferenceError
@@ -78,6 +79,7 @@ def test_the_pauses_and_their_end_are_those_of_the_documentation(
         now += seconds
         slept.append(seconds)
 
+    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
     monkeypatch.setattr(retry.asyncio, "sleep", sleep)
     monkeypatch.setattr(retry, "awake_s", lambda: now)
     limit_s = ClientConfig().ready_timeout_s

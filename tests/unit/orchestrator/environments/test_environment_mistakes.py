@@ -652,10 +652,10 @@ def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Enviro
     prelude += "\nwatchdog.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
-        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=4), max_steps=1)
+        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)
         ended = process(config, prelude)
     assert ended.returncode == STUCK, "which is started again"
     at = line_of(line)
     assert re.search(rf"environment 'mine', task \d blocks all others for \d+ s in {method}\(\) at {at}", ended.stderr)
-    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 4 s \(timeout_s\), at {at}"
+    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 2 s \(timeout_s\), at {at}"
     assert re.search(said, ended.stderr), ended.stderr

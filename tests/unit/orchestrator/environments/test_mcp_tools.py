@@ -98,6 +98,7 @@ def answers(session: Session) -> list[str]:
     return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
 
 
+@pytest.mark.launch
 def test_the_policy_sees_tools_of_a_server_and_every_rollout_has_it_to_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,18 +124,19 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
         call("note", text="a"), call("fail", why="so"), call("add", a="x"), call("draw"), call("wait"), call("die"),
         call("note", text="b"), called("hermes", "add", [1]), call("none"), "done",
     ]  # fmt: skip
-    [session] = asyncio.run(play(settings_of(STDIO, tool_timeout_s=5.0), said))
+    [session] = asyncio.run(play(settings_of(STDIO, tool_timeout_s=2.0), said))
     told = answers(session)
     assert told[0] == "a" and "so" in told[1] and told[1].startswith("error: ")
     assert told[2].startswith("error: ") and "a" in told[2]
     assert told[3] == "error: it returned what is no text: image"
-    assert told[4] == "error: wait took longer than 5 s"
+    assert told[4] == "error: wait took longer than 2 s"
     assert told[5] == "error: mcp_servers.s0 has died; the next call begins anew with another"
     assert told[6] == "b", "of the new one"
     failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}
     assert failed == {"raised": 3, "timeout": 1, "server": 1, "arguments": 1, "unknown": 1}
 
 
+@pytest.mark.launch
 def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> None:
     paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "paged_mcp_server.py")]}
     said = [call("structured"), call("silent"), call("refused"), call("echo", text="3", number=3), "done"]
@@ -223,6 +225,7 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
     assert session.tool_counts["failed/server"] + session.tool_counts["failed/raised"] == 2
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("servers", "said"),
     [

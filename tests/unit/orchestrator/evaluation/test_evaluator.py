@@ -170,7 +170,7 @@ def test_workers_play_what_would_be_played_here_also_where_some_die(tmp_path: Pa
         return [{**one, "workers": workers} for one in (faulty, rows)]
 
     found, sampled = {}, {}
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         engine = engine_with_weights()
         with serving(engine):
             config = config_of(tmp_path / str(workers), engine, environments=sections(workers, {}), num_tasks=3)
@@ -178,8 +178,8 @@ def test_workers_play_what_would_be_played_here_also_where_some_die(tmp_path: Pa
                 cut_off(config, engine, at=2)
             evaluated(config)
         found[workers], sampled[workers] = tasks_in(config), set(asked(engine))
-    assert found[0] == found[1] == found[3] and len(found[0]) == 6
-    assert sampled[0] == sampled[1] == sampled[3]
+    assert found[0] == found[3] and len(found[0]) == 6
+    assert sampled[0] == sampled[3]
     engine = engine_with_weights()
     faults = {"0": "killed once", "1": "exits", "2": "raises"}
     with serving(engine):

@@ -17,6 +17,7 @@ from tests.builders.evaluations import evaluated
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, short_directory, wait_until
 
 pytestmark = [
+    pytest.mark.launch,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),  # of the trackers' own libraries, at their import
 ]
@@ -38,11 +39,7 @@ def _begin(path: Path, home: Path, tracker: str, steps: int) -> TrackedDirectory
     return run
 
 
-# W&B and Trackio start services of their own, and MLflow makes its database for half a minute.
-_EACH = [pytest.param(name, marks=[pytest.mark.launch] if name != "tensorboard" else []) for name in BUILT_IN]
-
-
-@pytest.mark.parametrize("tracker", _EACH)
+@pytest.mark.parametrize("tracker", BUILT_IN)
 def test_each_step_is_there_once_after_kills_and_a_step_back(tracker: str, home: Path, tmp_path: Path) -> None:
     run = _begin(tmp_path, home, tracker, 12)
     # Trained behind the checkpoint of step 10 again, with the same result, and on.
@@ -67,7 +64,7 @@ def test_each_step_is_there_once_after_kills_and_a_step_back(tracker: str, home:
             assert b"hidden-word" not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize("tracker", _EACH)
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_another_way_is_a_run_of_its_own_with_the_steps_before(tracker: str, home: Path, tmp_path: Path) -> None:
     run = _begin(tmp_path, home, tracker, 8)
     run.end(run.start(tracker), tracker)
@@ -81,7 +78,7 @@ def test_another_way_is_a_run_of_its_own_with_the_steps_before(tracker: str, hom
     assert first_id != second_id and second_id.endswith("2")
 
 
-@pytest.mark.parametrize("tracker", _EACH)
+@pytest.mark.parametrize("tracker", BUILT_IN)
 def test_evaluations_and_alerts_are_there_once_after_kills(tracker: str, home: Path, tmp_path: Path) -> None:
     """Those of `sft`, which are made beside the training, and end when later steps are sent."""
     run = TrackedDirectory(tmp_path / "run", home)
@@ -156,7 +153,6 @@ def test_values_that_tensorboard_would_have_as_infinity_are_left_out_and_told(ho
     assert event["phase"].startswith("WARNING: loss of step 2 is 1e+39, more than a float32 holds")
 
 
-@pytest.mark.launch
 def test_temporary_files_of_wandb_go_with_the_next_tracker(home: Path, tmp_path: Path) -> None:
     run = TrackedDirectory(tmp_path / "run", home)
     run.train(1, 2)
@@ -184,7 +180,6 @@ def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
     assert again.steps("tensorboard") == {"history_1": [(1, 1.0), (2, 2.0)]}
 
 
-@pytest.mark.launch
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
 def test_runs_that_begin_together_share_a_new_database(tracker: str, tmp_path: Path) -> None:
     runs = [TrackedDirectory(tmp_path / name / "same", tmp_path) for name in ("a", "b", "c")]
