@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from holdfast.shared.process.scratch import drop, make_scratch
-from tests.lanes import without
+from tests.lanes import marks, without
 from tests.lanes.durations import NAME, Durations
 from tests.lanes.marks import LANES, lane_of
 
@@ -120,6 +120,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.lanes import order
 
         order.sort(items)
+    elif lane == "everyday" and any(item.get_closest_marker("engine") for item in items):
+        from tests.forking.engines import shared_engines
+
+        shared_engines()  # it imports vLLM beside all other tests
+        items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Let a test have the resources that its marks name, and no others."""
+    marks.begin(mark.name for mark in item.iter_markers())
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import heavy_imports
 from tests.forking.popen import STUB_ENGINE, Engine, begin, fork_children, run_module
 from tests.forking.server import Fork, ForkServer
+from tests.lanes.marks import require
 from tests.runs.processes import HANG_S
 from tests.runs.training import sft_command
 
@@ -151,29 +152,33 @@ class Commands:
             until: stop when the run directory is prepared, or go on and train.
             engine: what the inference servers of `rl` sample with; vLLM is started as a user starts it.
         """
+        require("launch")
         log = log or output.with_name(f"{output.name}.out")
         words = {"fault": fault, "trainer_fault": trainer_fault, "until": until, "engine": engine}
         called = "tests.forking.commands:be_command"
         fork = self._server.fork(called, log, environment=environment, program=program, argv=argv, **words)
         return Run(output, fork)
 
-    def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "") -> Fork:
+    def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
         """Start `python -m ARGV`; return when its process is there.
 
         Args:
             fault: Python source that runs in it first.
             at_end: Python source that runs when it ends, with the names of `fault`.
+            is_ranks: it starts several ranks.
         """
+        require("ranks" if is_ranks else "launch")
         words = [str(word) for word in argv]
         return self._server.fork("tests.forking.commands:be_module", log, argv=words, fault=fault, at_end=at_end)
 
     def call(self, function: str, log: Path, **arguments: str) -> Fork:
         """Call `module:function` in a process; return when that is there."""
+        require("launch")
         return self._server.fork(function, log, **arguments)
 
     def two_ranks(self, module: str, directory: Path, *argv: Path) -> None:
         """Run a program of two ranks, `python -m tests.… ARGV DIRECTORY`, which must end well."""
-        fork = self.module(directory.with_name(f"{directory.name}.log"), module, *argv, directory)
+        fork = self.module(directory.with_name(f"{directory.name}.log"), module, *argv, directory, is_ranks=True)
         assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
 
     def close(self) -> None:

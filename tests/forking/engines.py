@@ -25,6 +25,7 @@ from holdfast.shared.config import InferenceConfig
 from holdfast.shared.process.child import LAUNCHER_ENV, heavy_imports
 from tests.forking.popen import STUB_ENGINE, Engine, run_module
 from tests.forking.server import ROOT, Fork, ForkServer
+from tests.lanes.marks import require
 from tests.runs.processes import HANG_S
 
 READY_TIMEOUT_S = HANG_S
@@ -157,6 +158,7 @@ class Engines:
         is for, as `rl` starts it. `sabotage` is Python source that runs in the server before anything else, for
         faults that cannot be provoked from outside.
         """
+        require("engine")
         arguments = _write_arguments(config, log_path, owner)
         fork = self._server.fork(
             "tests.forking.engines:be_server",

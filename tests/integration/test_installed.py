@@ -39,13 +39,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture
-def bin_dir(tmp_path: Path, wheel: Path) -> Path:
+@pytest.fixture(scope="module")
+def bin_dir(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """Return `bin` of an environment with the wheel, and links to everything else that is installed here, less vLLM."""
-    environment = tmp_path / "venv"
+    home = tmp_path_factory.mktemp("installed")
+    environment = home / "venv"
     uv("venv", "--quiet", "--python", sys.executable, str(environment))
     uv("pip", "install", "--quiet", "--no-deps", "--python", str(environment / "bin" / "python"), str(wheel))
-    links = tmp_path / "packages"
+    links = home / "packages"
     links.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(("vllm", "holdfast", "_editable_impl")) and entry.suffix != ".pth":
@@ -73,11 +74,19 @@ def run(bin_dir: Path, project: Path, *words: str, **variables: str) -> subproce
     return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=3 * DEADLINE_S)
 
 
-def test_without_vllm_sft_trains_and_rl_says_what_to_install(
+@pytest.mark.launch
+@pytest.mark.everyday
+def test_without_vllm_sft_trains(bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
+    trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
+    assert trained.returncode == 0 and "finished step 1 of 1" in trained.stdout, trained.stdout + trained.stderr
+
+
+@pytest.mark.launch
+def test_a_run_of_the_wheel_is_looked_into(
     bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path
 ) -> None:
     trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
-    assert trained.returncode == 0 and "finished step 1 of 1" in trained.stdout, trained.stdout + trained.stderr
+    assert trained.returncode == 0, trained.stderr
     (directory,) = {path.parent for path in project.glob("**/metrics.jsonl")}
     for words in (["report", directory], ["monitor", directory, "--once"], ["track", directory, "--to", "tensorboard"]):
         looked = run(bin_dir, project, *map(str, words))
@@ -86,6 +95,11 @@ def test_without_vllm_sft_trains_and_rl_says_what_to_install(
     begun = run(bin_dir, project, "environments", "init", "sums")
     assert begun.returncode == 0 and "\n  environments check sums:Sums\n" in begun.stdout, begun.stderr
     assert "uv run" not in begun.stdout + (project / "sums.toml").read_text(), "there is no checkout to run it in"
+
+
+@pytest.mark.launch
+@pytest.mark.everyday
+def test_without_vllm_rl_says_what_to_install(bin_dir: Path, project: Path) -> None:
     for program in ("rl", "inference"):
         refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr

@@ -17,7 +17,7 @@ from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
 from tests.runs.rl import SMALL_BATCH, RlRun, assert_same_end, complete, exact_metrics, succeeded
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.launch]
 
 
 @pytest.mark.everyday

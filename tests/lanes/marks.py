@@ -26,3 +26,23 @@ def lane_of(marks: Iterable[str]) -> Lane:
     if "slurm" in names:
         return "slurm"
     return "nightly" if names & RESOURCES and EVERYDAY not in names else "everyday"
+
+
+_running: frozenset[str] | None = None
+
+
+def begin(marks: Iterable[str]) -> None:
+    """Note the marks of the test that runs from here on."""
+    global _running
+    _running = frozenset(marks)
+
+
+def require(resource: str) -> None:
+    """Refuse a resource to a test without its mark; a program that is not a test may have it.
+
+    Raises:
+        AssertionError: the test is not marked.
+    """
+    assert resource in RESOURCES, resource
+    if _running is not None and resource not in _running:
+        raise AssertionError(f"this test needs the resource `{resource}`: mark it, or it runs in the wrong lane")
