@@ -15,6 +15,7 @@ from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
+from tests.runs.processes import command_line
 from tests.runs.rl import SMALL_BATCH, RlRun, assert_same_end, complete, exact_metrics, succeeded
 
 pytestmark = [pytest.mark.engine, pytest.mark.launch]
@@ -40,7 +41,7 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServe
     with RlRun(tmp_path / "run", *flags, engine="vllm", environment=held) as run:
         run.wait_for_step(3)
         processes = run.processes()
-        assert any("EngineCore" in process.name() for process in processes), processes
+        assert any("EngineCore" in "".join(command_line(process)) for process in processes), [command_line(p) for p in processes]
         run.interrupt(signal.SIGKILL)
         for process in processes:
             if process.is_running():
