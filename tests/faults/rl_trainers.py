@@ -5,18 +5,15 @@ The command is `trainer`, which trains the batches that it finds.
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from holdfast.shared.files.run_dir import RunDir
-from tests.faults import power_cut
 from tests.faults.orchestrators import run_orchestrator
-from tests.forking.commands import RUN_TIMEOUT_S, Run, shared_commands
+from tests.forking.commands import Run, shared_commands
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 STEPS = 4
@@ -83,37 +80,3 @@ def run_trainer(config: Path, **fault: Any) -> Run:
 
 def _start(config: Path, **options: Any) -> Run:
     return shared_commands().start("trainer", config.with_suffix(""), ["@", str(config)], **options)
-
-
-def record_trainer(config: Path, recording: Path) -> None:
-    """Run one to its end and write into `recording` what power cuts could have left; see `power_cut`."""
-    fork = shared_commands().call(
-        "tests.faults.rl_trainers:be_recorded", config.with_suffix(".log"), config=str(config), recording=str(recording)
-    )
-    assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
-
-
-def be_recorded(config: str, recording: str) -> None:
-    """In a child: be the command, its trainer and the only rank in one process, which is what can be recorded."""
-    import torch.distributed.launcher.api
-
-    import holdfast.commands.launcher.launch
-    from holdfast.commands import cli
-    from tests.forking.popen import run_module
-
-    def run_here(plan: holdfast.commands.launcher.launch.Plan, **_: object) -> int:
-        run_module(plan.commands["trainer"][3:])
-        raise AssertionError("a trainer ends by sys.exit")
-
-    def only_rank(_: object, worker: Any) -> Any:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        return lambda program, path, _: worker(program, path, os.getppid())
-
-    save = power_cut.record(Path(config).with_suffix(""))
-    holdfast.commands.launcher.launch.watch = run_here  # type: ignore[assignment]
-    torch.distributed.launcher.api.elastic_launch = only_rank  # type: ignore[assignment, misc]
-    sys.argv = ["trainer", "@", config]
-    try:
-        cli.trainer()
-    finally:
-        save(Path(recording))

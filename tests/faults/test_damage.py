@@ -1,7 +1,7 @@
 """Damage to a real checkpoint, at hundreds of random places: always noticed, and the file is named.
 
-A run of the real `sft` command on two ranks saves three steps. Each case damages the bytes on the
-disk, asks everybody who may want the step, and puts the bytes back.
+A run of `sft` saves three steps. Each case damages the bytes on the disk, asks everybody who may want the
+step, and puts the bytes back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,17 +22,17 @@ from holdfast.shared.errors import CheckpointError, ReadError
 from holdfast.shared.files.manifest import (
     MANIFEST_NAME,
     FileEntry,
-    Manifest,
     decode_manifest,
     encode_manifest,
     read_manifest,
     verify,
 )
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.trainer.mesh import Mesh
+from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
-from tests.runs.training import SftRun, run_sft
-
-pytestmark = pytest.mark.ranks
+from tests.faults.run_states import differing
+from tests.unit.trainer.programs.in_process import end_state, train
 
 STEPS = (1, 2, 3)
 NEWEST, OTHER = 3, 2
@@ -47,21 +48,25 @@ Damage = Callable[[RunDir, Path, random.Random], AbstractContextManager[Damaged]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> SftRun:
-    """Return a run of three committed steps, written by two ranks; it drops out, so that its generators move."""
-    flags = ("--max-steps", str(NEWEST), "--ckpt.interval", "1", "--parallel.num-ranks", "2")
-    model = tiny_model(weights=False, attention_dropout=0.3)
-    run = run_sft(tmp_path_factory.mktemp("damage") / "run", model, sft_data, *flags)
-    assert run.code == 0, run.output
-    return run
+def settings(tiny_model: ModelFactory, sft_data: Path) -> dict[str, Any]:
+    """Settings of a run with dropout, so that its generators move."""
+    data = {"name": str(sft_data), "batch_size": 8, "micro_batch_size": 2, "seq_len": 32}
+    return {"model": {"name": str(tiny_model(attention_dropout=0.3))}, "data": data, "ckpt": {"interval": 1}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any], mesh: Mesh) -> RunDir:
+    """Return the directory of a run of three committed steps."""
+    assert mesh.world_size == 1
+    return train("sft", tmp_path_factory.mktemp("damage") / "run", settings, until=NEWEST)
 
 
 @pytest.fixture
-def run_dir(saved: SftRun) -> Iterator[RunDir]:
+def run_dir(saved: RunDir) -> Iterator[RunDir]:
     """Return the run's directory, intact before the test and after it."""
-    intact(saved.run_dir)
-    yield saved.run_dir
-    intact(saved.run_dir)
+    intact(saved)
+    yield saved
+    intact(saved)
 
 
 def intact(run_dir: RunDir) -> None:
@@ -254,18 +259,6 @@ def test_every_file_can_be_missing(run_dir: RunDir) -> None:
             aside.rename(path)
 
 
-def test_every_file_can_be_a_directory(run_dir: RunDir) -> None:
-    for path in files_of(run_dir):
-        content = path.read_bytes()
-        path.unlink()
-        path.mkdir()
-        try:
-            noticed(run_dir, {NEWEST: path})
-        finally:
-            path.rmdir()
-            path.write_bytes(content)
-
-
 def test_every_file_of_two_steps_can_be_exchanged(run_dir: RunDir) -> None:
     """Files that are equal in both steps do no harm; the others are found in both."""
     differing = 0
@@ -275,15 +268,7 @@ def test_every_file_of_two_steps_can_be_exchanged(run_dir: RunDir) -> None:
             with exchanged(newer, older):
                 noticed(run_dir, {NEWEST: newer, OTHER: older})
             differing += 1
-    assert differing >= 7, "two of each: shards and random states; metadata, progress and manifest"
-
-
-def test_the_files_of_two_ranks_can_be_exchanged(run_dir: RunDir) -> None:
-    trainer = run_dir.checkpoint(NEWEST) / "trainer"
-    for pattern in ("__{}_0.distcp", "random_rank_{}.json"):
-        first, second = (trainer / pattern.format(rank) for rank in (0, 1))
-        with exchanged(first, second):
-            noticed(run_dir, {NEWEST: first})
+    assert differing >= 5, "shard, random state, metadata, progress and manifest"
 
 
 def test_whole_steps_can_be_exchanged(run_dir: RunDir) -> None:
@@ -291,23 +276,6 @@ def test_whole_steps_can_be_exchanged(run_dir: RunDir) -> None:
     with exchanged(newer, older):
         noticed(run_dir, {NEWEST: newer / MANIFEST_NAME, OTHER: older / MANIFEST_NAME})
         verify(newer)  # each is whole: only the name says which step it should be
-
-
-def test_an_empty_or_foreign_manifest_is_noticed(run_dir: RunDir) -> None:
-    directory = run_dir.checkpoint(NEWEST)
-    listing = read_manifest(directory)
-    for content in (b"", b"{}", b"[]", b"null", b"\0" * 4096, encode_manifest(listing)[:-1] + b" "):
-        with rewritten(directory / MANIFEST_NAME, content):
-            noticed(run_dir, {NEWEST: directory / MANIFEST_NAME})
-
-
-def test_a_checksum_entered_by_hand_breaks_the_manifest_itself(run_dir: RunDir) -> None:
-    directory = run_dir.checkpoint(NEWEST)
-    content = (directory / MANIFEST_NAME).read_bytes()
-    for entry in read_manifest(directory).files.values():
-        other = entry.xxh3_128[::-1].encode()
-        with rewritten(directory / MANIFEST_NAME, content.replace(entry.xxh3_128.encode(), other)):
-            noticed(run_dir, {NEWEST: directory / MANIFEST_NAME})
 
 
 def test_a_manifest_on_a_bad_sector_is_named(run_dir: RunDir) -> None:
@@ -388,29 +356,18 @@ def test_sizes_alone_find_what_is_cut_or_missing_and_no_more(run_dir: RunDir) ->
             assert not passes()
 
 
-# What the command does about it.
+# What the next start does about it.
 
 
 @pytest.fixture
-def copied(saved: SftRun, tmp_path: Path) -> RunDir:
+def copied(saved: RunDir, tmp_path: Path) -> RunDir:
     """Return a copy of the run, to be damaged for good."""
-    shutil.copytree(saved.run_dir.path, tmp_path / "run")
+    shutil.copytree(saved.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
 
-def resumed(
-    copied: RunDir, tiny_model: ModelFactory, sft_data: Path, step: str, *, max_steps: int = NEWEST
-) -> tuple[SftRun, str]:
-    model = tiny_model(weights=False, attention_dropout=0.3)
-    flags = ("--max-steps", str(max_steps), "--parallel.num-ranks", "2", "--ckpt.resume-step", step)
-    run = run_sft(copied.path, model, sft_data, *flags)
-    return run, " ".join(run.output.split())
-
-
 @pytest.mark.parametrize("kind", ["flipped bit", "truncated", "deleted", "empty manifest", "wrong checksum"])
-def test_the_command_refuses_a_damaged_step(
-    kind: str, copied: RunDir, tiny_model: ModelFactory, sft_data: Path
-) -> None:
+def test_a_damaged_step_is_refused_and_nothing_changes(kind: str, copied: RunDir, settings: dict[str, Any]) -> None:
     directory = copied.checkpoint(NEWEST)
     with ExitStack() as stack:
         if kind == "deleted":
@@ -421,38 +378,28 @@ def test_the_command_refuses_a_damaged_step(
             path.write_bytes(b"")
         else:
             (path,) = stack.enter_context(damage(kind, copied, random.Random(SEED), turn=1)).values()
-        before = snapshot(copied)
-        run, said = resumed(copied, tiny_model, sft_data, str(NEWEST))
-        assert run.code == 2 and "Traceback" not in run.output, run.output
-        assert str(path) in said and "committed steps: 1, 2" in said
-        assert snapshot(copied) == before, "a refused resume changes nothing"
+        before = contents(copied.checkpoints)
+        with pytest.raises(CheckpointError) as caught:
+            train("sft", copied.path, settings, until=NEWEST + 1, resume=NEWEST)
+        assert str(path) in str(caught.value) and "committed steps: 1, 2" in str(caught.value)
+        assert contents(copied.checkpoints) == before, "a refused resume changes nothing"
 
 
-def snapshot(run_dir: RunDir) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in run_dir.checkpoints.rglob("*") if path.is_file()}
-
-
-def test_the_command_falls_back_past_damage_to_the_same_result(
-    copied: RunDir, saved: SftRun, tiny_model: ModelFactory, sft_data: Path
+def test_the_next_start_falls_back_past_damage_to_the_same_result(
+    copied: RunDir, saved: RunDir, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two damaged steps are skipped, said, and set aside; the third is trained on to the same bits."""
-    newest = copied.checkpoint(NEWEST) / "trainer" / "__1_0.distcp"
+    newest = copied.checkpoint(NEWEST) / "trainer" / "__0_0.distcp"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     progress = copied.checkpoint(OTHER) / "trainer" / "progress.json"
     progress.unlink()
-    run, said = resumed(copied, tiny_model, sft_data, "latest")
-    assert run.code == 0, run.output
+    train("sft", copied.path, settings, until=NEWEST, resume="latest")
+    said = " ".join(capsys.readouterr().out.split())
     assert f"skipping the checkpoint of step {NEWEST}: {newest} is damaged" in said
     assert f"skipping the checkpoint of step {OTHER}: {progress} is missing" in said
     assert "resuming from step 1 " in said
-    assert run.weights(NEWEST) == saved.weights(NEWEST)
+    assert differing(*(end_state(one, last=NEWEST) for one in (copied, saved))) == []
     aside = copied.discarded(2) / "checkpoints" / f"step_{NEWEST}"
     assert (aside / "trainer" / newest.name).read_bytes() == bytes(content), "nothing is deleted"
-
-
-def test_a_manifest_is_checked_before_anything_of_it_is_believed() -> None:
-    listing = Manifest(kind="checkpoint", step=1, policy_version=1, files={})
-    with pytest.raises(CheckpointError, match="there is damaged"):
-        decode_manifest(encode_manifest(listing).replace(b'"step": 1', b'"step": 2'), "there")

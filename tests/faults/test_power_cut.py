@@ -14,15 +14,16 @@ from holdfast.shared.files.manifest import verify
 from holdfast.shared.files.record_log import read_records
 from holdfast.shared.files.run_dir import RunDir
 from tests.conftest import ModelFactory
+from tests.faults.forked_programs import Program, run
 from tests.faults.orchestrators import record_orchestrator, run_orchestrator
 from tests.faults.power_cut import SURVIVALS, Instant, Recording, Survival
-from tests.faults.rl_trainers import STEPS, Trainers, make_journal, record_trainer, run_trainer
-from tests.faults.run_states import whole_steps
-from tests.runs.rl import assert_same, exact_metrics, outcome
+from tests.faults.run_states import differing, whole_steps
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.unit.trainer.programs.in_process import end_state
 
 _RESTARTS = 1  # of every way of losing things
 _MOST_CRASHES = 120
+STEPS = 3
 
 
 def _crashes(recording: Recording, generator: random.Random) -> list[tuple[Instant, Survival]]:
@@ -64,10 +65,13 @@ def _assert_whole(run_dir: RunDir, where: str) -> None:
 def test_what_the_trainer_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_bits(
     tiny_model: ModelFactory, tmp_path: Path
 ) -> None:
-    trainers = Trainers(tiny_model(), make_journal(tmp_path / "journal"), tmp_path)
-    straight, recorded_as = RunDir(tmp_path / "straight"), tmp_path / "recording"
-    record_trainer(trainers.prepare("straight"), recorded_as)
-    expected, lines = outcome(straight, STEPS), exact_metrics(straight, range(1, STEPS + 1))
+    ckpt = {"interval": 1, "keep": 2, "resume_step": "auto"}
+    model = {"model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3}}
+    settings = model | {"mismatch_limit": "inf", "ckpt": ckpt, "journal": {"keep": 0}}
+    trainer, straight, recorded_as = Program("rl", settings, STEPS), tmp_path / "straight", tmp_path / "recording"
+    ended = run(trainer, straight, recording=recorded_as)
+    assert ended.code == 0, ended.log
+    expected = end_state(RunDir(straight), last=STEPS)
 
     recording, generator = Recording.load(recorded_as), random.Random(0)
     crashes = _crashes(recording, generator)
@@ -78,10 +82,9 @@ def test_what_the_trainer_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_bi
         recording.crash(instant, survival, run_dir.path, generator)
         _assert_whole(run_dir, where)
         if number in again:
-            run = run_trainer(trainers.write_config(run_dir.path.name))
-            assert run.code == 0, f"{where}\n{run.log}\n{run.trainer_log}"
-            assert_same(outcome(run_dir, STEPS), expected)
-            assert exact_metrics(run_dir, range(1, STEPS + 1)) == lines, where
+            again_ended = run(trainer, run_dir.path)
+            assert again_ended.code == 0, f"{where}\n{again_ended.log}"
+            assert differing(end_state(run_dir, last=STEPS), expected) == [], where
         shutil.rmtree(run_dir.path)
 
 
@@ -91,7 +94,7 @@ def test_what_the_orchestrator_leaves_in_a_power_cut_is_whole_and_ends_in_the_sa
     engine, steps, recorded_as = FakeEngine(), 3, tmp_path / "recording"
     with serving(engine):
 
-        def run(run_dir: RunDir, recording: Path | None = None) -> list[bytes]:
+        def make(run_dir: RunDir, recording: Path | None = None) -> list[bytes]:
             """Run with a trainer of its own; return what the journal says, without what depends on the clock."""
             config = make_config(run_dir.path, engine, max_steps=steps)
             with FakeTrainer(run_dir, start=0, max_steps=steps):
@@ -101,7 +104,7 @@ def test_what_the_orchestrator_leaves_in_a_power_cut_is_whole_and_ends_in_the_sa
 
         straight = RunDir(tmp_path / "straight")
         straight.create()
-        expected = run(straight, recorded_as)
+        expected = make(straight, recorded_as)
         recording, generator = Recording.load(recorded_as), random.Random(0)
         crashes = _crashes(recording, generator)
         again = _again(crashes, generator)
@@ -119,5 +122,5 @@ def test_what_the_orchestrator_leaves_in_a_power_cut_is_whole_and_ends_in_the_sa
             shutil.rmtree(run_dir.weights, ignore_errors=True)
             _assert_whole(run_dir, f"before {instant.call}, {survival}, crash {number}")
             if number in again:
-                assert run(run_dir) == expected, f"{instant.call}, {survival}"
+                assert make(run_dir) == expected, f"{instant.call}, {survival}"
             shutil.rmtree(run_dir.path)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from holdfast.commands import cli
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import CheckpointError, SaveError
+from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
@@ -145,20 +145,6 @@ def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
     assert server.terminate() == 0
 
 
-def test_an_export_is_split_by_size(run_dir: RunDir, masters: Path, tmp_path: Path) -> None:
-    target = tmp_path / "export"
-    request = Export(run_dir.checkpoint(STEPS), target, "float32", 100_000)
-    assert export(request).files == len(list(target.glob("model-*.safetensors"))) > 3
-    sizes = {path.name: sum(t.nbytes for t in load_file(path).values()) for path in target.glob("*.safetensors")}
-    alone = {path.name for path in target.glob("*.safetensors") if len(load_file(path)) == 1}
-    assert all(size <= 100_000 for name, size in sizes.items() if name not in alone)
-    index = json.loads((target / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(sizes.values()) and set(index["weight_map"].values()) == set(sizes)
-    whole = trained_tensors(AutoModelForCausalLM.from_pretrained(masters))
-    for name, tensor in trained_tensors(AutoModelForCausalLM.from_pretrained(target)).items():
-        assert torch.equal(tensor, whole[name]), name
-
-
 def test_a_step_without_config_takes_that_of_a_named_model(
     run_dir: RunDir, model: Path, masters: Path, tmp_path: Path
 ) -> None:
@@ -188,16 +174,6 @@ def test_a_damaged_step_is_not_exported_and_nothing_is_written_over(run_dir: Run
     (tmp_path / "mine").mkdir()
     done = ckpt("export", 2, "--to", tmp_path / "mine", "--output-dir", copy.path, code=2)
     assert "exists already; nothing is written over" in done.stderr
-
-
-def test_a_full_disk_leaves_nothing_behind(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("holdfast.trainer.models.hf_files.save_file", full)
-    with pytest.raises(SaveError, match="could not be written: No space left on device"):
-        export(Export(run_dir.checkpoint(STEPS), tmp_path / "x"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_promoted_step_outlives_retention_and_clean(run_dir: RunDir, tmp_path: Path) -> None:

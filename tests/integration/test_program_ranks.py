@@ -21,7 +21,8 @@ from tests.unit.trainer.programs.in_process import end_state, train
 pytestmark = pytest.mark.ranks
 
 STEPS, HALF = 4, 2
-NAMES = ("sft", "sft, adapters", "dpo", "dpo, kto", "reward-model", "rl", "rl, everything")
+NAMES = ("sft", "sft, adapters", "dpo", "dpo, kto", "reward-model", "rl", "rl, everything",
+         "rl, steered beside frozen models")  # fmt: skip
 DIVISIONS: dict[str, dict[str, Any]] = {
     "offloaded": {"cpu_offload": True},
     "copies": {"replicas": 2},

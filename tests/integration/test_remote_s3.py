@@ -15,7 +15,6 @@ import pytest
 from holdfast.commands.resume.remote import fetch
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files import manifest
-from holdfast.shared.files.checkpoints import Retention
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote import object_store
 from holdfast.shared.remote.checkpoints import RemoteCheckpoints
@@ -171,34 +170,6 @@ def test_parts_of_a_cut_off_upload_are_given_up(server: S3Server, remote: Remote
     assert [upload["Key"] for upload in left] == ["runs/other/step_2/trainer/__0.distcp"]
 
 
-@pytest.mark.parametrize("name", ["trainer/.metadata", "trainer/__1.distcp", "trainer/progress.json", "manifest.json"])
-def test_a_flipped_bit_is_refused_by_name(
-    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, name: str
-) -> None:
-    remote.upload(write_checkpoint(here, 3), 3)
-    data = bytearray(server.read(f"runs/one/step_3/{name}"))
-    data[len(data) // 2] ^= 1
-    server.write(f"runs/one/step_3/{name}", bytes(data))
-    with pytest.raises(CheckpointError, match=rf"s3://bucket/runs/one/step_3/{name} is damaged") as caught:
-        remote.download(3, empty.checkpoint(3))
-    assert not isinstance(caught.value, StorageError)
-    assert contents(empty.path) == {}
-
-
-def test_a_cut_or_missing_object_is_refused_by_name(
-    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir
-) -> None:
-    remote.upload(write_checkpoint(here, 3), 3)
-    server.write("runs/one/step_3/trainer/__1.distcp", b"short")
-    with pytest.raises(CheckpointError, match=r"__1\.distcp is damaged: 5 bytes, the manifest says"):
-        remote.download(3, empty.checkpoint(3))
-    server.client.delete_object(Bucket=BUCKET, Key="runs/one/step_3/trainer/__1.distcp")
-    with pytest.raises(CheckpointError, match=r"__1\.distcp is missing"):
-        remote.download(3, empty.checkpoint(3))
-    assert remote.upload(here.checkpoint(3), 3), "an upload heals what lost a file"
-    remote.download(3, empty.checkpoint(3))
-
-
 def test_a_store_that_keeps_another_size_is_no_commit(
     server: S3Server, remote: RemoteCheckpoints, here: RunDir
 ) -> None:
@@ -233,16 +204,6 @@ def test_a_listing_meanwhile_shows_whole_steps_only(server: S3Server, remote: Re
     server.spoil = look
     remote.upload(write_checkpoint(here, 2), 2)
     assert seen == [[1]] * OBJECTS and reader.steps() == [1, 2]
-
-
-def test_retention_works_behind_the_uploads(server: S3Server, here: RunDir) -> None:
-    uploader = Uploader(RemoteCheckpoints(URL), retention=Retention(keep=2, keep_interval=4), older_weights=1)
-    for step in range(1, 8):
-        uploader.submit(write_checkpoint(here, step), step, weights=[write_weights(here, step - 1)])
-    uploader.close()
-    assert RemoteCheckpoints(URL).steps() == [4, 6, 7]
-    weights = {name.split("/")[3] for name in server.names() if "/weights/" in name}
-    assert weights == {"step_3", "step_4", "step_5", "step_6"}
 
 
 @pytest.mark.parametrize(("status", "times"), [("503", 1), ("500", 4)])

@@ -16,11 +16,11 @@ from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
 from tests.forking.commands import Run, shared_commands
-from tests.integration.test_sft_stop import make_batch, publish_batch, state_after
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.profiles import Profile
 from tests.runs.training import sft_command
+from tests.unit.trainer.programs.in_process import publish_journal
 
 pytestmark = [pytest.mark.launch, pytest.mark.ranks]
 
@@ -200,8 +200,7 @@ def test_trainers_that_wait_for_a_batch_save_when_one_node_is_asked_to(tmp_path:
     nodes = Nodes(tmp_path / "run", "trainer", argv)
     nodes.start_all()
     _until(lambda: all("waiting for batches" in run.log for run in nodes.runs), *nodes.runs)
-    for step in (1, 2):
-        publish_batch(nodes.run_dir, make_batch(step), state_after(step))
+    publish_journal(nodes.run_dir, (1, 2))
     nodes.wait_for_step(2)
     os.kill(nodes.runs[1].pid, signal.SIGTERM)
     assert nodes.wait() == [143, 143], "\n".join(run.log for run in nodes.runs)
@@ -222,8 +221,7 @@ def test_two_nodes_make_of_a_journal_what_two_ranks_of_one_do(tmp_path: Path, ti
     runs = (alone, *nodes.runs)
     _until(lambda: all("waiting for batches" in run.log for run in runs), *runs)
     for run_dir in (RunDir(one), nodes.run_dir):
-        for step in range(1, steps + 1):
-            publish_batch(run_dir, make_batch(step), state_after(step))
+        publish_journal(run_dir, range(1, steps + 1))
     assert [alone.wait(HANG_S).code, *nodes.wait()] == [0, 0, 0], "\n".join(run.log for run in runs)
     made = [
         (

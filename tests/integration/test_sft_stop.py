@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -16,15 +15,15 @@ import pytest
 from holdfast.commands.launcher.supervise import ECHO_S
 from holdfast.shared.errors import NOT_SAVED
 from holdfast.shared.files import manifest
-from holdfast.shared.files.journal import publish_batch
+from holdfast.shared.files.journal import STATE_NAME
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
 from tests.conftest import ModelFactory
 from tests.faults.held_steps import ASKED_TO_STOP, NEVER, exists, held_after, held_commit
 from tests.faults.run_states import differing, end_state
 from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S, command_line, wait_until
 from tests.runs.training import LiveSft
+from tests.unit.trainer.programs.in_process import publish_journal
 
 pytestmark = pytest.mark.launch
 
@@ -203,30 +202,6 @@ def test_a_trainer_that_is_told_to_stop_by_others_has_not_finished(start: Start,
     assert "finished step" not in live.run.log and "error: trainer" in live.run.log
 
 
-def make_batch(step: int) -> Batch:
-    """Two rollouts of opposite advantage, sampled by the version before the step."""
-    rollouts = [
-        Rollout(
-            environment="reverse_text",
-            task_id=step - 1,
-            sample_index=index,
-            token_ids=[5, 6, 7 + index, 8, 3],
-            loss_mask=[False, False, True, True, True],
-            logprobs=[0.0, 0.0, -1.0, -1.0, -1.0],
-            versions=[VersionSpan(step - 1, 2, 5)],
-            reward=float(index),
-        )
-        for index in (0, 1)
-    ]
-    return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
-
-
-def state_after(step: int) -> bytes:
-    """The orchestrator's state after the batches up to `step`."""
-    counts = {"step": step, "problems": step, "rollouts": 2 * step, "tokens": 10 * step}
-    return json.dumps(counts | {"environments": {"reverse_text": {"next_task": step, "group_size": 2}}}).encode()
-
-
 def test_a_trainer_that_waits_for_a_batch_saves_at_once(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """No orchestrator runs: the third batch never comes."""
     run_dir = RunDir(tmp_path / "run")
@@ -236,13 +211,14 @@ def test_a_trainer_that_waits_for_a_batch_saves_at_once(tiny_model: ModelFactory
     )  # fmt: skip
     live = Live(shared_commands().start("trainer", run_dir.path, list(flags)))
     live.wait_for("waiting for batches")
-    for step in (1, 2):
-        publish_batch(run_dir, make_batch(step), state_after(step))
+    publish_journal(run_dir, (1, 2))
     live.wait_for("step  2/")
     os.kill(live.run.pid, signal.SIGTERM)
     assert live.run.wait(HANG_S).code == 128 + signal.SIGTERM, live.run.log
     assert "stopped at step 2 of 10, which is saved" in live.run.log
     assert run_dir.committed_steps() == [2]
     manifest.verify(run_dir.checkpoint(2))
-    assert (run_dir.checkpoint(2) / "orchestrator" / "orchestrator.json").read_bytes() == state_after(2)
+    assert (run_dir.checkpoint(2) / "orchestrator" / "orchestrator.json").read_bytes() == (
+        run_dir.batch(2) / STATE_NAME
+    ).read_bytes()
     assert (run_dir.weights_of(2) / "model.safetensors").exists()

@@ -27,7 +27,7 @@ from holdfast.trainer.models.tensor_layout import TensorLayout
 from holdfast.trainer.models.weight_publisher import WeightPublisher
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
 from tests.builders.train_states import copied, local_part, same
-from tests.ranks.scalar_model import ragged_samples
+from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
 

@@ -66,7 +66,7 @@ def prepared(
         attempt = prepare(config, clean=False, dry_run=False, is_locked=True)  # a lock lasts as long as this process
         write_config(attempt, program, with_resume(config, attempt.resume_step), dry_run=False)
         if program == "rl":
-            _publish_journal(attempt.run_dir, range((attempt.resume_step or 0) + 1, until + 1))
+            publish_journal(attempt.run_dir, range((attempt.resume_step or 0) + 1, until + 1))
         resume = attempt.resume_step
     dist.barrier()
     assert resume is None or isinstance(resume, int)
@@ -134,7 +134,7 @@ def _values(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / _PROGRESS).read_bytes())
 
 
-def _publish_journal(run_dir: RunDir, steps: Iterable[int]) -> None:
+def publish_journal(run_dir: RunDir, steps: Iterable[int]) -> None:
     """Put the batches of an orchestrator into the journal, unless they are there: random answers and rewards."""
     for step in [step for step in steps if not run_dir.batch(step).exists()]:
         batch = Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=_rollouts(step))

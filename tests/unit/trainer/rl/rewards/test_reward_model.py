@@ -21,7 +21,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.preferences.pairs import Pair
 from holdfast.trainer.programs.reward_model import _with_padding
 from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from tests.ranks.scalar_model import ragged_samples
+from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
 
