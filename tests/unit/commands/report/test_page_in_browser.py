@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 from tokenizers import Tokenizer
 
 from holdfast.shared.files import durable
@@ -40,6 +41,7 @@ def opened(page: Path, place: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+@pytest.mark.docs
 def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "<img src=x onerror=alert()>", resumed_from=(4,))
     evaluated(run_dir, 4)
@@ -67,6 +69,7 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Run
     assert "ALERT: &lt;/script&gt;" in shown and 'note = "&lt;/script&gt;' in shown
 
 
+@pytest.mark.docs
 def test_a_page_that_did_not_escape_would_be_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(f"<!DOCTYPE html><html><body><script>console.error('heard')</script>{HOSTILE}</body></html>")
