@@ -41,7 +41,9 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServe
     with RlRun(tmp_path / "run", *flags, engine="vllm", environment=held) as run:
         run.wait_for_step(3)
         processes = run.processes()
-        assert any("EngineCore" in "".join(command_line(process)) for process in processes), [command_line(p) for p in processes]
+        assert any("EngineCore" in "".join(command_line(process)) for process in processes), [
+            command_line(p) for p in processes
+        ]
         run.interrupt(signal.SIGKILL)
         for process in processes:
             if process.is_running():
