@@ -48,6 +48,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(tmp_path: Path, monkey
 def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
     monkeypatch.setattr(retry, "_LONGEST_PAUSE_S", 1.5)
     values = {1: "1", 2: "Fri, 31 Dec 2199 23:59:59 GMT", 3: "whenever"}
 

@@ -61,6 +61,7 @@ def grpo(
         (1.5, 2.0, -2.6, 0.0),  # too likely already and good: clipped, no gradient
         (1.5, -2.0, 3.0, 3.0),  # too likely and bad: must still be pushed down
         (0.5, 2.0, -1.0, -1.0),  # too unlikely and good: must still be pushed up
+        (0.5, 0.5, -0.25, -0.25),
         (0.5, -2.0, 1.6, 0.0),  # too unlikely already and bad: clipped, no gradient
         (0.9, -2.0, 1.8, 1.8),
         (1.5, 0.0, 0.0, 0.0),
