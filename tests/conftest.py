@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from holdfast.trainer.mesh import Mesh
-    from tests.runs.training import Runs, SftRun
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "examples" / "reverse_text" / "base"
@@ -120,11 +119,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.lanes import order
 
         order.sort(items)
-    elif lane == "everyday" and any(item.get_closest_marker("engine") for item in items):
+    elif lane == "everyday":
+        _start_imports(items)
+
+
+def _start_imports(items: list[pytest.Item]) -> None:
+    """Import torch and vLLM for the commands of tests while other tests run; tests with commands come last."""
+    needs = {item: {mark.name for mark in item.iter_markers()} & {"launch", "ranks", "engine"} for item in items}
+    if any(needs.values()):
+        from tests.forking.commands import shared_commands
+
+        shared_commands()
+    if any("engine" in names for names in needs.values()):
         from tests.forking.engines import shared_engines
 
-        shared_engines()  # it imports vLLM beside all other tests
-        items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+        shared_engines()
+    items.sort(key=lambda item: ("engine" in needs[item], bool(needs[item])))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -225,55 +235,6 @@ def sft_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.runs.training import write_data
 
     return write_data(tmp_path_factory.mktemp("data") / "samples.jsonl")
-
-
-@pytest.fixture(scope="session")
-def sft_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path) -> Runs:
-    """Return runs of the real `sft` command by name."""
-    from tests.runs.training import Runs, run_sft
-
-    home = tmp_path_factory.mktemp("runs")
-    plain, dropout = tiny_model(weights=False), tiny_model(weights=False, attention_dropout=0.3)
-    runs = Runs()
-
-    def define(name: str, model: Path, *flags: str, after: str | None = None, starts_python: bool = False) -> None:
-        """Define a run in a directory of its own, or in a copy of that of the run before."""
-
-        def make() -> SftRun:
-            if after is not None:
-                shutil.copytree(runs.succeeded(after).run_dir.path, home / name)
-            return run_sft(home / name, model, sft_data, *flags, starts_python=starts_python)
-
-        runs.define(name, make)
-
-    exact = ("--data.validation-fraction", "0.1", "--val-interval", "3", "--max-steps")
-    two = ("--parallel.num-ranks", "2", "--max-steps")
-    define("two_straight", dropout, *two, "10", "--ckpt.interval", "5")
-    define("half", dropout, *exact, "5", "--ckpt", starts_python=True)
-    define("packed", plain, "--max-steps", "4")
-    define("straight", dropout, *exact, "10", starts_python=True)
-    define("broken_numbers", plain, "--optim.lr", "1e30", "--ckpt.interval", "1")
-    define("too_long", plain, "--data.seq-len", "6")
-    define("packed_on_two", plain, *two, "4")
-    for name, size in (("one_by_one", "1"), ("eight_at_once", "8")):
-        define(name, plain, "--no-data.pack", "--data.micro-batch-size", size, "--max-steps", "4")
-    define("resumed", dropout, *exact, "10", "--ckpt.resume-step", "5", after="half", starts_python=True)
-    two_resumed = (*two, "10", "--ckpt.interval", "5", "--ckpt.resume-step", "5")
-    define("two_resumed", dropout, *two_resumed, after="two_straight")
-    loaded = ("--max-steps", "10", "--ckpt.resume-step", "latest")
-    define("two_loaded_by_one", dropout, *loaded, after="two_straight")
-    slices = ("--parallel.sequence-parallel", "2")
-    define("packed_in_slices", plain, *two, "4", *slices)
-    define("two_slices_straight", dropout, *two, "10", "--ckpt.interval", "5", *slices)
-    define("two_slices_resumed", dropout, *two_resumed, *slices, after="two_slices_straight")
-    copies = (*two_resumed, "--parallel.replicas", "2")
-    define("two_copies_resumed", dropout, *copies, after="two_straight")
-    define("two_copies_loaded_by_one", dropout, *loaded, after="two_copies_resumed")
-    define("two_offloaded_resumed", dropout, *two_resumed, "--parallel.cpu-offload", after="two_straight")
-    define("two_offloaded_loaded_by_one", dropout, *loaded, after="two_offloaded_resumed")
-    offloaded = ("10", "--ckpt.resume-step", "5", "--parallel.cpu-offload")
-    define("resumed_offloaded", dropout, *exact, *offloaded, after="half")
-    return runs
 
 
 @pytest.fixture(scope="session")

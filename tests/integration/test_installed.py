@@ -76,6 +76,17 @@ def run(bin_dir: Path, project: Path, *words: str, **variables: str) -> subproce
 
 @pytest.mark.launch
 @pytest.mark.everyday
+def test_without_vllm_rl_says_what_to_install(bin_dir: Path, project: Path) -> None:
+    for program in ("rl", "inference"):
+        refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert refused.stderr.startswith("error: the inference server needs vLLM, which is not installed: `uv sync`")
+        assert "holdfast[rl-cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
+        assert not (project / "refused").exists()
+
+
+@pytest.mark.launch
+@pytest.mark.everyday
 def test_without_vllm_sft_trains(bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
     trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
     assert trained.returncode == 0 and "finished step 1 of 1" in trained.stdout, trained.stdout + trained.stderr
@@ -95,14 +106,3 @@ def test_a_run_of_the_wheel_is_looked_into(
     begun = run(bin_dir, project, "environments", "init", "sums")
     assert begun.returncode == 0 and "\n  environments check sums:Sums\n" in begun.stdout, begun.stderr
     assert "uv run" not in begun.stdout + (project / "sums.toml").read_text(), "there is no checkout to run it in"
-
-
-@pytest.mark.launch
-@pytest.mark.everyday
-def test_without_vllm_rl_says_what_to_install(bin_dir: Path, project: Path) -> None:
-    for program in ("rl", "inference"):
-        refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
-        assert refused.returncode == 2, refused.stdout + refused.stderr
-        assert refused.stderr.startswith("error: the inference server needs vLLM, which is not installed: `uv sync`")
-        assert "holdfast[rl-cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
-        assert not (project / "refused").exists()

@@ -109,6 +109,7 @@ def test_a_large_file_goes_in_parts(server: S3Server, remote: RemoteCheckpoints,
     manifest.verify(empty.checkpoint(1), step=1)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("number", [1, 2, OBJECTS - 1, OBJECTS])
 def test_an_upload_torn_at_any_object_commits_nothing_and_the_next_one_heals(
     server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, number: int
@@ -129,6 +130,7 @@ def test_an_upload_torn_at_any_object_commits_nothing_and_the_next_one_heals(
     assert len(server.names()) == OBJECTS
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("number", [2, OBJECTS, OBJECTS + 1, OBJECTS + 2, 2 * OBJECTS, 2 * OBJECTS + 1])
 def test_a_replacement_torn_anywhere_is_neither_step(
     server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, number: int
@@ -149,6 +151,7 @@ def test_a_replacement_torn_anywhere_is_neither_step(
     assert contents(empty.checkpoint(4)) == contents(other)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("number", [2, 4, OBJECTS])
 def test_a_removal_torn_anywhere_is_no_step_and_is_cleared(
     server: S3Server, remote: RemoteCheckpoints, here: RunDir, number: int
@@ -206,6 +209,7 @@ def test_a_listing_meanwhile_shows_whole_steps_only(server: S3Server, remote: Re
     assert seen == [[1]] * OBJECTS and reader.steps() == [1, 2]
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("status", "times"), [("503", 1), ("500", 4)])
 def test_what_may_pass_is_tried_again(
     server: S3Server, remote: RemoteCheckpoints, here: RunDir, status: str, times: int

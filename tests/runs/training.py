@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -111,27 +110,6 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
         return SftRun(run.code, run.log, RunDir(output))
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S)
     return SftRun(done.returncode, done.stdout, RunDir(output))
-
-
-class Runs:
-    """Runs by name; each is made when it is first asked for, so that nobody pays for what no test looks at."""
-
-    def __init__(self) -> None:
-        self._makers: dict[str, Callable[[], SftRun]] = {}
-        self._made: dict[str, SftRun] = {}
-
-    def define(self, name: str, make: Callable[[], SftRun]) -> None:
-        """Say how to make the run of that name."""
-        self._makers[name] = make
-
-    def __getitem__(self, name: str) -> SftRun:
-        if name not in self._made:
-            self._made[name] = self._makers[name]()
-        return self._made[name]
-
-    def succeeded(self, name: str) -> SftRun:
-        """Return a run that must have ended well."""
-        return succeeded(self[name])
 
 
 class LiveRun:

@@ -203,6 +203,7 @@ def test_the_kernel_of_torch_takes_what_it_is_given(kv_heads: int, is_compiled: 
     assert value.grad is not None and value.grad.shape == value.shape
 
 
+@pytest.mark.clock
 @pytest.mark.skipif(MARKS not in os.environ, reason="without marks every test of this file runs by itself")
 def test_graphs_are_whole_in_code_without_marks() -> None:
     plain = {name: value for name, value in os.environ.items() if name != MARKS}
