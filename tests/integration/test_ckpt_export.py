@@ -36,7 +36,7 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.training import run_sft
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.launch]
 
 STEPS = 2
 

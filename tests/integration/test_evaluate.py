@@ -1,4 +1,4 @@
-"""The command `evaluate` over real servers: an endpoint, steps of a run, and a kill on the way."""
+"""The command `evaluate` over real servers: a model, steps of a run, and a kill on the way."""
 
 from __future__ import annotations
 
@@ -42,27 +42,14 @@ def lines_of(directory: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-@pytest.mark.engine
-def test_our_own_server_is_evaluated_as_any_endpoint(vllm_server: UsedServer, tmp_path: Path) -> None:
-    url = f"{vllm_server.handle.url}/v1"
-    out = evaluate(tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
-    assert f"evaluating {MODEL} at {url}" in out and "avg@4" in out and "pass@4" in out
-    found = summary_in(tmp_path).environments["reverse_text"]
-    assert found.num_tasks == 12 and 0.2 < found.estimates["avg@4"].value < 1
-    before = vllm_server.generated_tokens()
-    again = evaluate(tmp_path, "--url", url, "--model.name", str(MODEL), *SMALL)
-    assert vllm_server.generated_tokens() == before, "nothing is asked twice"
-    assert again.splitlines()[-2:] == out.splitlines()[-2:]
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_harness_plays_is_evaluated_as_any_environment(
-    vllm_server: UsedServer, tmp_path: Path, workers: int
-) -> None:
-    """Which asks an endpoint of ours, which asks that of the server: the answers and rewards are those of sessions."""
-    flags = ("--url", f"{vllm_server.handle.url}/v1", "--model.name", str(MODEL), *SMALL)
-    evaluate(tmp_path / "session", *flags)
+def test_what_a_harness_plays_is_evaluated_as_any_environment(tmp_path: Path, workers: int) -> None:
+    """The harness asks an endpoint of ours: answers and rewards are those of sessions."""
+    flags = ("--model.name", str(MODEL), *SMALL)
+    out = evaluate(tmp_path / "session", *flags)
+    assert f"evaluating {MODEL}" in out and "avg@4" in out and "pass@4" in out
+    found = summary_in(tmp_path / "session").environments["reverse_text"]
+    assert found.num_tasks == 12 and 0.2 < found.estimates["avg@4"].value < 1
     harness = {"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": workers}
     evaluate(tmp_path / "harness", *flags, "--environments", json.dumps([harness]))
 

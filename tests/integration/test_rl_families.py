@@ -19,7 +19,7 @@ from tests.models.families_in_rl import Refused, measure, names, read_results
 from tests.runs.ports import free_port
 from tests.runs.rl import RlRun, succeeded
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.launch]
 
 HIGHEST_MISMATCH_KL = 1e-6
 RESULTS = read_results()

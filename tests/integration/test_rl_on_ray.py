@@ -12,7 +12,7 @@ import pytest
 from tests.runs.ray_clusters import RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.launch, pytest.mark.timeout(900)]
 STEPS = 10
 AS_A_USER: Any = {"environment": {"HOLDFAST_ADMIN_TOKEN": "of-the-test"}, "starts_python": True}
 FLAGS = (
