@@ -43,11 +43,11 @@ class Share:
 
 
 SHARES = (
-    Share("trainer", ("tests/unit/trainer",), 150),
-    Share("orchestrator", ("tests/unit/orchestrator", "tests/unit/inference"), 150, light=True),
-    Share("commands", ("tests/unit/commands",), 120, light=True),
-    Share("runs", (), 90),
-    Share("shared", ("tests/unit/shared",), 60, light=True),
+    Share("trainer", ("tests/unit/trainer",), 270),
+    Share("orchestrator", ("tests/unit/orchestrator", "tests/unit/inference"), 180, light=True),
+    Share("commands", ("tests/unit/commands",), 200, light=True),
+    Share("runs", (), 160),
+    Share("shared", ("tests/unit/shared",), 45, light=True),
 )
 
 
