@@ -28,7 +28,6 @@ from tests.lanes.shares import Share, longest_first
 
 _PYTEST = (sys.executable, "-m", "pytest")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
-_NO_TESTS = 5
 
 
 class EverydayRun:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.lanes.durations import ROOT, seconds_of_files
+from tests.lanes.durations import seconds_of_files
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,3 @@ SHARES = (
 def longest_first(recorded: Mapping[str, float]) -> list[Share]:
     """Return the shares in the order in which they are started."""
     return sorted(SHARES, key=lambda share: share.seconds(recorded), reverse=True)
-
-
-def missing() -> list[str]:
-    """Return the paths of shares that are not there."""
-    return [path for share in SHARES for path in share.paths if not Path(ROOT, path).exists()]
