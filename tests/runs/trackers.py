@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.commands.launcher.tracking import held_back
 from holdfast.shared.config.tracking import TrackingConfig
 from holdfast.shared.files.run_dir import RunDir
+from tests.forking.trackers import TrackingProcess
 from tests.runs.processes import HANG_S
 
 BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -66,26 +66,23 @@ class TrackedDirectory:
         other.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
         other.rename(self.run_dir.metrics)
 
-    def start(self, tracker: str, **settings: object) -> subprocess.Popen[bytes]:
+    def start(self, tracker: str) -> TrackingProcess:
         """Start the process that sends to one tracker."""
-        config = TrackingConfig.model_validate({"backends": [tracker], "project": "tested", **settings})
-        argv = [sys.executable, "-m", "holdfast.commands.track.process", str(self.run_dir.path), tracker]
-        with open(self.run_dir.path / f"{tracker}.log", "ab") as log, held_back(signal.SIGTERM):
-            return subprocess.Popen(
-                [*argv, config.model_dump_json()], env={**os.environ, **self.environment}, stdout=log, stderr=log
-            )
+        config = TrackingConfig(backends=[tracker], project="tested")
+        argv = [str(self.run_dir.path), tracker, config.model_dump_json()]
+        return TrackingProcess(argv, self.run_dir.path / f"{tracker}.log", {**os.environ, **self.environment})
 
     def sent(self, tracker: str) -> int:
         """The step that the cursor of a tracker is at."""
         path = self.run_dir.tracking / f"{tracker}.json"
         return json.loads(path.read_bytes())["step"] if path.exists() else 0
 
-    def wait_for(self, process: subprocess.Popen[bytes], tracker: str, step: int) -> None:
+    def wait_for(self, process: TrackingProcess, tracker: str, step: int) -> None:
         """Wait until the process has noted `step`."""
         wait_until(lambda: self.sent(tracker) >= step or process.poll() is not None)
         assert process.poll() is None, (self.run_dir.path / f"{tracker}.log").read_text()
 
-    def end(self, process: subprocess.Popen[bytes], tracker: str) -> None:
+    def end(self, process: TrackingProcess, tracker: str) -> None:
         """Say that no further step comes, and wait for the rest to be sent."""
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG_S) == 0, (self.run_dir.path / f"{tracker}.log").read_text()

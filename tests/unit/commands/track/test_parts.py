@@ -148,6 +148,7 @@ def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> Non
     assert Evaluations(run.run_dir, 1).but([]) == []
 
 
+@pytest.mark.launch
 def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
     """Before, it was told as what the process does: not among the warnings, and gone with the next step."""
     name = "tests.runs.own_tracker:OutOfOrder"

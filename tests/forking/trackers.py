@@ -1,0 +1,73 @@
+"""The process that sends to a tracker, forked from a process that has imported what takes seconds."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.forking.popen import begin, run_module
+from tests.forking.server import ForkServer
+from tests.lanes.marks import require
+from tests.runs.processes import HANG_S
+
+_PROCESS = "holdfast.commands.track.process"
+# Not trackio, which reads at its import where it writes.
+_IMPORTED = (_PROCESS, "holdfast.commands.track.trackers.mlflow", "mlflow.store.tracking.sqlalchemy_store",
+             "torch.utils.tensorboard")  # fmt: skip
+
+
+class TrackingProcess:
+    """What tests use of `subprocess.Popen`."""
+
+    def __init__(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> None:
+        require("launch")
+        self._fork = _server().fork("tests.forking.trackers:be_process", log, environment=environment, argv=argv)
+        self.pid = self._fork.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended."""
+        return self._fork.wait(0) if self._fork.has_ended else None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = HANG_S) -> int:
+        """Wait for its end."""
+        return self._fork.wait(timeout_s)
+
+
+@functools.cache
+def _server() -> ForkServer:
+    server = ForkServer("tests.forking.trackers:prepare")
+    atexit.register(server.close)
+    return server
+
+
+def prepare() -> None:
+    """In the server: import, and hold SIGTERM back, as the launcher does, in what is forked."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    for name in _IMPORTED:
+        importlib.import_module(name)
+
+
+def be_process(argv: list[str]) -> None:
+    """In a child: be `python -m holdfast.commands.track.process ARGV`."""
+    begin()
+    tempfile.tempdir = None  # an import has asked for it
+    atexit._clear()  # what the server has to do at its end
+    try:
+        run_module([_PROCESS, *argv])
+    finally:
+        atexit._run_exitfuncs()
