@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.runs.ray_clusters import RayNodes, node_of, other_environment
+from tests.runs.ray_clusters import STUB_ENGINE, RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
 
-pytestmark = [pytest.mark.engine, pytest.mark.launch, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]
 STEPS = 10
-AS_A_USER: Any = {"environment": {"HOLDFAST_ADMIN_TOKEN": "of-the-test"}, "starts_python": True}
+AS_A_USER: Any = {"environment": {"HOLDFAST_ADMIN_TOKEN": "of-the-test", **STUB_ENGINE}, "starts_python": True}
 FLAGS = (
     *SMALL_BATCH,
     *("--max-steps", str(STEPS), "--ckpt.interval", "2"),
@@ -33,7 +33,7 @@ def nodes() -> Iterator[RayNodes]:
 def local(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """The same run on this machine alone, with two ranks."""
     output_dir = tmp_path_factory.mktemp("local") / "run"
-    return succeeded(output_dir, *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S, engine="vllm")
+    return succeeded(output_dir, *FLAGS, "--trainer.parallel.num-ranks", "2", timeout_s=TIMEOUT_S)
 
 
 def on_ray(nodes: RayNodes, output_dir: Path, *flags: str) -> RlRun:

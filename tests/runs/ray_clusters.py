@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,8 @@ from typing import Any, Self
 
 from tests.conftest import ROOT
 
+STUB_ENGINE = {"PYTHONPATH": str(ROOT / "tests" / "servers" / "in_place_of_vllm")}
+"""Variables with which processes start the stub engine for vLLM, and so do the nodes."""
 _MEMORY_BYTES = 80_000_000
 
 
@@ -23,6 +26,7 @@ class RayNodes:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)],
             cwd=ROOT,
+            env={**os.environ, **STUB_ENGINE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
