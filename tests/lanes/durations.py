@@ -30,11 +30,17 @@ def recorded(path: Path = FILE) -> dict[str, float]:
 
 
 def record(seconds: Mapping[str, float], path: Path = FILE) -> None:
-    """Put seconds of tests into the file; tests that did not run keep their place. Several processes may do so."""
+    """Put seconds of tests into the file; tests that did not run keep theirs. Several processes may do so.
+
+    Tests of files that are not below the directory of `path`, or no longer, are left out.
+    """
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({**recorded(path), **seconds}, indent=0, sort_keys=True))
+        everything = {**recorded(path), **seconds}
+        files = {file for name in everything if (path.parent / (file := name.partition("::")[0])).exists()}
+        kept = {name: took for name, took in everything.items() if name.partition("::")[0] in files}
+        written.write_text(json.dumps(kept, indent=0, sort_keys=True))
         written.replace(path)
 
 

@@ -96,8 +96,10 @@ def test_the_longest_share_begins() -> None:
 def test_durations_are_kept_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "durations.json"
     assert durations.recorded(path) == {}
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).touch()
     durations.record({"a.py::x": 1.0, "a.py::y": 2.0}, path)
-    durations.record({"a.py::y": 4.0, "b.py::z": 0.5}, path)
+    durations.record({"a.py::y": 4.0, "b.py::z": 0.5, "gone.py::a": 1.0}, path)
     assert durations.recorded(path) == {"a.py::x": 1.0, "a.py::y": 4.0, "b.py::z": 0.5}
     assert durations.seconds_of_files(durations.recorded(path)) == {"a.py": 5.0, "b.py": 0.5}
     assert durations.slowest(durations.recorded(path), 1) == ["    4.00 s  a.py::y"]
@@ -114,6 +116,7 @@ def test_an_everyday_test_has_ten_seconds_of_a_free_core(
     marks: tuple[str, ...], took: float, stalled: float, everyday: bool, fails: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
+    (tmp_path / "t.py").touch()
     clock = iter([7.0, 7.0 + stalled])
     monkeypatch.setattr(durations, "stalled_s", lambda: next(clock))
     plugin = durations.Durations(everyday=everyday, path=tmp_path / "durations.json")
