@@ -1,7 +1,8 @@
-"""The benchmark of the algorithms runs from end to end: CSV, picture and table."""
+"""The benchmark of the algorithms runs from end to end, on the stub engine: CSV, picture and table."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,17 @@ import pytest
 from benchmarks.algorithms.curves import Curve, read_curves
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
+from tests.runs.processes import WITH_STUB_ENGINE
 
-pytestmark = [pytest.mark.engine, pytest.mark.launch]
+pytestmark = pytest.mark.launch
 
 
 def run_benchmark(algorithm: str, output: Path, *, steps: int) -> Curve:
     command = [sys.executable, "-m", "benchmarks.algorithms", "--algorithms", algorithm, "--seeds", "5",
                "--steps", str(steps), "--output", str(output), "--port", str(free_port()),
                "--threads", "1"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | WITH_STUB_ENGINE
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     (curve,) = read_curves(output / "curves.csv")

@@ -1,9 +1,10 @@
-"""The benchmark of runs that learn, from end to end at toy size: demonstrations, training, TRL, evaluations, tables."""
+"""The benchmark of runs that learn, at toy size on the stub engine: demonstrations, training, TRL, tables."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 
 from benchmarks.learning.results import NUMBERS, Run, read_runs
 from tests.conftest import ROOT
+from tests.runs.processes import WITH_STUB_ENGINE
 
 
 def run_benchmark(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
     command = [sys.executable, "-m", "benchmarks.learning", "--seeds", "5", "--steps", "2", "--num-tasks", "8",
                "--output", str(tmp_path), "--runs", str(tmp_path / "runs"), *flags]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | WITH_STUB_ENGINE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     return read_runs(tmp_path), done.stdout
@@ -26,13 +28,12 @@ def run_benchmark(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
 def run_lengths(tmp_path: Path, *flags: str) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "benchmarks.learning.lengths", "--seeds", "5", "--steps", "2", "--num-tasks", "8",
                "--output", str(tmp_path), "--runs", str(tmp_path / "runs"), *flags]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | WITH_STUB_ENGINE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "lengths.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.engine
 @pytest.mark.launch
 @pytest.mark.trl
 @pytest.mark.timeout(1800)  # seven programs, one after the other

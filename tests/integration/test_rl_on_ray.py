@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.runs.ray_clusters import STUB_ENGINE, RayNodes, node_of, other_environment
+from tests.runs.processes import WITH_STUB_ENGINE
+from tests.runs.ray_clusters import RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]
 STEPS = 10
-AS_A_USER: Any = {"environment": {"HOLDFAST_ADMIN_TOKEN": "of-the-test", **STUB_ENGINE}, "starts_python": True}
+AS_A_USER: Any = {"environment": {"HOLDFAST_ADMIN_TOKEN": "of-the-test", **WITH_STUB_ENGINE}, "starts_python": True}
 FLAGS = (
     *SMALL_BATCH,
     *("--max-steps", str(STEPS), "--ckpt.interval", "2"),

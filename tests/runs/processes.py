@@ -17,6 +17,9 @@ Answer = TypeVar("Answer")
 HANG_S = 150.0
 """How long a test waits for what must come: longer than any busy machine takes, and a test that hangs still ends."""
 
+WITH_STUB_ENGINE = {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "servers" / "in_place_of_vllm")}
+"""Variables of processes whose inference servers, and those of what they start, are to be the stub engine."""
+
 
 def end_with(program: Callable[[], int]) -> NoReturn:
     """End this process, a fork, with the exit code of `program`, and do nothing that its parent would do at its end."""

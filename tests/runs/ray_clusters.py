@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.conftest import ROOT
+from tests.runs.processes import WITH_STUB_ENGINE
 
-STUB_ENGINE = {"PYTHONPATH": str(ROOT / "tests" / "servers" / "in_place_of_vllm")}
-"""Variables with which processes start the stub engine for vLLM, and so do the nodes."""
 _MEMORY_BYTES = 80_000_000
 
 
@@ -26,7 +25,7 @@ class RayNodes:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)],
             cwd=ROOT,
-            env={**os.environ, **STUB_ENGINE},
+            env={**os.environ, **WITH_STUB_ENGINE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
