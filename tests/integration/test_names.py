@@ -85,11 +85,17 @@ def environment(identity: str) -> tuple[str, str]:
     return "--orchestrator.environments", json.dumps([{"id": identity}])
 
 
-def test_users_modules_are_found_and_a_name_that_is_taken_is_refused(run: Run) -> None:
+def test_a_users_module_is_found_and_a_name_that_is_taken_is_refused(run: Run) -> None:
     flags = ("--model.name", str(MODEL), "--dry-run")
-    for identity in ("envs:Mine", "orchestrator:Mine"):
-        found = run("rl", *flags, *environment(identity))
-        assert found.returncode == 0, found.stdout + found.stderr
+    found = run("rl", *flags, *environment("orchestrator:Mine"))
+    assert found.returncode == 0, found.stdout + found.stderr
+    refused = run("rl", *flags, "--trainer.loss.type", "torch:loss")
+    assert refused.returncode == 2 and "loss.type = 'torch': the name 'torch' belongs to" in refused.stderr
+
+
+@pytest.mark.parametrize("run", [""], indirect=True)
+def test_the_message_says_whose_the_name_is(run: Run) -> None:
+    flags = ("--model.name", str(MODEL), "--dry-run")
     for identity, said in (
         ("torch:Mine", "environments[0].id: 'torch': the name 'torch' belongs to"),
         ("datasets.load:Mine", "the name 'datasets' belongs to"),
@@ -101,8 +107,6 @@ def test_users_modules_are_found_and_a_name_that_is_taken_is_refused(run: Run) -
         assert said in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
         if "belongs" in said:
             assert "torch.py" in refused.stderr or "datasets.py" in refused.stderr
-    loss = run("rl", *flags, "--trainer.loss.type", "torch:loss")
-    assert loss.returncode == 2 and "loss.type = 'torch': the name 'torch' belongs to" in loss.stderr
 
 
 @pytest.mark.engine

@@ -1,24 +1,34 @@
 """`rl` on the real engine: what it samples is trained on, and a run of which nothing is left goes on in the same bits.
 
-Most runs of the tests are on the stub engine; `test_rl_heals.py` has the deaths of vLLM alone.
+Most runs of the tests are on the stub engine; here it is killed and frozen.
 """
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.shared.files.journal import read_batch
+from holdfast.shared.files.metrics import read_metrics
+from tests.faults.blows import STEPS, Blow, deal, engine, engines, inference
 from tests.faults.held_steps import NEVER, at_start, held_after
-from tests.integration.conftest import UsedServer
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
 from tests.runs.processes import command_line
-from tests.runs.rl import SMALL_BATCH, RlRun, assert_same_end, complete, exact_metrics, succeeded
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, exact_metrics, succeeded
 
-pytestmark = [pytest.mark.engine, pytest.mark.launch]
+pytestmark = [pytest.mark.engine, pytest.mark.launch, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def straight(vllm_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
+    """The run of 20 steps that nothing disturbs."""
+    return succeeded(tmp_path_factory.mktemp("straight") / "run", *vllm_server.flags, *STEPS)
 
 
 @pytest.mark.everyday
@@ -53,3 +63,72 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServe
     resumed = succeeded(tmp_path / "run", *flags, engine="vllm")
     assert "resuming from step" in resumed.output
     assert_same_end(resumed, straight, 6)
+
+
+_OWN_SERVER = [
+    Blow(3, inference, signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
+    Blow(7, engine, signal.SIGKILL, r"inference ended with exit code \d+: starting it again \(restart 2 of 3\)"),
+    Blow(11, engine, signal.SIGSTOP, r"inference has (shown no sign of life|come no further) for \d+ s.*: killing it"),
+]
+
+
+def test_inference_and_its_engine_die_and_hang(straight: CompletedRun, tmp_path: Path) -> None:
+    # An engine that is stopped while it takes new weights has this long.
+    flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()), "--inference.server.update-timeout-s", "10")
+    healed = deal(tmp_path / "run", _OWN_SERVER, *flags, engine="vllm")
+    assert_same_end(healed, straight, REFERENCE_STEPS)
+    assert "Traceback" not in healed.output
+    # Orchestrator and trainer went on as they were.
+    assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
+
+
+def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    port = ("--inference.server.port", str(free_port()))
+    with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2", engine="vllm") as run:
+        for number, cpu_s in enumerate((0.0, 0.3), start=1):  # as it appears, and while it loads
+            run.wait_for(lambda: engines(run), "the engine")
+            (engine,) = engines(run)
+            run.wait_for(lambda: sum(engine.cpu_times()[:2]) >= cpu_s, "its start")  # noqa: B023
+            engine.kill()
+            run.wait_for_output(f"inference ended with exit code 75: starting it again (restart {number} of 3)")
+        ended = complete(run)
+    assert ended.exit_code == 0, ended.output
+    assert not ended.survivors
+    assert [path.name for path in (ended.run_dir.path / "configs").iterdir()] == ["attempt_1"]
+
+
+def _server(run: RlRun, number: int) -> psutil.Process:
+    # Its engine has the same command line for a moment.
+    found, *_ = [
+        process
+        for process in run.find("holdfast.inference.main")
+        if any(word.endswith(f"/inference_{number}.toml") for word in command_line(process))
+    ]
+    return found
+
+
+def _engines(run: RlRun, number: int) -> list[psutil.Process]:
+    return [child for child in _server(run, number).children() if "EngineCore" in "".join(command_line(child))]
+
+
+def test_two_engines_of_a_run_die_at_random_and_come_back(straight: CompletedRun, tmp_path: Path) -> None:
+    """With vLLM, whose log-probabilities must not depend on which requests share a batch."""
+    seed = random.SystemRandom().randrange(1000)
+    rng = random.Random(seed)
+    flags = ("--inference.engines", "2", "--inference.server.port", str(free_port(2)), "--ckpt.interval", "2")
+    flags = (*SMALL_BATCH, "--max-steps", str(REFERENCE_STEPS), *flags)
+    with RlRun(tmp_path / "run", *flags, engine="vllm") as run:
+        run.wait_for_step(rng.randrange(1, 6))
+        run.wait_for(lambda: _engines(run, 1), f"the second engine (seed {seed})")
+        _server(run, 0).kill()
+        run.wait_for_match(r"inference_0 was killed by signal 9: starting it again \(restart 1 of 3\)")
+        # The first one still loads: now and then nobody is there.
+        run.wait_for_step(rng.randrange(6, 12))
+        _engines(run, 1)[0].send_signal(signal.SIGKILL)
+        run.wait_for_match(r"inference_1 ended with exit code 75: starting it again \(restart 1 of 3\)")
+        done = complete(run)
+    assert_same_end(done, straight, REFERENCE_STEPS)
+    metrics = list(read_metrics(done.run_dir.metrics))
+    assert any(step["engine/0/requests"] for step in metrics) and any(step["engine/1/requests"] for step in metrics)
+    # Trainer and orchestrator went on as they were.
+    assert [path.name for path in (done.run_dir.path / "configs").iterdir()] == ["attempt_1"]

@@ -1,0 +1,93 @@
+"""Processes of an `rl` run that a test kills or stops, one after the other, and the run that has to heal."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.faults.held_steps import at_start, exists, held_after
+from tests.forking.popen import Engine
+from tests.integration.conftest import REFERENCE_STEPS
+from tests.runs.processes import command_line
+from tests.runs.rl import CompletedRun, RlRun, complete, last_step
+
+STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
+_HEARTBEAT_S = 15
+
+
+def orchestrator(run: RlRun) -> psutil.Process:
+    """Its orchestrator."""
+    (found,) = run.find("holdfast.orchestrator.main")
+    return found
+
+
+def rank(run: RlRun) -> psutil.Process:
+    """The one rank of its trainer."""
+    _, found = run.find("holdfast.trainer.launch")
+    return found
+
+
+def trainer(run: RlRun) -> psutil.Process:
+    """The process that watches its ranks."""
+    return run.find("holdfast.trainer.launch")[0]
+
+
+def inference(run: RlRun) -> psutil.Process:
+    """Its inference server."""
+    (found,) = run.find("holdfast.inference.main")
+    return found
+
+
+def engines(run: RlRun) -> list[psutil.Process]:
+    """Every engine process of vLLM."""
+    return [process for process in run.processes() if "EngineCore" in "".join(command_line(process))]
+
+
+def engine(run: RlRun) -> psutil.Process:
+    """The one engine process of vLLM."""
+    (found,) = engines(run)
+    return found
+
+
+def awaited(run: RlRun, victim: Callable[[RlRun], psutil.Process]) -> psutil.Process:
+    """Return a process as soon as it is there: it may be one that is just being started again."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        try:
+            found.append(victim(run))
+        except (ValueError, IndexError):
+            return False
+        return True
+
+    run.wait_for(is_there, victim.__name__)
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A signal to one process after a step, and what the console must say about it."""
+
+    step: int
+    victim: Callable[[RlRun], psutil.Process]
+    number: signal.Signals
+    says: str
+
+
+def deal(directory: Path, blows: list[Blow], *flags: str, engine: Engine = "stub") -> CompletedRun:
+    """Deal the blows to a run, each behind what was trained before it; return the run at its end."""
+    dealt = directory.with_name("dealt")
+    held = at_start(held_after(REFERENCE_STEPS - 2, until=exists(dealt)))
+    timeout = ("--heartbeat-timeout-s", str(_HEARTBEAT_S))
+    with RlRun(directory, *STEPS, *timeout, *flags, environment=held, engine=engine) as run:
+        for blow in blows:
+            # Behind what was trained before the last of them: only then what it hit is there again.
+            run.wait_for_step(min(max(blow.step, last_step(run.run_dir) + 1), REFERENCE_STEPS - 2))
+            awaited(run, blow.victim).send_signal(blow.number)
+            run.wait_for_match(blow.says)
+        dealt.touch()
+        return complete(run)
