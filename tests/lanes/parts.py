@@ -37,7 +37,10 @@ def changed_files(base: str) -> list[str]:
     command = ["git", "diff", "--name-only", base, "--"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: `{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise SystemExit(
+            f"error: `{' '.join(command)}` failed: {done.stderr.strip()}. Name a commit that this clone has with "
+            "--base, or fetch more of its history"
+        )
     return done.stdout.splitlines()
 
 
