@@ -33,15 +33,6 @@ def test_every_step_is_one_json_line(tmp_path: Path) -> None:
     assert read_metrics(path) == lines
 
 
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2):
-        writer = MetricsWriter(path)
-        writer.write(step, {})
-        writer.close()
-    assert [line["step"] for line in read_metrics(path)] == [1, 2]
-
-
 def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')

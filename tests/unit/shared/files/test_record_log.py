@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.rollouts.generation_log import GenerationLog
-from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import durable, record_log
 from holdfast.shared.files.record_log import MARKER, RecordLog, read_records
 from holdfast.shared.files.run_dir import RunDir
@@ -212,20 +211,6 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
     assert found(make_log(run_dir)) == left
     assert ("passed over" in caplog.text) is (place == 600), "what was cut is gone, what was passed over is not"
     assert "torn" not in caplog.text and "header" not in caplog.text
-
-
-def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = GenerationLog(RunDir(tmp_path), 7, weights_digest="d", stop_token_ids=[3])
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(record_log.os, "write", full)
-    with pytest.raises(RunDirError, match=r"of batch 7 cannot be kept in .*generations_7\.log: No space left"):
-        log.append([1, 2], sampling=PLAIN_SAMPLING, max_tokens=4, seeds=[0], completions=[completion(0)])
-    log.close()
-    with pytest.raises(RunDirError, match="No space left"):
-        make_log(RunDir(tmp_path / "other"))
 
 
 def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:

@@ -47,22 +47,6 @@ def test_a_directory_lives_as_long_as_its_process_however_it_ends(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_child_that_lives_on_holds_nothing(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    then = f"os.fork() or os.read({read}, 1)"
-    argv = [sys.executable, "-c", _HOLDER.format(then=then), str(tmp_path)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, pass_fds=[read])
-    assert process.stdout is not None
-    theirs = Path(process.stdout.readline().rstrip())
-    process.wait()
-    remove_abandoned(tmp_path)
-    os.write(write, b".")
-    assert not theirs.exists()
-    process.communicate()
-    os.close(read)
-    os.close(write)
-
-
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     others, target = tmp_path / "other", tmp_path / "target"
     for path in (others, target):

@@ -35,11 +35,6 @@ def test_numbers_survive_the_wire_bit_for_bit(ids: list[int], logprobs: list[flo
     assert (holder.token_ids.tolist(), list(map(bool, holder.loss_mask))) == (ids, mask)
 
 
-@given(values=st.lists(st.floats(-1e4, 0)))
-def test_doubles_become_the_floats_that_numpy_makes_of_them(values: list[float]) -> None:
-    assert Logprobs(values).tobytes() == np.array(values, np.float32).tobytes()
-
-
 @given(mask=st.lists(st.booleans()))
 def test_a_mask_counts_sampled_tokens_and_stretches(mask: list[bool]) -> None:
     stretches = sum(sampled and not before for before, sampled in zip([False, *mask], mask, strict=False))
