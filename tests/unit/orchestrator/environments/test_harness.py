@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from holdfast import Endpoint, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.chat_protocol import is_same
+from holdfast.orchestrator.environments.chat_protocol import completion_of, is_same
 from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.harness import request_metrics
@@ -353,6 +353,31 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
     assert session.loss_mask.tolist() == [False] * len(prompt) + [True] * len(first) + [False] * len(more) + [
         True
     ] * len(last)
+
+
+def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_split_the_conversation() -> None:
+    tokenizer = make_chat_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True)
+    turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>", "on<|im_end|>"]
+
+    async def script(endpoint: Endpoint) -> float:
+        reply = await ask(endpoint, USER, tools=[TOOL])
+        assert "tool_calls" not in reply and "{add" in reply["content"]
+        chat = [USER, reply, {"role": "user", "content": "Think."}]
+        chat.append(await ask(endpoint, *chat, tools=[TOOL]))
+        last = await ask(endpoint, *chat, {"role": "user", "content": "Go on."}, tools=[TOOL])
+        assert last["content"] == "on"
+        return 1.0
+
+    session = session_of(turns, tokenizer=tokenizer)
+    play(session, script, parser="hermes")
+    assert session.texts[1].endswith("yes") and len(session.branch_starts) == 2
+    said = [{"role": "assistant", "content": turn.removesuffix("<|im_end|>")} for turn in turns]
+    questions = [{"role": "user", "content": text} for text in ("Think.", "Go on.")]
+    prompt = tokenizer.prompt([USER, said[0], questions[0], said[1], questions[1]], tools=[TOOL])
+    assert session.token_ids[session.branch_starts[1] :].tolist() == [*prompt, *tokenizer.encode(turns[2])]
+    assert "hm" not in tokenizer.decode(prompt) and session.request_counts == {"answered": 3}
+    usage = completion_of({"role": "assistant", "content": "on"}, session, model="policy")["usage"]
+    assert usage["prompt_tokens"] == len(prompt), "what the policy saw, without the branches before"
 
 
 def test_messages_are_the_same_however_their_calls_are_written() -> None:

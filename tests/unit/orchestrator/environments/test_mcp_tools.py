@@ -20,7 +20,7 @@ from holdfast.orchestrator.environments import find_environment, mcp_tools
 from holdfast.orchestrator.environments.contract import prompt_ids_of
 from holdfast.orchestrator.environments.harness import HarnessEnvironment
 from holdfast.orchestrator.environments.interface import Environment, Message, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.tool_use import tool_use_of
+from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
 from holdfast.orchestrator.rollouts.group import Problem, play_session
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
@@ -267,6 +267,13 @@ def test_a_harness_and_servers_are_refused() -> None:
     section = settings_of(STDIO, id=f"{__name__}:Harnessed")
     with pytest.raises(ConfigError, match=r"environments\[0\].mcp_servers: '.*:Harnessed' is played by a harness"):
         find_environment(section, key="environments[0]")
+
+
+def test_a_template_without_tools_is_refused_also_for_those_of_servers(tmp_path: Path) -> None:
+    model = str(ROOT / "examples" / "reverse_text" / "model")
+    section = settings_of(STDIO)
+    with pytest.raises(ConfigError, match="the chat template of .* writes calls of tools in no form"):
+        check_tools({"asks": Asks()}, [section], tokenizer_name=model)
 
 
 @pytest.mark.launch

@@ -198,6 +198,7 @@ def test_a_judge_that_lets_nobody_in_ends_what_is_scored(
     with pytest.raises(JudgeDenied, match=f"was answered {status}: .*{said}") as caught:
         ask(judge_at(fake.url, api_key_env="JUDGE_KEY" if with_key else None), "a")
     assert (KEY in str(caught.value)) == (not with_key), "a server may say what it likes, but not our key"
+    assert fake.headers[0].get("authorization") == (f"Bearer {KEY}" if with_key else None)
 
 
 def test_a_desk_that_closes_asks_no_more(fake: FakeJudge) -> None:

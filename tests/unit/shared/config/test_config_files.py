@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,8 @@ def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
     assert bare.ckpt is not None and bare.ckpt.interval is None and bare.ckpt.resume_step is None
     both = sft("--ckpt", "--ckpt.interval", "5", "--ckpt.keep", "2")
     assert both.ckpt is not None and (both.ckpt.interval, both.ckpt.keep) == (5, 2)
+    for word, value in (("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")):
+        assert attrgetter("ckpt.resume_step")(sft("--ckpt.resume-step", word)) == value
 
 
 @pytest.mark.parametrize(
@@ -103,12 +106,6 @@ def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: 
     path = write("rl.toml", f"[trainer.environments.sums]\n{line}\n")
     assert refused("@", path, command=RlConfig) == f"{path}: {says}"
     assert "'trainer.environments.sums' " in refused("--trainer.environments", '{"sums": 3}', command=RlConfig)
-
-
-@pytest.mark.parametrize(("word", "value"), [("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")])
-def test_resume_step_takes_a_number_or_a_word(word: str, value: object) -> None:
-    config = sft("--ckpt.resume-step", word)
-    assert config.ckpt is not None and config.ckpt.resume_step == value
 
 
 def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def disagreement(*argv: str) -> str:
     return str(caught.value)
 
 
-def test_what_rl_is_given_goes_to_every_process() -> None:
+def test_what_rl_is_given_goes_to_every_process_whatever_its_section_says() -> None:
     config = rl("--max-steps", "7", "--seed", "3", "--output-dir", "runs/a", "--async-level", "2",
                 "--ckpt.interval", "5", "--model.name", "some/model")  # fmt: skip
     for process in (config.trainer, config.orchestrator, config.inference):
@@ -48,6 +48,10 @@ def test_what_rl_is_given_goes_to_every_process() -> None:
         assert process.max_steps == 7
         assert process.async_level == 2
         assert process.ckpt is not None and process.ckpt.interval == 5
+    journal = RlConfig.model_validate({"journal": {"keep": "all"}, "seed": 3, "trainer": {"seed": 4}})
+    handed = hand_down_shared(journal)
+    assert (handed.trainer.journal.keep, handed.trainer.seed, handed.inference.seed) == ("all", 3, 3)
+    assert hand_down_shared(RlConfig()).trainer.journal.keep == 20
 
 
 def test_what_is_said_of_the_optimizer_leaves_the_learning_rates_of_policy_and_critic(tmp_path: Path) -> None:
@@ -59,13 +63,6 @@ def test_what_is_said_of_the_optimizer_leaves_the_learning_rates_of_policy_and_c
     resolved.write_text(to_toml(rl("--trainer.optim.warmup-steps", "5").trainer))
     assert read_toml(TrainerConfig, resolved).optim == PolicyOptimConfig(warmup_steps=5)
     assert (SftConfig().optim.lr, RewardTrainingConfig().optim.lr) == (1e-5, 1e-5)
-
-
-def test_rl_wins_over_its_sections() -> None:
-    config = rl("--seed", "3", "--trainer.seed", "4", "--orchestrator.seed", "5", "--model.name", "a/b",
-                "--trainer.model.name", "c/d")  # fmt: skip
-    assert config.trainer.seed == config.orchestrator.seed == config.inference.seed == 3
-    assert config.trainer.model.name == "a/b"
 
 
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])
@@ -381,9 +378,3 @@ def test_numbers_and_page_of_a_run_may_not_be_given_the_same_port(owners: tuple[
     trainer = rl(*flags("0")).trainer
     assert trainer.prometheus is not None and trainer.dashboard is not None
     assert trainer.prometheus.port == trainer.dashboard.port == 0
-
-
-def test_rl_hands_the_journal_to_its_trainer() -> None:
-    config = hand_down_shared(RlConfig.model_validate({"journal": {"keep": "all"}}))
-    assert config.trainer.journal.keep == "all"
-    assert hand_down_shared(RlConfig()).trainer.journal.keep == 20

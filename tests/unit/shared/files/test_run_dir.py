@@ -182,14 +182,11 @@ def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) ->
     assert [entry.step for entry in run_dir.entries()] == run_dir.committed_steps() == [2]
 
 
-def test_batches_that_no_checkpoint_needs_are_removed(run_dir: RunDir) -> None:
+def test_pruning_removes_old_batches_and_cleaning_the_run_and_nothing_else(run_dir: RunDir) -> None:
     for step in (1, 2, 10):
         run_dir.batch(step).mkdir(parents=True)
     run_dir.prune_batches(2)
     assert run_dir.published_batches() == [10]
-
-
-def test_cleaning_removes_the_run_and_nothing_else(run_dir: RunDir) -> None:
     commit(run_dir, 1)
     run_dir.logs(1).mkdir(parents=True)
     run_dir.metrics.write_text("{}\n")
