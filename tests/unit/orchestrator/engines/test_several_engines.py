@@ -259,26 +259,6 @@ def test_weights_that_are_gone_when_an_engine_comes_back_are_not_missed(tmp_path
     assert missed and 1 not in leaving.pushed
 
 
-def test_weights_that_are_pushed_while_an_engine_comes_back_are_given_to_it_too(
-    tmp_path: Path, expected: object
-) -> None:
-    leaving, other = LeavingEngine(leaves_at=2), FakeEngine()
-
-    def take_long() -> None:
-        deadline = time.monotonic() + HANG_S
-        while leaving.boot_id == "second" and (other.version or 0) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    async def wait_for_it(_: int) -> None:
-        while other.version == 3 and leaving.version != 3:
-            await asyncio.sleep(0.01)
-
-    leaving.before_update, other.on_generate = take_long, wait_for_it
-    other.on_update = lambda: come_back(leaving) if other.version == 1 and leaving.is_away else None
-    assert rollouts_of(tmp_path / "two", leaving, other) == expected
-    assert leaving.pushed[-1] == 4 and leaving.pushed == sorted(leaving.pushed)
-
-
 def test_weights_that_an_engine_could_not_take_any_more_end_nothing_when_newer_ones_are_pushed(
     tmp_path: Path, expected: object
 ) -> None:
