@@ -40,5 +40,5 @@ def scripted_session(
         spans = [VersionSpan(turn, 0, len(sampled))]
         return Completion(TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), reason, spans)
 
-    limits = {"seq_len": 20_000, "max_tokens": 500} | settings
+    limits: dict[str, Any] = {"seq_len": 20_000, "max_tokens": 500} | settings
     return Session(prompt, tokenizer=tokenizer, sample_turn=sample_turn, **limits)

@@ -64,7 +64,7 @@ class Clock(TwoTurns):
 class Bounds(TwoTurns):
     """Says what bounds the event loop that it runs in."""
 
-    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+    def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         return [Score(0.0, {"bound_s": heartbeat._own.beat.bound_s or 0.0}) for _ in sessions]
 
 
