@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -319,40 +319,3 @@ def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
         assert asyncio.run(ask_at_once(sizes)) == sizes
     assert max({*in_flight} - {6}) == 4 and in_flight.count(6) == 1, "what is more than its share goes to it alone"
     assert [len(request["seeds"]) for request in there.requests].index(6) <= 5, "small ones that came later overtook it"
-
-
-def test_requests_that_one_engine_fails_wait_for_another_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is well, answers with other weights at once, and so has room for everybody."""
-    liar = FakeEngine(version=0, digest="served", admits_everything=True, lie_about_rollouts=2)
-    full = FakeEngine(version=0, digest="served")
-    asked = [
-        GenerateRequest(token_ids=[5], seeds=[seed], max_tokens=3, stop_token_ids=[3], weights_digest="served")
-        for seed in range(4)
-    ]
-
-    async def ask() -> list[int]:
-        config = ClientConfig(urls=[liar.url, full.url], max_concurrency=1)
-        async with InferenceClient(config) as client:
-            somebody_waits, wait_for_room = asyncio.Event(), client.pool.wait_for_room
-            loop = asyncio.get_running_loop()
-
-            async def noted(num_sequences: int, *, but: Collection[Engine]) -> list[Engine]:
-                if but:
-                    somebody_waits.set()
-                return await wait_for_room(num_sequences, but=but)
-
-            async def until_somebody_waits(_: int) -> None:
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(somebody_waits.wait(), loop))
-
-            monkeypatch.setattr(client.pool, "wait_for_room", noted)
-            full.on_generate = until_somebody_waits
-            client.expect(version=0, restore=nothing_to_do)
-            return [len(choices) for choices in await asyncio.gather(*map(client.generate, asked))]
-
-    with serving(liar, full):
-        assert asyncio.run(ask()) == [1] * len(asked)
-    assert len(full.requests) == len(asked) and 2 <= len(liar.requests) <= 2 * len(asked)
-
-
-async def nothing_to_do(_: Engine) -> None:
-    """Mend nothing: it serves what it should."""
