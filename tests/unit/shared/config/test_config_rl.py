@@ -15,6 +15,7 @@ from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.shared.config.environments import RolloutSettings
 from holdfast.shared.config.fingerprint import makes_same_batches
 from holdfast.shared.config.load import parse_command_line, read_toml, to_toml
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.registry import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import hand_down_shared
@@ -104,6 +105,15 @@ def test_warm_ups_are_compared_with_the_last_step_wherever_that_is_set(flag: str
     (line,) = disagreement(flag, "0").splitlines()
     assert "should be greater than or equal to 1" in line
     assert rl().trainer.max_steps == rl().orchestrator.max_steps == 100
+
+
+def test_the_last_step_is_handed_on_as_it_was_given_or_refused_once(tmp_path: Path) -> None:
+    sections = {"trainer": TrainerConfig(), "orchestrator": OrchestratorConfig()}
+    assert hand_down_shared(RlConfig(max_steps=5, **sections)).trainer.max_steps == 5
+    assert hand_down_shared(RlConfig(**sections)).trainer.max_steps == 100
+    path = tmp_path / "rl.toml"
+    path.write_text("max_steps = true\n")
+    assert disagreement("@", str(path)) == f"{path}: 'max_steps' should be a number, not true or false, got true"
 
 
 def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
