@@ -243,7 +243,7 @@ def test_weights_that_are_gone_when_an_engine_comes_back_are_not_missed(tmp_path
     missed: list[int | None] = []
 
     def refuse_what_is_gone() -> None:
-        if other.version == 1 and not weights.exists():
+        if not missed and other.version == 1 and not weights.exists():  # the next push may be quicker than the other's
             missed.append(other.version)
             raise HTTPException(409, f"{weights} is not there")
 
