@@ -7,6 +7,7 @@ difference between two runs shows in every later batch.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
@@ -14,23 +15,26 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import psutil
+import pytest
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
+from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.files import durable, journal, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.files.weights_digest import weights_digest
 from holdfast.shared.wire.arrays import encode_packed
 from holdfast.shared.wire.rollouts import Batch, Rollout
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, command_line
 from tests.servers.quick_server import QuickServer
 
 MODEL = "examples/reverse_text/base"
@@ -308,3 +312,43 @@ def read_rollouts(run_dir: RunDir, steps: range) -> list[tuple[int, list[Rollout
     """Return policy version and rollouts of every batch of `steps`: what must be equal between equal runs."""
     batches: list[Batch] = [journal.read_batch(run_dir, step) for step in steps]
     return [(batch.policy_version, batch.rollouts) for batch in batches]
+
+
+def run(config: OrchestratorConfig, *, start: int = 0) -> list[Batch]:
+    """Run the orchestrator to its end beside a trainer that starts at `start`; return all batches."""
+    run_dir = RunDir(config.output_dir)
+    with FakeTrainer(run_dir, start=start, max_steps=config.max_steps):
+        asyncio.run(orchestrate(config))
+    return [journal.read_batch(run_dir, step) for step in run_dir.published_batches()]
+
+
+def cancel_at(number: int, engine: FakeEngine, begin: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """Begin something, and cancel it in the middle of request `number` of an engine."""
+
+    async def until_then() -> None:
+        work = asyncio.ensure_future(begin())
+        loop = asyncio.get_running_loop()
+        engine.on_generate = lambda count: count == number and loop.call_soon_threadsafe(work.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        engine.on_generate = None
+
+    asyncio.run(until_then())
+
+
+def run_until(number: int, engine: FakeEngine, config: OrchestratorConfig) -> None:
+    """Run the orchestrator beside a trainer until request `number` of an engine, in the middle of which it dies."""
+    with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
+        cancel_at(number, engine, lambda: orchestrate(config))
+
+
+def played(directory: Path, section: dict[str, Any], *, max_steps: int, **changes: Any) -> list[Batch]:
+    """Return the batches of a run with one environment; nothing was sampled twice, and no worker lives on."""
+    engine = FakeEngine()
+    with serving(engine):
+        batches = run(make_config(directory / "run", engine, environments=[section], max_steps=max_steps, **changes))
+    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
+    assert len(asked) == len(set(asked)), "nothing is sampled twice"
+    living = psutil.Process().children(recursive=True)
+    assert not [one for one in living if "worker_process" in "".join(command_line(one))]
+    return batches

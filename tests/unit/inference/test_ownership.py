@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from holdfast.inference.ownership import Ownership
 from holdfast.inference.request_error import RequestError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.run_owner import owner_of
 from holdfast.shared.wire.inference_api import Owner
 
 MINE, OTHER = Owner("mine", "node:/mine"), Owner("other", "node:/other")
@@ -101,10 +97,3 @@ def test_a_server_of_one_run_is_that_of_no_other_for_good(clock: Clock) -> None:
     ownership.release(MINE)
     status = ownership.status()
     assert status is not None and (status.run_id, status.lease_s) == ("mine", None)
-
-
-def test_a_run_is_known_by_its_id_and_its_place(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
-    found = owner_of(run_dir)
-    assert found.run_id == run_dir.run_id() and found.directory.endswith(f":{tmp_path}")

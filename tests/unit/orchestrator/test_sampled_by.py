@@ -17,18 +17,17 @@ from fastapi import HTTPException
 
 from holdfast.orchestrator.engines.client import InferenceClient
 from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, _new_socket
-from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.weight_push.directory import describe_weights
-from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
+from holdfast.shared.config.orchestrator import ClientConfig
 from holdfast.shared.errors import InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.manifest import read_manifest
 from holdfast.shared.files.run_dir import RunDir
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, serving
 
 STEPS = 6
-TWO_TURNS = [{"id": "test_orchestrator_run:TwoTurns"}]
+TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
 
 
 def restarted(engine: FakeEngine) -> None:
@@ -54,11 +53,6 @@ class DisturbedEngine(FakeEngine):
         if self.answers == self.number and self.disturb is not None:
             self.disturb(self)
         return answer
-
-
-def run(config: OrchestratorConfig) -> None:
-    with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
-        asyncio.run(orchestrate(config))
 
 
 def rollouts_of(directory: Path, engine: FakeEngine, **settings: Any) -> object:
@@ -166,24 +160,6 @@ def lively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine,
     run_dir = RunDir(tmp_path)
     run_dir.create()
     return FakeEngine(version=0, digest="any"), run_dir
-
-
-def test_a_restarted_server_hears_who_owns_it(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
-    engine, run_dir = lively
-
-    async def disturb() -> None:
-        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
-            await client.wait_until_ready(model=engine.model, seq_len=8)
-            engine.owner = None  # its weights are the same, so nothing is pushed
-            while engine.owner is None:
-                await asyncio.sleep(0.01)
-            await client.lease.release()
-            assert engine.owner is None
-            await asyncio.sleep(0.1)
-            assert engine.owner is None, "given back for good"
-
-    with serving(engine):
-        asyncio.run(disturb())
 
 
 def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_given_back(

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.files import journal
 from holdfast.shared.files.journal import Accepted
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch, Rollout
+from holdfast.shared.wire.rollouts import Rollout
 from holdfast.trainer.rl.batches.ledger import check_tasks
 from tests.conftest import BASE
 from tests.models.chat_templates import FORGETFUL
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+from tests.servers.orchestrator_fakes import (
+    FakeEngine,
+    make_config,
+    read_rollouts,
+    run,
+    run_until,
+    serving,
+)
 from tests.unit.orchestrator.engines.test_teacher import FakeTeacher, expected_logprob
 
 STEPS = 3
@@ -37,19 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def configured(
-    output_dir: Path, model: Path, engine: FakeEngine, *, workers: int = 0, **more: Any
-) -> OrchestratorConfig:
+def configured(output_dir: Path, model: Path, engine: FakeEngine, **more: Any) -> OrchestratorConfig:
     engine.model = str(model)
-    section = {"id": "guess_number", "args": {"turns": TURNS, "high": 9}, "workers": workers}
+    section = {"id": "guess_number", "args": {"turns": TURNS, "high": 9}}
     return make_config(output_dir, engine, max_steps=STEPS, model={"name": str(model)}, environments=[section], **more)
-
-
-def run(config: OrchestratorConfig) -> list[Batch]:
-    run_dir = RunDir(config.output_dir)
-    with FakeTrainer(run_dir, start=0, max_steps=STEPS):
-        asyncio.run(orchestrate(config))
-    return [journal.read_batch(run_dir, step) for step in range(1, STEPS + 1)]
 
 
 def seen_by_turns(rollout: Rollout) -> list[list[int]]:
@@ -92,28 +88,9 @@ def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, 
         before = after
 
 
-@pytest.mark.launch
-def test_workers_play_the_same_branches(tmp_path: Path, model: Path) -> None:
-    found = []
-    for workers in (0, 2):
-        engine = FakeEngine()
-        with serving(engine):
-            found.append(run(configured(tmp_path / str(workers), model, engine, workers=workers)))
-    here, there = ([batch.rollouts for batch in batches] for batches in found)
-    assert here == there and any(len(rollout.branch_starts) > 1 for rollout in here[0])
-
-
 def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, model: Path) -> None:
     """The teacher judges each branch by itself."""
     engine, teacher = FakeEngine(), FakeTeacher(model="the/teacher", version=0, digest="fixed")
-
-    async def kill(config: OrchestratorConfig) -> None:
-        work = asyncio.ensure_future(orchestrate(config))
-        loop = asyncio.get_running_loop()
-        teacher.on_generate = lambda count: loop.call_soon_threadsafe(work.cancel) if count == 25 else None
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        teacher.on_generate = None
 
     with serving(engine, teacher):
         section = {"urls": [teacher.url], "model": "the/teacher", "mode": "logprobs", "max_concurrency": 1}
@@ -123,8 +100,7 @@ def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, mo
         num_judged = len(teacher.requests)
         engine.requests.clear(), teacher.requests.clear()
         killed = configured(tmp_path / "killed", model, engine, teacher=section)
-        with FakeTrainer(RunDir(killed.output_dir), start=0, max_steps=STEPS):
-            asyncio.run(kill(killed))
+        run_until(25, teacher, killed)
         run(killed)
     straight_run, killed_run = RunDir(straight.output_dir), RunDir(killed.output_dir)
     assert read_rollouts(straight_run, range(1, STEPS + 1)) == read_rollouts(killed_run, range(1, STEPS + 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -14,16 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.rollouts import worker_link, workers
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 from tests.conftest import ROOT
-from tests.runs.processes import HANG_S, command_line
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.runs.processes import HANG_S
+from tests.servers.orchestrator_fakes import played
 
 STEPS = 4
 DROPS = {"on_error": "drop", "timeout_s": 3.0}
@@ -31,36 +27,14 @@ DROPS = {"on_error": "drop", "timeout_s": 3.0}
 
 def run(directory: Path, faults: dict[str, str] | None = None, *, load: str = "", **settings: Any) -> list[Batch]:
     """Return the batches of a run of four steps of three problems each."""
-    directory.mkdir(exist_ok=True)
     args = {"faults": faults or {}, "marks": str(directory), "load": load}
+    directory.mkdir(exist_ok=True)
     section = {"id": "tests.runs.faulty_environment:Faulty", "name": "mine", "args": args, **settings}
-    engine = FakeEngine()
-    run_dir = RunDir(directory / "run")
-    with serving(engine):
-        config = make_config(run_dir.path, engine, environments=[section], max_steps=STEPS)
-        with FakeTrainer(run_dir, start=0, max_steps=STEPS):
-            asyncio.run(orchestrate(config))
-    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
-    assert len(asked) == len(set(asked)), "nothing is sampled twice"
-    living = psutil.Process().children(recursive=True)
-    assert not [one for one in living if "worker_process" in "".join(command_line(one))]
-    return [journal.read_batch(run_dir, step) for step in range(1, STEPS + 1)]
+    return played(directory, section, max_steps=STEPS)
 
 
 def attempts_at(directory: Path, task: int) -> int:
     return len(list(directory.glob(f"{task}_*")))
-
-
-@pytest.mark.launch
-def test_what_workers_play_is_what_would_be_played_here(tmp_path: Path) -> None:
-    here = run(tmp_path / "here")
-    there = run(tmp_path / "there", workers=3)
-    assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
-    # Died and killed once each, in the middle: nothing is sampled again, and nothing is another.
-    faults = {"0": "killed once", "4": "exits once", "5": "killed once", "7": "faults once", "9": "prints"}
-    again = run(tmp_path / "again", faults, workers=2)
-    assert [batch.rollouts for batch in again] == [batch.rollouts for batch in here]
-    assert [attempts_at(tmp_path / "again", task) for task in (0, 4, 5, 7)] == [2, 2, 2, 2]
 
 
 @pytest.mark.launch

@@ -69,25 +69,15 @@ def test_what_the_weights_decide_is_told_from_what_they_do_not() -> None:
         assert ask("POST", path).status_code == 200, path
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1:8000", 200),
-        ("127.1.2.3", 200),
-        ("localhost:8000", 200),
-        ("LocalHost", 200),
-        ("[::1]:8000", 200),
-        ("evil.example", 403),
-        ("127.0.0.1.evil.example", 403),
-        ("evil.example:127", 403),
-        ("[::1", 403),
-        ("localhost@evil.example", 403),
-    ],
-)
-def test_a_server_for_this_machine_answers_to_its_names_alone(host: str, status: int) -> None:
+OWN_NAMES = ("127.0.0.1:8000", "127.1.2.3", "localhost:8000", "LocalHost", "[::1]:8000")
+OTHERS = ("evil.example", "127.0.0.1.evil.example", "evil.example:127", "[::1", "localhost@evil.example")
+
+
+@pytest.mark.parametrize("host", [*OWN_NAMES, *OTHERS])
+def test_a_server_for_this_machine_answers_to_its_names_alone(host: str) -> None:
     """A page whose own name was given the address 127.0.0.1 is of the same origin as the server."""
     for method, path in (("GET", "/weights"), ("POST", "/v1/completions"), ("POST", "/update_weights")):
-        assert ask(method, path, headers={"Host": host}).status_code == status
+        assert ask(method, path, headers={"Host": host}).status_code == (200 if host in OWN_NAMES else 403)
         assert ask(method, path, headers={"Host": host}, local=False).status_code == 200
 
 
@@ -178,18 +168,7 @@ def test_bodies_have_a_bound() -> None:
         b"[1]",
         b"",
     ],
-    ids=[
-        "cut",
-        "no text within",
-        "no text",
-        "infinite",
-        "long",
-        "deep",
-        "unknown and deep",
-        "unknown",
-        "list",
-        "empty",
-    ],
+    ids=range(10),
 )
 def test_a_body_that_cannot_be_right_is_told_so(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
@@ -215,18 +194,9 @@ def test_open_files_are_counted_before_they_are_opened() -> None:
         if limits[1] != resource.RLIM_INFINITY:
             with pytest.raises(ConfigError, match=r"client.max_concurrency\) need \d+ open files.* Lower"):
                 allow_connections(limits[1], key="client.max_concurrency")
+        for _ in range(2):  # a server takes as many as it may need
+            allow_many_connections()
+            raised, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert 628 < raised <= hard == limits[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_server_takes_as_many_open_files_as_it_may_need() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        allow_many_connections()
-        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert 256 < raised <= hard
-        allow_many_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (raised, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from holdfast.orchestrator.batches.curriculum import (
 from holdfast.orchestrator.batches.environment_mix import adopt_mix
 from holdfast.orchestrator.batches.state import CurriculumState, LevelState, OrchestratorState, read_state
 from holdfast.orchestrator.check_environments import check_environments
-from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.rollouts.group import Outcome
 from holdfast.orchestrator.seeds import request_seed
 from holdfast.shared.config.environments import CurriculumConfig
@@ -32,10 +30,10 @@ from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Dropped, Rollout, StepRewards
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
-    FakeTrainer,
     commit_checkpoint,
     make_config,
     read_rollouts,
+    run,
     serving,
 )
 
@@ -212,11 +210,6 @@ def test_arguments_of_a_level_are_checked_before_anything_starts_and_evaluations
 
 GATES = {"levels": LEVELS, "window": 4, "advance_reward": 0.4}
 VARIANCE = {"levels": LEVELS, "choice": "variance", "window": 5}
-
-
-def run(config: OrchestratorConfig, *, start: int = 0) -> None:
-    with FakeTrainer(RunDir(config.output_dir), start=start, max_steps=config.max_steps):
-        asyncio.run(orchestrate(config))
 
 
 def sections(curriculum: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:

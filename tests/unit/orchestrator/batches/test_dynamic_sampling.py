@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.orchestrator.batches.selection import has_signal
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import EnvironmentFailure
 from holdfast.shared.files import journal
@@ -22,10 +20,10 @@ from holdfast.shared.wire.rollouts import Batch
 from holdfast.trainer.rl.batches.ledger import check_tasks
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
-    FakeTrainer,
-    commit_checkpoint,
     make_config,
     read_rollouts,
+    run,
+    run_until,
     serving,
 )
 
@@ -74,11 +72,6 @@ class Hangs(Signals):
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
-
-
-def run(config: OrchestratorConfig, *, start: int = 0) -> None:
-    with FakeTrainer(RunDir(config.output_dir), start=start, max_steps=config.max_steps):
-        asyncio.run(orchestrate(config))
 
 
 def configure(output_dir: Path, engine: FakeEngine, kind: type[Environment], **changes: Any) -> OrchestratorConfig:
@@ -145,35 +138,17 @@ def test_at_the_limit_the_earliest_groups_without_signal_fill_the_batch(
     assert "batch 1: 3 of its 3 groups have no signal after 5 problems" in caplog.text
 
 
-def test_without_dynamic_sampling_groups_without_signal_are_trained(tmp_path: Path, engine: FakeEngine) -> None:
-    with serving(engine):
-        run(configure(tmp_path, engine, Signals))
-    assert [tasks_of(batch) for batch in checked_batches(RunDir(tmp_path))] == [
-        [0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11],
-    ]  # fmt: skip
-    assert totals(RunDir(tmp_path)).dropped == {}
-
-
 @pytest.mark.parametrize("at_request", [2, 5, 9, 14])
 def test_a_kill_between_rounds_changes_nothing_and_samples_nothing_twice(
     tmp_path: Path, engine: FakeEngine, at_request: int
 ) -> None:
     straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
 
-    async def kill(config: OrchestratorConfig) -> None:
-        work = asyncio.ensure_future(orchestrate(config))
-        loop = asyncio.get_running_loop()
-        engine.on_generate = lambda count: loop.call_soon_threadsafe(work.cancel) if count == at_request else None
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        engine.on_generate = None
-
     with serving(engine):
         run(configure(straight.path, engine, Signals, dynamic_sampling={}))
         engine.requests.clear()
         config = configure(killed.path, engine, Signals, dynamic_sampling={})
-        with FakeTrainer(killed, start=0, max_steps=STEPS):
-            asyncio.run(kill(config))
+        run_until(at_request, engine, config)
         asked = len(engine.requests)
         run(config)
     assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(killed, range(1, STEPS + 1))
@@ -183,18 +158,6 @@ def test_a_kill_between_rounds_changes_nothing_and_samples_nothing_twice(
     assert totals(straight) == totals(killed)
     # What was in flight at the kill is asked for again, nothing else.
     assert len(engine.requests) <= 9 * STEPS + 3 and asked < len(engine.requests)
-
-
-def test_a_resume_draws_the_problems_of_the_uninterrupted_run(tmp_path: Path, engine: FakeEngine) -> None:
-    straight, resumed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "resumed")
-    with serving(engine):
-        run(configure(straight.path, engine, Signals, dynamic_sampling={}))
-        run(configure(resumed.path, engine, Signals, dynamic_sampling={}, max_steps=3))
-        commit_checkpoint(resumed, 2)
-        set_aside_after(resumed, 2, attempt=1)
-        run(configure(resumed.path, engine, Signals, dynamic_sampling={}, ckpt={"resume_step": 2}), start=2)
-    assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(resumed, range(1, STEPS + 1))
-    assert totals(straight) == totals(resumed)
 
 
 def fail_settings(**changes: Any) -> dict[str, Any]:
@@ -247,12 +210,9 @@ def test_a_deadline_drops_the_group_and_the_run_goes_on(tmp_path: Path, engine: 
     assert all({rollout.environment for rollout in batch.rollouts} == {"reverse_text"} for batch in batches)
 
 
-def test_a_deadline_ends_the_run_unless_told_otherwise(tmp_path: Path, engine: FakeEngine) -> None:
+def test_a_deadline_or_a_batch_with_nothing_left_ends_the_run(tmp_path: Path, engine: FakeEngine) -> None:
     with serving(engine), pytest.raises(EnvironmentFailure, match=r"'slow' failed on task 0.*longer than 0\.02 s"):
         run(configure(tmp_path, engine, Hangs, environments=hanging()))
-
-
-def test_a_batch_with_nothing_left_ends_the_run(tmp_path: Path, engine: FakeEngine) -> None:
     settings = hanging(on_error="drop")[1:]
     message = r"batch 1: all 3 groups were dropped \(3 timeout\).*longer than 0\.02 s"
     with serving(engine), pytest.raises(EnvironmentFailure, match=message):

@@ -15,10 +15,9 @@ from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, run, serving
 
 STEPS = 3
-GROUP, PROBLEMS = 4, 3
 
 
 class FakeTeacher(FakeEngine):
@@ -54,11 +53,6 @@ def configure(
     return make_config(output_dir, policy, max_steps=STEPS, teacher=section, **changes)
 
 
-def run(config: OrchestratorConfig) -> None:
-    with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
-        asyncio.run(orchestrate(config))
-
-
 def test_a_teacher_judges_every_sampled_token(tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher) -> None:
     with serving(policy, teacher):
         run(configure(tmp_path / "judged", policy, teacher, mode="logprobs"))
@@ -77,35 +71,6 @@ def test_a_teacher_judges_every_sampled_token(tmp_path: Path, policy: FakeEngine
     assert teacher.pushed == [] and all(request["max_tokens"] == 1 for request in teacher.requests)
     assert teacher.owner is None and teacher.released == [], "other runs may learn from it, too"
     assert read_state(RunDir(tmp_path / "judged").batch(1) / journal.STATE_NAME, step=1).teacher_digest == "fixed"
-
-
-def test_a_killed_batch_asks_the_teacher_for_nothing_twice(
-    tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher
-) -> None:
-    straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
-
-    async def kill(config: OrchestratorConfig) -> None:
-        work = asyncio.ensure_future(orchestrate(config))
-        loop = asyncio.get_running_loop()
-        teacher.on_generate = lambda count: loop.call_soon_threadsafe(work.cancel) if count == 19 else None
-        with pytest.raises(asyncio.CancelledError):
-            await work
-        teacher.on_generate = None
-
-    with serving(policy, teacher):
-        run(configure(straight.path, policy, teacher, mode="logprobs"))
-        num_questions = len(teacher.requests)
-        teacher.requests.clear()
-        config = configure(killed.path, policy, teacher, mode="logprobs")
-        # One question at a time, so that 18 of them are answered when the 19th kills.
-        assert config.teacher is not None
-        config.teacher.max_concurrency = 1
-        with FakeTrainer(killed, start=0, max_steps=STEPS):
-            asyncio.run(kill(config))
-        run(config)
-    assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(killed, range(1, STEPS + 1))
-    # Only the question that was in flight comes again.
-    assert num_questions == GROUP * PROBLEMS * STEPS and len(teacher.requests) <= num_questions + 1
 
 
 def test_a_teacher_samples_in_place_of_the_policy(tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher) -> None:
@@ -168,27 +133,8 @@ def test_a_teacher_that_comes_back_with_other_weights_ends_the_run(
         run(configure(tmp_path, policy, teacher, mode=mode))
 
 
-def test_a_teacher_that_comes_back_with_the_same_weights_is_asked_again(
-    tmp_path: Path, policy: FakeEngine, teacher: FakeTeacher
-) -> None:
-    with serving(policy, teacher):
-        run(configure(tmp_path / "straight", policy, teacher, mode="logprobs"))
-        teacher.fail_requests = 1
-        run(configure(tmp_path / "lost", policy, teacher, mode="logprobs"))
-    straight, lost = (read_rollouts(RunDir(tmp_path / name), range(1, STEPS + 1)) for name in ("straight", "lost"))
-    assert straight == lost
-
-
-class ForgetfulTeacher(FakeTeacher):
-    """Judges all tokens but the last."""
-
-    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = super()._answer(body)
-        answer["choices"][0]["prompt_logprobs"].pop()
-        return answer
-
-
 def test_a_teacher_must_judge_every_token(tmp_path: Path, policy: FakeEngine) -> None:
-    teacher = ForgetfulTeacher(model="the/teacher", version=0, digest="fixed")
+    teacher = FakeEngine(model="the/teacher", version=0, digest="fixed")
+    teacher.alter = lambda answer: answer["choices"][0]["prompt_logprobs"].pop()
     with serving(policy, teacher), pytest.raises(InferenceError, match=r"gave \d+ log-probabilities for \d+ tokens"):
         run(configure(tmp_path, policy, teacher, mode="logprobs"))

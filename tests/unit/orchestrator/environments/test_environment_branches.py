@@ -20,12 +20,10 @@ from holdfast.orchestrator.environments.interface import (
 )
 from holdfast.orchestrator.environments.session import HistoryRewritten
 from holdfast.orchestrator.environments.tool_use import tool_use_of
-from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.wire.arrays import Logprobs, Rewards, TokenIds
-from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.rollouts import StepRewards, VersionSpan
-from tests.models.chat_templates import DEEPSEEK_R1, make_chat_tokenizer
+from holdfast.shared.wire.arrays import Rewards, TokenIds
+from holdfast.shared.wire.rollouts import StepRewards
+from tests.builders.scripted_sessions import Asked, scripted_session
 from tests.unit.orchestrator.environments.test_environment_tools import Adds, called, tokenizer_of
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
@@ -65,12 +63,8 @@ class Played:
         cuts: tuple[int, ...] = (),
         **settings: Any,
     ) -> None:
-        self.tokenizer = (
-            make_chat_tokenizer("byte-level", DEEPSEEK_R1, adds_bos=True)
-            if template == "r1"
-            else tokenizer_of(template)
-        )
-        self.asked: list[list[int]] = []
+        self.tokenizer = tokenizer_of(template)
+        asked: Asked = []
         # Each ends as the template ends it.
         end = self.tokenizer.encode("<|im_end|>") if template in ("qwen3", "hermes") else [self.tokenizer.eos_token_id]
         self.sampled = [[*self.tokenizer.encode_after(turn), *end] for turn in turns]
@@ -82,26 +76,19 @@ class Played:
         assert isinstance(task, Task)
         self.messages = [] if isinstance(task.prompt, str) else [{"role": "user", "content": "What is 1 + 2?"}]
         prompt = self.tokenizer.text_prompt(task.prompt) if isinstance(task.prompt, str) else self.rendered()
-        self.session = Session(
+        self.session = scripted_session(
+            self.tokenizer,
             prompt,
-            tokenizer=self.tokenizer,
-            sample_turn=self._sample,
+            self.sampled,
+            asked=asked,
             seq_len=seq_len,
-            max_tokens=500,
             task=task,
             tool_use=self.tool_use,
             keeps_history=config.history == "keep",
             max_branches=config.max_branches,
         )
         asyncio.run(environment.run(self.session, task))
-
-    async def _sample(self, token_ids: list[int], turn: int, most: int) -> Completion:
-        self.asked.append(token_ids)
-        sampled = self.sampled[turn][:most]
-        reason = "stop" if sampled == self.sampled[turn] else "length"
-        return Completion(
-            TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), reason, [VersionSpan(turn, 0, len(sampled))]
-        )
+        self.asked = [token_ids for token_ids, _, _ in asked]
 
     def rendered(self, *more: dict[str, str]) -> list[int]:
         """What the template makes of the chat with `more` messages behind its prompt."""
@@ -163,19 +150,6 @@ def test_a_turn_that_was_cut_and_goes_on_is_one_turn_of_the_chat() -> None:
     assert played.session.branch_starts == (0, len(played.asked[1]) + len(played.sampled[1]))
 
 
-def test_what_follows_a_turn_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered: list[int] = []
-    around = Tokenizer.around_assistant
-
-    def counted(self: Tokenizer, messages: Sequence[Any], **more: Any) -> Any:
-        rendered.append(len(messages))
-        return around(self, messages, **more)
-
-    monkeypatch.setattr(Tokenizer, "around_assistant", counted)
-    Played("qwen3", [f"{THOUGHT}No.", "Yes.", f"{THOUGHT}Yes."], Asks())
-    assert [number for number in rendered if number] == [1, 1], "once for each of two questions"
-
-
 def test_what_a_template_keeps_stays_one_branch() -> None:
     assert Played("qwen3", ["No.", "Yes.", "Yes."], Asks()).session.branch_starts == (0,), "nothing to leave out"
     for kept in (
@@ -184,18 +158,6 @@ def test_what_a_template_keeps_stays_one_branch() -> None:
     ):
         assert kept.session.branch_starts == (0,)
         assert all(asked == kept.session.token_ids[: len(asked)].tolist() for asked in kept.asked)
-
-
-def test_a_template_that_opens_the_thoughts_itself_splits_at_every_question() -> None:
-    turns = ["Hm.</think>No.", "Hm.</think>Yes.", "Yes."]
-    played = Played("r1", turns, Asks())
-    assert played.asked == [
-        played.rendered(),
-        played.rendered(said(turns[0]), AGAIN),
-        played.rendered(said(turns[0]), AGAIN, said(turns[1]), AGAIN),
-    ]
-    lengths = [len(asked) + len(sampled) for asked, sampled in zip(played.asked, played.sampled, strict=True)]
-    assert played.session.branch_starts == (0, lengths[0], lengths[0] + lengths[1])
 
 
 class AddsAndAsks(Adds):

@@ -91,9 +91,12 @@ def test_what_does_not_load_says_why(name: str, args: dict[str, Any], kind: type
         load(name, **args)
 
 
-def test_own_environments_load_with_converted_arguments() -> None:
+def test_arguments_are_converted_where_something_is_known_of_their_types() -> None:
     environment = load(f"{__name__}:NeedsWord", word="ab", times="2")
     assert isinstance(environment, sys.modules[__name__].NeedsWord) and vars(environment) == {"word": "abab"}
+    assert vars(load(f"{__name__}:Open", word="2", more=[1])) == {"given": {"word": "2", "more": [1]}}
+    environment = load(f"{__name__}:ForCheckers", word="ab", times="2", frames=[1], more={"word": 1})
+    assert vars(environment) == {"word": "ab", "frames": [1], "more": {"word": 1}, "times": 2}
 
 
 class Open(Environment):
@@ -101,18 +104,6 @@ class Open(Environment):
 
     def __init__(self, word, **others: Any) -> None:  # type: ignore[no-untyped-def]
         self.given = {"word": word, **others}
-
-
-class Bare(Environment):
-    """Says nothing of the type of its argument."""
-
-    def __init__(self, word) -> None:  # type: ignore[no-untyped-def]
-        self.word = word
-
-
-def test_arguments_that_nothing_is_said_of_are_given_as_they_are() -> None:
-    assert vars(load(f"{__name__}:Open", word="2", more=[1])) == {"given": {"word": "2", "more": [1]}}
-    assert vars(load(f"{__name__}:Bare", word="2")) == {"word": "2"}
 
 
 def test_what_a_module_of_the_users_lacks_is_its_own_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +128,6 @@ def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Pa
         check("ledger")
 
 
-def test_annotations_that_are_for_checkers_alone_are_not_held_against_arguments() -> None:
-    environment = load(f"{__name__}:ForCheckers", word="ab", times="2", frames=[1], more={"word": 1})
-    assert vars(environment) == {"word": "ab", "frames": [1], "more": {"word": 1}, "times": 2}
-
-
 def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:
     environment = load("reverse_text", min_length=3, max_length=5)
     tasks = [environment.make_task(seed(index)) for index in range(200)]
@@ -157,6 +143,8 @@ def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:
 def test_task_seeds_are_stable_63_bit_numbers() -> None:
     assert seed(3).number == 7176022789499974418
     assert all(0 <= seed(index).number < 2**63 for index in range(1000))
+    one = seed(0)
+    assert one.fresh().random().random() == one.random().random() != one.random().random()
 
 
 def write_rows(path: Path, *rows: Any) -> Path:
@@ -213,9 +201,5 @@ def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "\xff", "answer": "c"}\n')
     with pytest.raises(DataError, match="is not UTF-8"):
         Jsonl(path)
-
-
-def test_jsonl_names_the_files_that_are_there(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", {"prompt": "q", "answer": "a"})
     with pytest.raises(DataError, match=r"cannot be read \(No such file.*Did you mean 'rows.jsonl'\?"):
         Jsonl(tmp_path / "row.jsonl")

@@ -11,7 +11,6 @@ import pytest
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment, TaskSeed
-from holdfast.orchestrator.environments.plugins import Plugin, find_plugins
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
@@ -83,7 +82,7 @@ def test_a_file_of_that_name_in_the_working_directory_takes_nothing_away(
         load("unpacked")
 
 
-def test_a_name_of_ours_is_refused_and_all_others_go_on(install: Install) -> None:
+def test_a_name_of_ours_or_of_two_packages_is_refused_and_all_others_go_on(install: Install) -> None:
     install("impostor", {"addition": "impostor:Knock", "knock": "impostor:Knock"}, impostor=SOUND)
     with pytest.raises(ConfigError) as caught:
         load("addition")
@@ -93,22 +92,10 @@ def test_a_name_of_ours_is_refused_and_all_others_go_on(install: Install) -> Non
         assert f"'{name}'" in message
         assert load(name)
     assert load("knock") and load("reverse_text")
-
-
-def test_a_name_of_two_packages_is_refused(install: Install) -> None:
-    install("first", {"knock": "first_games:Knock"}, first_games=SOUND)
     install("second", {"knock": "second_games:Knock"}, second_games=SOUND)
-    with pytest.raises(ConfigError, match=r"of first 1.0 and of second 1.0 .*'first_games:Knock' or 'second_"):
+    with pytest.raises(ConfigError, match=r"of impostor 1.0 and of second 1.0 .*'impostor:Knock' or 'second_"):
         load("knock")
-    assert load("first_games:Knock")
-
-
-def test_a_package_that_is_there_twice_counts_once(install: Install, tmp_path: Path) -> None:
-    install("door-games", {"knock": "door_games:Knock"}, door_games=SOUND)
-    other = tmp_path / "other"
-    install("door_games", {"knock": "door_games:Elsewhere"}, at=other)
-    sys.path.append(str(other))  # the fixture takes it off again
-    assert find_plugins()["knock"] == [Plugin("knock", "door_games:Knock", "door-games 1.0")]
+    assert load("second_games:Knock")
 
 
 @pytest.mark.parametrize(

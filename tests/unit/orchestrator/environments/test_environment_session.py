@@ -15,9 +15,9 @@ from holdfast.orchestrator.environments.interface import Message, Score, Session
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.wire.arrays import Logprobs, Rewards, TokenIds
-from holdfast.shared.wire.inference_api import Completion
+from holdfast.shared.wire.arrays import Rewards, TokenIds
 from holdfast.shared.wire.rollouts import StepRewards, VersionSpan
+from tests.builders.scripted_sessions import Asked, scripted_session
 
 BASE = "examples/reverse_text/base"
 USER, ASSISTANT, END = 1, 2, 3
@@ -55,32 +55,18 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(BASE)
 
 
-def scripted_session(
+def limited(
     tokenizer: Tokenizer, prompt_ids: list[int], turns: list[list[int]], *, seq_len: int = 64, max_tokens: int = 16
-) -> tuple[Session, list[tuple[list[int], int, int]]]:
-    """Return a session that samples `turns`, cut to what is allowed, and the list of what it asks for."""
-    asked: list[tuple[list[int], int, int]] = []
-
-    async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
-        asked.append((token_ids, turn, most))
-        sampled = turns[turn][:most]
-        reason = "stop" if sampled[-1] in tokenizer.stop_token_ids else "length"
-        logprobs = [-1.0 - turn] * len(sampled)
-        return Completion(TokenIds(sampled), Logprobs(logprobs), reason, [VersionSpan(turn, 0, len(sampled))])
-
-    session = Session(prompt_ids, tokenizer=tokenizer, sample_turn=sample_turn, seq_len=seq_len, max_tokens=max_tokens)
+) -> tuple[Session, Asked]:
+    """Return a session that samples `turns`, and the list of what it asks for."""
+    asked: Asked = []
+    session = scripted_session(tokenizer, prompt_ids, turns, asked=asked, seq_len=seq_len, max_tokens=max_tokens)
     return session, asked
-
-
-def test_prompt_and_stop_tokens(tokenizer: Tokenizer) -> None:
-    assert tokenizer.prompt([Message("user", "ab")]) == [USER, 5, 6, END, ASSISTANT]
-    assert tokenizer.stop_token_ids == [END]
-    assert tokenizer.decode([5, 6, END]) == "ab"
 
 
 def test_a_session_grows_by_new_tokens_only(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.prompt([Message("user", "ab")])
-    session, asked = scripted_session(tokenizer, prompt, [[6, 5, END], [7, END]])
+    session, asked = limited(tokenizer, prompt, [[6, 5, END], [7, END]])
     assert asyncio.run(session.sample()) == "ba"
     session.append_messages([Message("user", "c")])
     assert asyncio.run(session.sample()) == "c"
@@ -100,7 +86,7 @@ def test_a_session_grows_by_new_tokens_only(tokenizer: Tokenizer) -> None:
 
 
 def test_a_turn_cut_by_the_limit_is_closed_before_the_next(tokenizer: Tokenizer) -> None:
-    session, _ = scripted_session(tokenizer, [USER, 5, END, ASSISTANT], [[5, 6, 7], [END]], max_tokens=2)
+    session, _ = limited(tokenizer, [USER, 5, END, ASSISTANT], [[5, 6, 7], [END]], max_tokens=2)
     asyncio.run(session.sample())
     assert session.truncated
     session.append_messages([Message("user", "c")])
@@ -109,7 +95,7 @@ def test_a_turn_cut_by_the_limit_is_closed_before_the_next(tokenizer: Tokenizer)
 
 
 def test_seq_len_is_never_exceeded(tokenizer: Tokenizer) -> None:
-    session, asked = scripted_session(tokenizer, [USER, 5, END, ASSISTANT], [[5, 6, 7]], seq_len=6)
+    session, asked = limited(tokenizer, [USER, 5, END, ASSISTANT], [[5, 6, 7]], seq_len=6)
     asyncio.run(session.sample())
     assert asked[0][2] == 2 and len(session.token_ids) == 6 and session.truncated
     before = list(session.token_ids)
@@ -125,7 +111,7 @@ def test_a_template_with_text_after_the_end_token(tmp_path: Path) -> None:
     end = tokenizer.encode("<|im_end|>")[0]
     assert sorted(tokenizer.stop_token_ids) == sorted([end, *tokenizer.encode("<|endoftext|>")])
     chat = [Message("user", " hi "), Message("assistant", "yo"), Message("user", "more")]
-    session, _ = scripted_session(tokenizer, tokenizer.prompt(chat[:1]), [[*tokenizer.encode("yo"), end]])
+    session, _ = limited(tokenizer, tokenizer.prompt(chat[:1]), [[*tokenizer.encode("yo"), end]])
     asyncio.run(session.sample())
     session.append_messages(chat[2:])
     assert session.token_ids.tolist() == tokenizer.prompt(chat)
@@ -149,7 +135,7 @@ def test_templates_that_cannot_be_used_say_so(tmp_path: Path) -> None:
 
 
 def test_an_ended_session_grows_no_more(tokenizer: Tokenizer) -> None:
-    session, _ = scripted_session(tokenizer, [5, 6], [[7, 3], [8, 3]])
+    session, _ = limited(tokenizer, [5, 6], [[7, 3], [8, 3]])
     asyncio.run(session.sample())
     session.end()
     with pytest.raises(RuntimeError, match=r"sample\(\) after score\(\) has returned"):
@@ -160,7 +146,7 @@ def test_an_ended_session_grows_no_more(tokenizer: Tokenizer) -> None:
 
 
 def test_messages_close_no_turn_in_which_nothing_was_said(tokenizer: Tokenizer) -> None:
-    session, _ = scripted_session(tokenizer, tokenizer.prompt([Message("user", "ab")]), [[END], [END]])
+    session, _ = limited(tokenizer, tokenizer.prompt([Message("user", "ab")]), [[END], [END]])
     with pytest.raises(RuntimeError, match="close an empty turn"):
         session.append_messages([Message("user", "c")])
     asyncio.run(session.sample())

@@ -24,15 +24,13 @@ from holdfast.orchestrator.environments.interface import (
     Task,
     TaskSeed,
 )
-from holdfast.orchestrator.environments.tool_calls import PARSERS, ToolCall, find_parser
+from holdfast.orchestrator.environments.tool_calls import PARSERS, ToolCall
 from holdfast.orchestrator.environments.tool_use import TOOL_FAILURES, check_tools, tool_metrics, tool_use_of
 from holdfast.orchestrator.environments.tools import Tool, WrongArguments
 from holdfast.shared.chat.tokenizer import Tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.rollouts import VersionSpan
+from tests.builders.scripted_sessions import scripted_session
 from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates
 
@@ -133,23 +131,16 @@ def play(
     tokenizer = tokenizer_of(template)
     end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
 
-    async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
-        sampled = [*tokenizer.encode_after(turns[turn]), *tokenizer.encode(end)]
-        return Completion(
-            TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), "stop", [VersionSpan(0, 0, len(sampled))]
-        )
-
     config = EnvironmentConfig(**settings)
     tool_use = tool_use_of(environment, config, tokenizer)
     assert tool_use is tool_use_of(environment, config, tokenizer), "made once"
     task = environment.make_task(TaskSeed(0, "adds", 0))
     assert not isinstance(task.prompt, str)
-    session = Session(
+    session = scripted_session(
+        tokenizer,
         tokenizer.prompt(task.prompt, tools=tool_use.schemas if tool_use else None),
-        tokenizer=tokenizer,
-        sample_turn=sample_turn,
+        [[*tokenizer.encode_after(turn), *tokenizer.encode(end)] for turn in turns],
         seq_len=seq_len,
-        max_tokens=500,
         task=task,
         tool_use=tool_use,
         keeps_history=config.history == "keep",
@@ -239,28 +230,6 @@ def test_arguments_are_checked_as_json() -> None:
         return json, model_fields
 
     assert Tool(json_, session_class=Session).call({"json": "x", "model_fields": [1, 2]}, None) == ("x", (1, 2))
-
-
-@pytest.mark.parametrize("template", WITH_TOOLS)
-def test_what_a_template_writes_of_a_call_is_read_again(template: str) -> None:
-    tokenizer = tokenizer_of(template)
-    parse = find_parser("auto", template=tokenizer.template().source, model="m")
-    assert parse is PARSERS[WITH_TOOLS[template]]
-    wanted = [("add", {"a": 3, "b": -1}), ("note", {"text": 'a "b"\n{c}'})][: 1 if template == "llama3_1" else 2]
-    calls = [
-        {"id": f"t0001000{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for n, (name, arguments) in enumerate(wanted)
-    ]
-    question = [{"role": "user", "content": "What?"}]
-    asked = tokenizer.render(question, open_turn=True)
-    whole = tokenizer.render([*question, {"role": "assistant", "content": "", "tool_calls": calls}], open_turn=False)
-    found = parse(
-        whole[len(asked) :].rstrip("\n").removesuffix("<|im_end|>").removesuffix("<|eot_id|>").removesuffix("</s>")
-    )
-    texts = [{key: str(value) for key, value in arguments.items()} for _, arguments in wanted]
-    read = [(call.name, call.arguments) for call in found]
-    assert read == [(name, texts[n] if found[n].has_texts else given) for n, (name, given) in enumerate(wanted)]
-    assert not any(call.error for call in found)
 
 
 _F = ToolCall("f", {"a": 1})

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,21 +17,14 @@ from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
 from holdfast.orchestrator.environments.contract import PromptTooLong
 from holdfast.orchestrator.environments.harness import request_metrics
 from holdfast.orchestrator.environments.tool_use import tool_message
-from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.errors import EnvironmentFailure, InferenceError
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.rollouts import Batch, VersionSpan
+from holdfast.shared.errors import InferenceError
+from tests.builders.scripted_sessions import scripted_session
 from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates
 from tests.runs.harness_environments import ask
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
-STEPS = 3
 _Play = Callable[[Endpoint], Awaitable[Any]]
 USER = {"role": "user", "content": "ab"}
 TOOL = {
@@ -67,27 +59,10 @@ def letters() -> Tokenizer:
     return load_tokenizer("examples/reverse_text/base")
 
 
-def session_of(
-    turns: list[str],
-    *,
-    tokenizer: Tokenizer | None = None,
-    seq_len: int = 20_000,
-    before: Callable[[int], Awaitable[None]] | None = None,
-) -> Session:
-    """Return a session without a prompt, whose policy says `turns`; `before` is awaited in front of each."""
+def session_of(turns: list[str], *, tokenizer: Tokenizer | None = None, **settings: Any) -> Session:
+    """Return a session without a prompt, whose policy says `turns`."""
     known = tokenizer or letters()
-
-    async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
-        if before is not None:
-            await before(turn)
-        sampled = known.encode(turns[turn])[:most]
-        is_stopped = sampled[-1] in known.stop_token_ids
-        spans = [VersionSpan(0, 0, len(sampled))]
-        return Completion(
-            TokenIds(sampled), Logprobs([-1.0 - turn] * len(sampled)), "stop" if is_stopped else "length", spans
-        )
-
-    return Session([], tokenizer=known, sample_turn=sample_turn, seq_len=seq_len, max_tokens=500)
+    return scripted_session(known, [], [known.encode(turn) for turn in turns], **settings)
 
 
 def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score]:
@@ -100,56 +75,6 @@ def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score
         return await environment.score(Task(prompt=""), [session])
 
     return asyncio.run(run())
-
-
-def orchestrated(directory: Path, **section: Any) -> list[Batch]:
-    """Return the batches of a run with a harness or its likeness; nothing was sampled twice."""
-    directory.mkdir(exist_ok=True)
-    engine = FakeEngine()
-    run_dir = RunDir(directory / "run")
-    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=STEPS):
-        config = make_config(
-            run_dir.path, engine, environments=[{"name": "mine", **section}], max_steps=STEPS, group_size=2
-        )
-        asyncio.run(orchestrate(config))
-    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
-    assert len(asked) == len(set(asked)), "nothing is sampled twice"
-    return [journal.read_batch(run_dir, step) for step in range(1, STEPS + 1)]
-
-
-HARNESS = "tests.runs.harness_environments:Harness"
-
-
-@pytest.mark.launch
-def test_what_a_harness_plays_is_what_a_session_would_be(tmp_path: Path) -> None:
-    session = orchestrated(tmp_path / "session", id="tests.runs.harness_environments:Played")
-    here = orchestrated(tmp_path / "here", id=HARNESS)
-    # The first two batches are of the first weights; the next ones depend on all numbers of a batch.
-    for ours, theirs in zip(session[:2], here, strict=False):
-        for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
-            assert other.metrics.pop("requests/answered") == 2.0
-            other.metrics.clear()
-            assert one == other
-    here = [journal.read_batch(RunDir(tmp_path / "here" / "run"), step) for step in range(1, STEPS + 1)]
-    args = {"faults": {"1": "killed once"}, "marks": str(tmp_path / "killed")}
-    for name, more in {"worker": {"workers": 1}, "killed": {"workers": 2, "args": args}}.items():
-        there = orchestrated(tmp_path / name, id=HARNESS, **more)
-        assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
-    assert (tmp_path / "killed" / "killed").exists()
-
-
-@pytest.mark.launch
-def test_every_fault_of_a_harness_costs_its_own_group_and_is_counted_by_reason(tmp_path: Path) -> None:
-    faults = {"1": "raises", "3": "hangs", "5": "asks nothing", "7": "scores", "8": "too long"}
-    batches = orchestrated(tmp_path, id=HARNESS, args={"faults": faults}, on_error="drop", timeout_s=5.0)
-    dropped = {one.task_id: one for batch in batches for one in batch.dropped}
-    assert {task: one.reason for task, one in dropped.items()} == {
-        1: "environment_error", 3: "timeout", 5: "environment_error", 8: "prompt_too_long",
-    }  # fmt: skip
-    assert "run() raised KeyError: 'no'" in dropped[1].detail and "harness_environments.py:" in dropped[1].detail
-    assert "play() returned without a request that was answered." in dropped[5].detail
-    with pytest.raises(EnvironmentFailure, match=r"'mine' failed on task 1 .*run\(\) raised KeyError: 'no'"):
-        orchestrated(tmp_path / "stops", id=HARNESS, args={"faults": faults})
 
 
 def test_a_conversation_is_one_sample_with_one_mask() -> None:

@@ -23,16 +23,14 @@ from holdfast.orchestrator.environments.interface import Environment, Message, S
 from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
 from holdfast.orchestrator.rollouts.group import Problem, play_session
 from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.load import read_toml, to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Completion
+from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line
 from tests.unit.orchestrator.environments.test_environment_tools import called, tokenizer_of
 
+NO_TOOLS = "from mcp.server.mcpserver import MCPServer\nMCPServer('empty').run('stdio')\n"
 STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "mcp_server.py")]}
 
 
@@ -70,15 +68,14 @@ async def play(
     assert tool_use is not None
     prompt = prompt_ids_of(task, tokenizer, what="asks", room=10_000, tools=tool_use.schemas)
 
-    def session_saying(texts: Sequence[str]) -> Session:
-        async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
-            if before_turn and turn in before_turn:
-                before_turn[turn]()
-            ids = [*tokenizer.encode(texts[turn]), tokenizer.stop_token_ids[0]]
-            return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), "stop", [])
+    async def call_before(turn: int) -> None:
+        if before_turn and turn in before_turn:
+            before_turn[turn]()
 
-        return Session(
-            prompt, tokenizer=tokenizer, sample_turn=say, seq_len=10_000, max_tokens=1000, task=task, tool_use=tool_use
+    def session_saying(texts: Sequence[str]) -> Session:
+        turns = [[*tokenizer.encode(text), tokenizer.stop_token_ids[0]] for text in texts]
+        return scripted_session(
+            tokenizer, prompt, turns, before=call_before, seq_len=10_000, max_tokens=1000, task=task, tool_use=tool_use
         )
 
     sessions = [session_saying(texts) for texts in rollouts]
@@ -232,6 +229,7 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
         ([{"command": "no_such_program_anywhere"}], "s0: there is no program 'no_such_program_anywhere' on the PATH"),
         ([{**STDIO, "env": ["MCP_NOT_SET"]}], "s0: the environment variable MCP_NOT_SET is not set"),
         ([{**STDIO, "tools": ["ad"]}], r"s0.tools: it has no tool 'ad'. Did you mean 'add'\? Tools there: add, note"),
+        ([{"command": sys.executable, "args": ["-c", NO_TOOLS]}], "s0: it has no tools"),
         ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
         ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not name its tools within 0.5 s"),
         ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
@@ -244,13 +242,6 @@ def test_a_server_that_cannot_be_used_is_told_before_anything_is_sampled(
     tokenizer = tokenizer_of("hermes")
     with pytest.raises(ConfigError, match=said):
         tool_use_of(Asks(), settings_of(*servers), tokenizer)
-
-
-def test_a_server_without_tools_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.py").write_text("from mcp.server.mcpserver import MCPServer\nMCPServer('empty').run('stdio')\n")
-    tokenizer = tokenizer_of("hermes")
-    with pytest.raises(ConfigError, match="s0: it has no tools"):
-        tool_use_of(Asks(), settings_of({"command": sys.executable, "args": [str(tmp_path / "empty.py")]}), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -276,19 +267,6 @@ def test_a_harness_and_servers_are_refused() -> None:
     section = settings_of(STDIO, id=f"{__name__}:Harnessed")
     with pytest.raises(ConfigError, match=r"environments\[0\].mcp_servers: '.*:Harnessed' is played by a harness"):
         find_environment(section, key="environments[0]")
-
-
-def test_settings_of_servers_come_back_from_a_file(tmp_path: Path) -> None:
-    config = OrchestratorConfig(environments=[settings_of(STDIO, {"url": "http://127.0.0.1:1/mcp"})])
-    (tmp_path / "orchestrator.toml").write_text(to_toml(config))
-    assert read_toml(OrchestratorConfig, tmp_path / "orchestrator.toml") == config
-
-
-def test_the_extra_is_named_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    tokenizer = tokenizer_of("hermes")
-    with pytest.raises(ConfigError, match=r"mcp_servers.s0 needs the extra .mcp., .* `uv sync --extra mcp`"):
-        tool_use_of(Asks(), settings_of(STDIO), tokenizer)
 
 
 def test_a_template_without_tools_is_refused_also_for_those_of_servers(tmp_path: Path) -> None:

@@ -73,17 +73,15 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 print(sorted({entry for entry in os.listdir("/dev")}), os.path.exists("/proc/1"), os.path.exists("/home"))
+print(list({'a', 'b', 'c', 'd', 'e', 'f'}))
 """
-    assert ran(program).output.decode().splitlines() == [
+    first, again = ran(program), ran(program)
+    assert first == again, "also the order of a set"
+    assert first.output.decode().splitlines()[:-1] == [
         '{"name": "é"} 65534 /tmp False',
         "No module named 'numpy'",
         "['full', 'null', 'random', 'urandom', 'zero'] False False",
     ]
-
-
-def test_the_order_of_a_set_is_the_same_each_time() -> None:
-    program = "print(list({'a', 'b', 'c', 'd', 'e', 'f'}))"
-    assert ran(program) == ran(program)
 
 
 def test_nothing_is_written_outside(tmp_path: Path) -> None:
@@ -108,14 +106,7 @@ print(open("/tmp/own").read())
     assert not Path("/tmp/own").exists()
 
 
-def test_files_are_bounded() -> None:
-    small = replace(PATIENT, files_bytes=2**20)
-    assert "File too large" in ran("open('/tmp/a', 'wb').write(bytes(2**21))", small).output.decode()
-    many = "for n in range(3): open(f'/tmp/{n}', 'wb').write(bytes(2**19 + 1))"
-    assert "No space left on device" in ran(many, small).output.decode()
-
-
-def test_there_is_no_network() -> None:
+def test_there_is_no_network_and_no_socket_of_others() -> None:
     # One in this process that would answer, as the metadata services of clouds do.
     program = """
 import socket
@@ -123,6 +114,13 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX
     try:
         socket.socket(family, socket.SOCK_STREAM).connect(address)
         print("connected")
+    except OSError as error:
+        print(error.strerror)
+# VSOCK (40) reaches the host of a virtual machine, whatever the namespace.
+for family, kind in ((1, 1), (2, 1), (10, 1), (40, 1), (16, 3)):
+    try:
+        socket.socket(family, kind).close()
+        print("made")
     except OSError as error:
         print(error.strerror)
 """
@@ -133,7 +131,8 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX
         unix.bind(f"\0{name}")
         unix.listen()
         output = ran(program.format(port=tcp.getsockname()[1], name=name)).output.decode()
-    assert output.splitlines() == ["Network is unreachable", "Connection refused"]
+    refused = ["Network is unreachable", "Connection refused"]
+    assert output.splitlines() == [*refused, *["made"] * 3, *["Address family not supported by protocol"] * 2]
 
 
 def test_signals_reach_nobody_outside() -> None:
@@ -176,45 +175,18 @@ print(number)
     assert outcome.ending == "ended" and 1 <= int(outcome.output) < 8
 
 
-def test_a_fork_bomb_ends(hasty: None) -> None:
-    outcome = ran("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", Limits(cpu_s=1))
-    assert outcome.output == b""
-
-
-def test_memory_is_bounded() -> None:
-    assert b"MemoryError" in ran("x = bytes(2**30)", replace(PATIENT, memory_bytes=2**28)).output
-
-
-def test_output_is_bounded() -> None:
-    outcome = ran("while True: print('x' * 1000)", replace(PATIENT, output_bytes=5000))
-    assert (outcome.ending, len(outcome.output)) == ("too much output", 5000)
-
-
 @pytest.mark.clock
 def test_a_loop_without_an_end_is_ended_by_the_kernel_and_sleep_by_the_clock(hasty: None) -> None:
     loop = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
     assert ran(loop, replace(PATIENT, cpu_s=1)).output in (b"begun\n", b"")  # the clock, where the machine is busy
     assert ran("import time; time.sleep(1000)", Limits(cpu_s=1)) == Outcome(b"", "too long")
+    stopped = "import os, signal\nprint('begun', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)"
+    assert ran(stopped, Limits(cpu_s=1)) == Outcome(b"", "too long")
     silent = "import os, time\nfor fd in range(16):\n    try: os.close(fd)\n    except OSError: pass\ntime.sleep(1000)"
     assert ran(silent, Limits(cpu_s=1)) == Outcome(b"", "too long")
 
 
-def test_rights_cannot_be_got_back() -> None:
-    program = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-print(libc.mount(b"none", b"/usr", None, 32 | 4096, None), libc.umount2(b"/usr", 2), libc.chroot(b"/tmp"))
-print(libc.unshare(0x20000), libc.sethostname(b"x", 1))
-try:
-    os.setuid(0)
-    print("root")
-except OSError as error:
-    print(error.strerror)
-"""
-    assert ran(program).output.decode().splitlines() == ["-1 -1 -1", "-1 -1", ran_errno()]
-
-
-def test_namespaces_and_memory_beyond_the_limits_cannot_be_had() -> None:
+def test_rights_namespaces_and_memory_beyond_the_limits_cannot_be_had() -> None:
     # A user namespace would give all rights inside, and file systems in memory as large as the machine's; segments,
     # files in memory and messages stay without counting for a process that has let go of them.
     program = """
@@ -224,6 +196,13 @@ print(libc.unshare(0x10000000), os.strerror(ctypes.get_errno()))
 number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 print(libc.syscall(number, 0x10000000 | 17, 0, 0, 0, 0), os.strerror(ctypes.get_errno()))
 print(libc.syscall(435, 0, 0), os.strerror(ctypes.get_errno()))
+print(libc.mount(b"none", b"/usr", None, 32 | 4096, None), libc.umount2(b"/usr", 2), libc.chroot(b"/tmp"))
+print(libc.unshare(0x20000), libc.sethostname(b"x", 1))
+try:
+    os.setuid(0)
+    print("root")
+except OSError as error:
+    print(error.strerror)
 print(libc.shmget(0, 4096, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600))
 try:
     os.memfd_create("x")
@@ -243,26 +222,15 @@ os.wait()
     assert ran(program).output.decode().splitlines() == [
         *["-1 Operation not permitted"] * 2,
         "-1 Function not implemented",
+        *["-1 -1 -1", "-1 -1"],
+        # Root inside is a user that there may not be.
+        "Operation not permitted" if os.geteuid() == 0 else "Invalid argument",
         "-1 -1 -1",
         "Operation not permitted",
         "-1",
         "thread",
         "child",
     ]
-
-
-def test_only_sockets_of_a_network_namespace_are_made() -> None:
-    # VSOCK (40) reaches the host of a virtual machine, whatever the namespace.
-    program = """
-import socket
-for family, kind in ((1, 1), (2, 1), (10, 1), (40, 1), (16, 3)):
-    try:
-        socket.socket(family, kind).close()
-        print("made")
-    except OSError as error:
-        print(error.strerror)
-"""
-    assert ran(program).output.decode().splitlines() == ["made"] * 3 + ["Address family not supported by protocol"] * 2
 
 
 def test_the_process_that_holds_a_sandbox_cannot_be_touched() -> None:
@@ -339,30 +307,6 @@ for name in ("su", "mount", "newuidmap", "pkexec"):
 print("nothing")
 """
     assert ran(program).output.decode().splitlines() == ["nothing"]
-
-
-def test_a_program_that_stops_itself_is_ended_by_the_clock(hasty: None) -> None:
-    program = "import os, signal\nprint('begun', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)"
-    assert ran(program, Limits(cpu_s=1)) == Outcome(b"", "too long")
-
-
-def test_the_number_of_files_is_bounded() -> None:
-    program = """
-number = 0
-try:
-    while number < 10_000:
-        open(f"/tmp/{number}", "w").close()
-        number += 1
-except OSError as error:
-    print(number, error.strerror)
-"""
-    number, _, reason = ran(program).output.decode().strip().partition(" ")
-    assert int(number) <= 1000 and reason == "No space left on device"
-
-
-def ran_errno() -> str:
-    """Root inside is a user that there may not be: `Operation not permitted`, or `Invalid argument`."""
-    return "Operation not permitted" if os.geteuid() == 0 else "Invalid argument"
 
 
 @pytest.mark.launch
@@ -453,11 +397,8 @@ def test_the_answers_of_its_tasks_are_right(environment: PythonCode) -> None:
         "",
         "no code at all",
         "import os; os._exit(0)",
-        "import sys; sys.exit(0)",
-        "def solve(n): raise SystemExit",
         "def solve(n): return 1 / 0",
         "print('[]\\n' * 8)",
-        "\x00",
         "class Equal(list):\n    __eq__ = lambda a, b: True\ndef solve(n): return object()",
         "import os\nfor fd in range(3, 64):\n    try: os.close(fd)\n    except OSError: pass\ndef solve(n): return n",
     ],
@@ -485,3 +426,17 @@ def test_a_function_that_is_right_for_some_inputs_earns_their_share(environment:
 def test_arguments_that_fit_no_task_are_refused(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         PythonCode(**args)
+
+
+def test_files_memory_and_output_are_bounded() -> None:
+    small = replace(PATIENT, files_bytes=2**20)
+    assert "File too large" in ran("open('/tmp/a', 'wb').write(bytes(2**21))", small).output.decode()
+    several = "for n in range(3): open(f'/tmp/{n}', 'wb').write(bytes(2**19 + 1))"
+    assert "No space left on device" in ran(several, small).output.decode()
+    many = "for n in range(10_000):\n    open(f'/tmp/{n}', 'w').close()\n    print(n)"
+    lines = ran(many).output.decode().splitlines()
+    assert any("No space left on device" in line for line in lines)
+    assert sum(line.isdigit() for line in lines) <= 1000
+    assert b"MemoryError" in ran("x = bytes(2**30)", replace(PATIENT, memory_bytes=2**28)).output
+    outcome = ran("while True: print('x' * 1000)", replace(PATIENT, output_bytes=5000))
+    assert (outcome.ending, len(outcome.output)) == ("too much output", 5000)

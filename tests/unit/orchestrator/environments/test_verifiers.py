@@ -15,16 +15,13 @@ import pytest
 from holdfast import Endpoint, Score, TaskSeed
 from holdfast.orchestrator.environments import load_environment, verifiers_environments
 from holdfast.orchestrator.environments.verifiers_environments import PlayerDied, Row, Verifiers
-from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
 from tests.conftest import ROOT
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.processes import command_line
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import played
 from tests.unit.orchestrator.environments.test_harness import session_of
 
 STEPS = 3
@@ -41,18 +38,10 @@ def args_of(faults: dict[str, str], marks: Path, *, num_letters: int = 10) -> di
 
 
 def orchestrated(directory: Path, faults: dict[str, str] | None = None, **section: Any) -> list[Batch]:
-    """Return the batches of three steps of three tasks each; nothing was sampled twice, and nothing lives on."""
+    """Return the batches of three steps of three tasks each."""
     directory.mkdir()
-    engine = FakeEngine()
-    run_dir = RunDir(directory / "run")
     environment = {"id": "verifiers:reversing", "args": args_of(faults or {}, directory), **section}
-    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=STEPS):
-        asyncio.run(
-            orchestrate(make_config(run_dir.path, engine, environments=[environment], max_steps=STEPS, group_size=2))
-        )
-    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
-    assert len(asked) == len(set(asked)), "nothing is sampled twice"
-    return [journal.read_batch(run_dir, step) for step in range(1, STEPS + 1)]
+    return played(directory, environment, max_steps=STEPS, group_size=2)
 
 
 @pytest.fixture(autouse=True)
@@ -88,21 +77,6 @@ def test_its_settings_are_those_of_verifiers(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@needs_verifiers
-def test_its_episodes_are_rollouts_whoever_plays_them_and_dies(tmp_path: Path) -> None:
-    here = orchestrated(tmp_path / "here")
-    rollouts = [one for batch in here for one in batch.rollouts]
-    assert len(rollouts) == 18 and len({one.task_id for one in rollouts}) == 9
-    for one in rollouts:
-        assert one.loss_mask.num_stretches == 2 and one.metrics["requests/answered"] == 2.0
-        assert one.reward == one.metrics["reward/right"] and one.metrics["length"] >= 0.0
-    assert len({one.reward for one in rollouts}) > 1, "rewards that tell nothing apart show nothing"
-    there = orchestrated(tmp_path / "killed", {"cd": "killed"}, workers=1)
-    assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
-    assert (tmp_path / "killed" / "killed").exists()
-
-
-@pytest.mark.launch
 @pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
 def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Path) -> None:
@@ -127,7 +101,7 @@ def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, *starts: str) -> Ver
     return Verifiers("x", {"python": sys.executable, "directory": str(directory), "starts": list(starts)})
 
 
-def played(environment: Verifiers, row: int) -> Score:
+def scored(environment: Verifiers, row: int) -> Score:
     """Play one rollout of a task."""
     session = session_of(["ba<|end|>"])
 
@@ -148,21 +122,21 @@ def test_a_player_that_could_not_be_started_again_is_started_by_the_next_rollout
 ) -> None:
     words = ["plays", "exits", "other", "refuses", "plays", *["plays"] * 3]
     environment = plain(tmp_path, monkeypatch, *words)
-    assert played(environment, 1) == Score(1.0, {"length": 1.0})
+    assert scored(environment, 1) == Score(1.0, {"length": 1.0})
     with pytest.raises(PlayerDied):
         asyncio.run(environment._player.play(0, NOBODY, is_alone=False))
     with pytest.raises(ConfigError, match="the process of '.*' that was to play it ended"):
-        played(environment, 1)
+        scored(environment, 1)
     with pytest.raises(EnvironmentFailure, match="has other tasks after its process was started again"):
-        played(environment, 1)
+        scored(environment, 1)
     with pytest.raises(ConfigError, match="no such thing"):
-        played(environment, 1)
-    assert played(environment, 1).reward == 5.0
+        scored(environment, 1)
+    assert scored(environment, 1).reward == 5.0
     with pytest.raises(RuntimeError, match="so$"):
-        played(environment, 3)
+        scored(environment, 3)
     with pytest.raises(RuntimeError, match="the process that played it has ended 3 times"):
-        played(environment, 0)
-    assert played(environment, 1).reward == 8.0
+        scored(environment, 0)
+    assert scored(environment, 1).reward == 8.0
     tasks = [environment.make_task(TaskSeed(0, "mine", index)) for index in range(8)]
     assert sorted(task.row for task in tasks) == sorted([*range(4), *range(4)]), "every task once an epoch"
     environment._player.close()
@@ -199,7 +173,7 @@ def test_who_leaves_a_player_that_starts_leaves_it_to_the_others(
     asyncio.run(left())
     asyncio.run(ended())
     assert player._process is None, "nobody was left to wait for it"
-    assert played(environment, 1).reward == 4.0
+    assert scored(environment, 1).reward == 4.0
     player.close()
 
 

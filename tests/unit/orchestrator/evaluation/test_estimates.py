@@ -22,9 +22,6 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     for k in range(1, 6):
         subsets = list(itertools.combinations(solved, k))
         assert pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_the_k_that_are_shown_end_with_the_number_of_samples() -> None:
     assert [powers_up_to(number) for number in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
 
 
@@ -45,22 +42,8 @@ def test_shares_get_wilsons_interval_and_means_that_of_the_bootstrap() -> None:
     assert mean_over_tasks(values, confidence=0.95) == found, "the same rollouts give the same interval"
     narrow = mean_over_tasks(values, confidence=0.8)
     assert found.low is not None and narrow.low is not None and narrow.low > found.low
-
-
-def test_one_task_says_nothing_about_others() -> None:
-    assert mean_over_tasks([0.5], confidence=0.95) == Estimate(0.5, None, None)
+    assert mean_over_tasks([0.5], confidence=0.95) == Estimate(0.5, None, None), "one task says nothing about others"
     assert paired_difference([0.5], [0.75], confidence=0.95).difference == Estimate(0.25, None, None)
-
-
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    generator = np.random.default_rng(0)
-    hits = 0
-    for _ in range(200):
-        values = (generator.binomial(4, 0.3, size=60) / 4).tolist()
-        found = mean_over_tasks(values, confidence=0.9)
-        assert found.low is not None and found.high is not None
-        hits += found.low <= 0.3 <= found.high
-    assert 0.83 <= hits / 200 <= 0.96
 
 
 def test_the_paired_test_counts_all_signs_of_few_tasks() -> None:

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from holdfast.commands.resume.superseded import set_aside_after
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.evaluation.results import read_identity
 from holdfast.orchestrator.evaluation.summary import summary_in
-from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.fingerprint import makes_same_batches
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
-from tests.runs.processes import command_line
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, read_rollouts, serving
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, serving
 
 EVAL = {"interval": 2, "num_tasks": 5, "samples_per_task": 2}
 STEPS = range(1, 9)
 NAME = "eval/reverse_text/avg@2"
-
-
-def run(config: OrchestratorConfig) -> None:
-    run_dir = RunDir(config.output_dir)
-    with FakeTrainer(run_dir, start=0, max_steps=config.max_steps):
-        asyncio.run(orchestrate(config))
 
 
 def metrics_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
@@ -72,54 +62,6 @@ def test_every_other_version_is_evaluated_once_and_training_is_as_without(tmp_pa
     assert len({metrics[NAME] for metrics in found.values()}) > 1, "the versions differ"
     asked = held_out(engine, config)
     assert len(asked) == 4 * 5 * 2 and len(set(asked)) == 5 * 2, "the same tasks and seeds for every version"
-
-
-@pytest.mark.launch
-def test_workers_evaluate_as_the_orchestrator_does_and_are_gone_in_between(tmp_path: Path) -> None:
-    here, there = FakeEngine(), FakeEngine()
-    seen: list[bool] = []
-
-    def look(number: int) -> None:
-        processes = psutil.Process().children(recursive=True)
-        seen.append(any("worker_process" in "".join(command_line(one)) for one in processes))
-
-    there.on_generate = look
-    section = {"id": "reverse_text"}
-    with serving(here, there):
-        run(make_config(tmp_path / "here", here, eval=EVAL))
-        run(make_config(tmp_path / "there", there, eval=EVAL | {"environments": [section | {"workers": 1}]}))
-    directories = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
-    assert metrics_of(directories[0]) == metrics_of(directories[1])
-    assert read_rollouts(directories[0], STEPS) == read_rollouts(directories[1], STEPS)
-    in_evaluations = [len(body["seeds"]) == 2 for body in there.requests]
-    assert seen == in_evaluations and any(seen) and not all(seen)
-
-
-@pytest.mark.parametrize("request_number", [5, 20])
-def test_an_evaluation_that_was_cut_off_comes_once_with_the_same_numbers(request_number: int, tmp_path: Path) -> None:
-    """Request 5 is of the evaluation of version 0: the batch before it has three; 20 is of that of version 2."""
-    straight, engine = FakeEngine(), FakeEngine()
-    with serving(straight, engine):
-        run(make_config(tmp_path / "straight", straight, eval=EVAL))
-        config = make_config(tmp_path / "run", engine, eval=EVAL)
-        config.client.max_concurrency = 4
-
-        async def cut_off() -> None:
-            work = asyncio.ensure_future(orchestrate(config))
-            loop = asyncio.get_running_loop()
-            engine.on_generate = lambda number: number == request_number and loop.call_soon_threadsafe(work.cancel)
-            with pytest.raises(asyncio.CancelledError):
-                await work
-
-        with FakeTrainer(RunDir(config.output_dir), start=0, max_steps=config.max_steps):
-            asyncio.run(cut_off())
-            assert len(engine.requests[request_number - 1]["seeds"]) == 2, "it was cut off in an evaluation"
-            asyncio.run(orchestrate(config))
-    run_dir = RunDir(tmp_path / "run")
-    assert metrics_of(run_dir) == metrics_of(RunDir(tmp_path / "straight"))
-    assert read_rollouts(run_dir, STEPS) == read_rollouts(RunDir(tmp_path / "straight"), STEPS)
-    # What was in flight was not kept: at most as many requests as may be at once.
-    assert len(held_out(engine, config)) - len(held_out(straight, config)) <= 4
 
 
 def test_what_is_there_of_other_weights_is_evaluated_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,9 +114,5 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
     teacher = {"urls": ["http://a"], "model": "b", "mode": "samples"}
     with pytest.raises(ValueError, match="leave eval out, and evaluate checkpoints with"):
         check(teacher=teacher)
-    with pytest.raises(ValueError, match="environments need distinct names"):
-        check(eval={"environments": [own, own]})
-    with pytest.raises(ValueError, match="are 2 times the same answer"):
-        check(eval=EVAL | {"sampling": {"temperature": 0}})
     with pytest.raises(ConfigError, match="eval.environments: environment 'reverse_text': seq_len = 1025 is more than"):
         check(eval={"environments": [{"seq_len": 1025}]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,8 +20,6 @@ from holdfast.orchestrator.judges.desk import Desk, judging
 from holdfast.orchestrator.judges.queue import JudgeDenied
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import record_log
-from holdfast.shared.wire.chat_reply import ChatReply
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
@@ -146,26 +143,6 @@ def test_no_more_are_asked_at_once_and_no_faster_than_allowed(fake: FakeJudge) -
     assert len(times) == 5 and times[-1] - began >= 0.4
 
 
-def test_a_busy_judge_is_left_alone_as_long_as_it_asks_and_its_key_is_sent_but_never_told(
-    fake: FakeJudge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    times: list[float] = []
-
-    async def busy_once(body: Body) -> Response:
-        times.append(time.monotonic())
-        if len(times) == 1:
-            return JSONResponse({"error": f"too many by {KEY}"}, 429, {"Retry-After": "1"})
-        return completion("5")
-
-    fake.answer = busy_once
-    with caplog.at_level(logging.INFO):
-        [judgement] = ask(judge_at(fake.url, api_key_env="JUDGE_KEY"), "a")
-    assert judgement.score == 0.005 and times[1] - times[0] >= 1.0
-    assert fake.headers[0]["authorization"] == f"Bearer {KEY}"
-    assert "too many by ..." in caplog.text and KEY not in caplog.text
-
-
 def test_who_waits_behind_a_judge_that_is_away_need_not_try_as_long_again(fake: FakeJudge) -> None:
     fake.answer = always(lambda: Response("down", 503))
     with pytest.raises(JudgeFailure, match=r"was lost 5 times in a row .*retry_for_s.* answered 503: down") as caught:
@@ -175,7 +152,12 @@ def test_who_waits_behind_a_judge_that_is_away_need_not_try_as_long_again(fake: 
 
 def test_one_request_that_always_fails_stops_no_other(fake: FakeJudge) -> None:
     async def fail_at_a(body: Body) -> Response:
-        return Response("no", 500) if body["messages"][0]["content"] == "a" else completion("1")
+        asked = body["messages"][0]["content"]
+        while asked == "c" and fake.questions.count("a") < 5:  # the last one comes when the first is given up
+            await asyncio.sleep(0.01)
+        if asked == "a":
+            return Response("no", 500)
+        return completion("1")
 
     async def ask_each() -> list[Judgement | BaseException]:
         judge = judge_at(fake.url, max_concurrency=2, retry_for_s=0.1)
@@ -189,30 +171,10 @@ def test_one_request_that_always_fails_stops_no_other(fake: FakeJudge) -> None:
     assert fake.questions.count("a") == 5
 
 
-def test_a_judge_that_hangs_or_is_not_there_counts_as_away(fake: FakeJudge) -> None:
-    async def hang(body: Body) -> Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    fake.answer = hang
-    lost = r"was lost 5 times in a row .*had no answer within 0.05 s \(timeout_s\)"
-    with pytest.raises(JudgeFailure, match=lost) as caught:
-        ask(judge_at(fake.url, timeout_s=0.05, retry_for_s=0.1), "a")
-    assert caught.value.reason == "judge_away" and len(fake.asked) <= 5
-    with pytest.raises(JudgeFailure, match="ConnectError") as caught:
-        ask(judge_at(f"http://127.0.0.1:{free_port()}/v1", retry_for_s=0.1), "a")
-    assert caught.value.reason == "judge_away"
-
-
 @pytest.mark.parametrize(
     ("answer", "reason", "said"),
     [
         (lambda: JSONResponse({"error": "too long"}, 400), "judge_refused", "was answered 400: .*too long"),
-        (lambda: Response(status_code=302, headers={"location": "http://x"}), "judge_refused", "was answered 302"),
-        (lambda: Response("hello"), "judge_unreadable", "what is no chat completion"),
-        (lambda: JSONResponse({"choices": []}), "judge_unreadable", "with 0 choices, asked for was one"),
-        (lambda: Response(b"x" * (17 << 20)), "judge_unreadable", "more than 16777216 bytes; the rest is not read"),
-        (lambda: Response(b"x" * 50, headers={"content-encoding": "gzip"}), "judge_unreadable", "DecodingError"),
         (lambda: completion("well ..."), "judge_unreadable", r"not a number from 0 to 1000: well \.\.\."),
         (lambda: JSONResponse({"choices": [{"message": {"content": None}}]}), "judge_unreadable", "not a number"),
     ],
@@ -241,30 +203,7 @@ def test_a_judge_that_lets_nobody_in_ends_what_is_scored(
     with pytest.raises(JudgeDenied, match=f"was answered {status}: .*{said}") as caught:
         ask(judge_at(fake.url, api_key_env="JUDGE_KEY" if with_key else None), "a")
     assert (KEY in str(caught.value)) == (not with_key), "a server may say what it likes, but not our key"
-
-
-def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: Path) -> None:
-    async def leave() -> ChatReply:
-        arrived, goes_on = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        async def wait(body: Body) -> Response:
-            loop.call_soon_threadsafe(arrived.set)
-            while not goes_on.is_set():
-                await asyncio.sleep(0.01)
-            return completion("7")
-
-        fake.answer = wait
-        async with judging(tmp_path / "judgements.log") as desk:
-            request = judge_at(fake.url).request({"x": "a"})
-            asking = asyncio.create_task(desk.ask(request))
-            await arrived.wait()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            goes_on.set()
-            return await desk.ask(request)
-
-    assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
+    assert fake.headers[0].get("authorization") == (f"Bearer {KEY}" if with_key else None)
 
 
 def test_a_desk_that_closes_asks_no_more(fake: FakeJudge) -> None:

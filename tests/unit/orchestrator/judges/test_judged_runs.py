@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from fastapi import Response
 from fastapi.responses import JSONResponse
@@ -17,15 +16,11 @@ from fastapi.responses import JSONResponse
 from holdfast.orchestrator.evaluation import main as evaluation
 from holdfast.orchestrator.judges.desk import Desk
 from holdfast.orchestrator.judges.queue import JudgeDenied
-from holdfast.orchestrator.main import orchestrate
 from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.errors import EnvironmentFailure
-from holdfast.shared.files import journal
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch
-from tests.runs.processes import command_line
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
-from tests.servers.orchestrator_fakes import MODEL, FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import MODEL, FakeEngine, played, serving
 
 STEPS = 3
 
@@ -38,18 +33,9 @@ def fake() -> Iterator[FakeJudge]:
 
 def run(directory: Path, judge: FakeJudge, *, dies: str = "", max_steps: int = STEPS, **settings: Any) -> list[Batch]:
     """Return the batches of a run whose every rollout is judged."""
-    directory.mkdir(exist_ok=True)
     asks = {"url": judge.url, "model": "m", "prompt": "{first} then {second}", "max_score": 1000.0, "retry_for_s": 0.1}
     section = {"id": "tests.runs.judged_environment:Judged", "args": {"judge": asks, "dies": dies}, **settings}
-    engine = FakeEngine()
-    run_dir = RunDir(directory / "run")
-    with serving(engine):
-        config = make_config(run_dir.path, engine, environments=[section], max_steps=max_steps)
-        with FakeTrainer(run_dir, start=0, max_steps=max_steps):
-            asyncio.run(orchestrate(config))
-    living = psutil.Process().children(recursive=True)
-    assert not [one for one in living if "worker_process" in "".join(command_line(one))]
-    return [journal.read_batch(run_dir, step) for step in range(1, max_steps + 1)]
+    return played(directory, section, max_steps=max_steps)
 
 
 async def by_content(body: Body) -> Response:
@@ -127,18 +113,6 @@ def test_a_judge_that_fails_costs_its_groups_by_reason_and_training_goes_on(tmp_
         )
         assert batches[0].metrics[f"groups/dropped/{one.reason}"] >= 1.0
     assert len(batches[3].rollouts) == 12
-
-
-def test_a_judge_that_fails_ends_the_run_where_that_is_wished(tmp_path: Path, fake: FakeJudge) -> None:
-    async def refuse(body: Body) -> Response:
-        return JSONResponse({"error": "too long"}, 400)
-
-    fake.answer = refuse
-    for workers in (0, 1):
-        with pytest.raises(
-            EnvironmentFailure, match=r"failed on task \d .*: judge: POST .* was answered 400: .*too long"
-        ):
-            run(tmp_path / f"{workers}", fake, workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

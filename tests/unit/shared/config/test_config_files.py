@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,8 @@ def test_files_compose_from_left_to_right_key_by_key(write: Write) -> None:
     second = write("second.toml", "max_steps = 9\n[optim]\nlr = 0.25\n")
     config = sft("@", first, "@", second)
     assert (config.max_steps, config.seed, config.optim.lr, config.optim.schedule) == (9, 3, 0.25, "linear")
-    config = sft("@", second, "@", first)
+    config = sft(f"@{second}", "@", first)
     assert (config.max_steps, config.optim.lr) == (7, 0.5)
-
-
-def test_an_at_sign_may_touch_its_file(write: Write) -> None:
-    assert sft("@" + write("a.toml", "seed = 5")).seed == 5
 
 
 def test_flags_win_over_files_wherever_they_stand(write: Write) -> None:
@@ -62,15 +59,6 @@ def test_flags_win_over_files_wherever_they_stand(write: Write) -> None:
                  ["@", path, "--max-steps=8", "--optim.lr", "0.1"]):  # fmt: skip
         config = sft(*argv)
         assert (config.max_steps, config.optim.lr, config.optim.warmup_steps) == (8, 0.1, 2)
-
-
-def test_a_section_is_filled_from_a_file(write: Write) -> None:
-    train = write("train.toml", "max_steps = 5\n[optim]\nlr = 0.5\n")
-    client = write("client.toml", "timeout_s = 3.0\n")
-    config = rl("--trainer", "@", train, "--orchestrator.client", "@", client, "--trainer.optim.lr", "0.1")
-    assert config.trainer.max_steps == 5
-    assert config.trainer.optim.lr == 0.1
-    assert config.orchestrator.client.timeout_s == 3.0
 
 
 def test_a_file_behind_a_switch_is_a_file_of_the_whole(write: Write) -> None:
@@ -87,12 +75,23 @@ def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> N
     assert config.ckpt is not None and (config.ckpt.interval, config.ckpt.keep, config.seed) == (2, 3, 4)
 
 
+def test_a_section_is_filled_from_a_file(write: Write) -> None:
+    train = write("train.toml", "max_steps = 5\n[optim]\nlr = 0.5\n")
+    client = write("client.toml", "timeout_s = 3.0\n")
+    config = rl("--trainer", "@", train, "--orchestrator.client", "@", client, "--trainer.optim.lr", "0.1")
+    assert config.trainer.max_steps == 5
+    assert config.trainer.optim.lr == 0.1
+    assert config.orchestrator.client.timeout_s == 3.0
+
+
 def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
     assert sft().ckpt is None
     bare = sft("--max-steps", "20", "--ckpt")
     assert bare.ckpt is not None and bare.ckpt.interval is None and bare.ckpt.resume_step is None
     both = sft("--ckpt", "--ckpt.interval", "5", "--ckpt.keep", "2")
     assert both.ckpt is not None and (both.ckpt.interval, both.ckpt.keep) == (5, 2)
+    for word, value in (("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")):
+        assert attrgetter("ckpt.resume_step")(sft("--ckpt.resume-step", word)) == value
 
 
 @pytest.mark.parametrize(
@@ -109,22 +108,6 @@ def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: 
     assert "'trainer.environments.sums' " in refused("--trainer.environments", '{"sums": 3}', command=RlConfig)
 
 
-@pytest.mark.parametrize(("word", "value"), [("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")])
-def test_resume_step_takes_a_number_or_a_word(word: str, value: object) -> None:
-    config = sft("--ckpt.resume-step", word)
-    assert config.ckpt is not None and config.ckpt.resume_step == value
-
-
-def test_booleans_lists_and_tuples_as_flags() -> None:
-    assert sft("--no-data.pack").data.pack is False
-    assert sft("--data.pack").data.pack is True
-    assert sft("--optim.betas", "0.5,0.75").optim.betas == (0.5, 0.75)
-    config = parse_command_line(
-        OrchestratorConfig, ["--client.urls", "http://a", "--client.urls", "http://b"], program="orchestrator"
-    )
-    assert config.client.urls == ["http://a", "http://b"]
-
-
 def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SEED", "MAX_STEPS", "OUTPUT_DIR", "CLEAN"):
         monkeypatch.setenv(name, "17")
@@ -132,31 +115,24 @@ def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch
     assert sft().seed == 0
 
 
-def test_an_unknown_key_names_file_dotted_key_and_nearest_spelling(write: Write) -> None:
-    good = write("good.toml", "seed = 1")
-    bad = write("bad.toml", "[optim]\nschdule = 'linear'\n")
-    message = refused("@", good, "@", bad)
+@pytest.mark.parametrize(
+    ("command", "flags", "content", "said"),
+    [
+        (SftConfig, ("@",), "[optim]\nschdule = 'linear'\n", ("'optim.schdule'", "'schedule'")),
+        # With nothing similar the allowed keys are listed.
+        (RlConfig, ("--trainer", "@"), "[optim]\nlearning_rate = 1\n", ("trainer.optim.learning_rate", "lr")),
+        (RlConfig, ("--traner", "@"), "max_steps = 3\n", ("'traner'", "'trainer'")),
+        (OrchestratorConfig, ("@",), "[[environments]]\nwieght = 2.0\n", ("environments.0.wieght", "'weight'")),
+        (SftConfig, ("@",), "seed = 1\nmax_steps = = 3\n", ("line 2",)),
+    ],
+)
+def test_an_unknown_key_names_its_file_itself_and_the_nearest_spelling(
+    command: type[Command], flags: tuple[str, ...], content: str, said: tuple[str, ...], write: Write
+) -> None:
+    good, bad = write("good.toml", ""), write("bad.toml", content)
+    message = refused("@", good, *flags, bad, command=command)
     assert bad in message and good not in message
-    assert "'optim.schdule'" in message and "'schedule'" in message
-
-
-def test_an_unknown_key_of_a_section_file_is_named_with_the_section(write: Write) -> None:
-    path = write("train.toml", "[optim]\nlearning_rate = 1\n")
-    message = refused("--trainer", "@", path, command=RlConfig)
-    assert path in message and "trainer.optim.learning_rate" in message
-    assert "lr" in message, "with nothing similar the allowed keys are listed"
-
-
-def test_an_unknown_section_is_a_key_error(write: Write) -> None:
-    path = write("train.toml", "max_steps = 3\n")
-    message = refused("--traner", "@", path, command=RlConfig)
-    assert path in message and "'traner'" in message and "'trainer'" in message
-
-
-def test_an_unknown_key_in_an_element_of_a_list(write: Write) -> None:
-    path = write("orch.toml", "[[environments]]\nid = 'reverse_text'\nwieght = 2.0\n")
-    message = refused("@", path, command=OrchestratorConfig)
-    assert path in message and "environments.0.wieght" in message and "'weight'" in message
+    assert all(part in message for part in said)
 
 
 @pytest.mark.parametrize(
@@ -174,16 +150,12 @@ def test_an_unknown_flag_names_the_nearest(flag: str, meant: str) -> None:
     [
         ("max_steps = 'many'", "max_steps", '"many"', "integer"),
         ("max_steps = 0", "max_steps", "0", "greater than or equal to 1"),
-        ("max_steps = 2.5", "max_steps", "2.5", "integer"),
         ("optim = 3", "optim", "3", "is a section: give its settings"),
         ("[optim]\nlr = -1.0", "optim.lr", "-1.0", "greater than 0"),
         ("[optim]\nbetas = [1, 2, 3]", "optim.betas", "[1, 2, 3]", "2"),
         ("[optim]\nschedule = 'cosin'", "optim.schedule", '"cosin"', "'cosine'"),
         ("[model]\ndtype = 'float16'", "model.dtype", '"float16"', "'bfloat16'"),
-        ("[data]\nvalidation_fraction = 1.0", "data.validation_fraction", "1.0", "less than 1"),
-        ("[data]\npack = 'perhaps'", "data.pack", '"perhaps"', "boolean"),
         ("[ckpt]\nresume_step = 'newest'", "ckpt.resume_step", '"newest"', "'latest' or 'auto'"),
-        ("[ckpt]\ninterval = 0", "ckpt.interval", "0", "greater than or equal to 1"),
     ],
 )
 def test_a_wrong_type_or_value_names_file_key_value_and_what_is_allowed(
@@ -212,29 +184,13 @@ def test_all_mistakes_are_told_at_once(write: Write) -> None:
     assert len(message.splitlines()) == 4
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    message = refused("--optim.warmup-steps", "20", "--max-steps", "10")
-    assert "warmup_steps (20)" in message and "max_steps (10)" in message
-    twice = '[{"id": "reverse_text"}, {"id": "reverse_text"}]'
-    assert "distinct names" in refused("--environments", twice, command=OrchestratorConfig)
-
-
-def test_a_missing_file_is_named() -> None:
+def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
     assert "'@ nowhere/a.toml'" in refused("@", "nowhere/a.toml")
     assert "path" in refused("@")
     assert "path" in refused("--trainer", "@", command=RlConfig)
-
-
-def test_a_directory_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in refused("@", str(tmp_path))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     assert "binary.toml" in refused("@", str(tmp_path / "binary.toml"))
-
-
-def test_bad_toml_names_file_and_line(write: Write) -> None:
-    path = write("bad.toml", "seed = 1\nmax_steps = = 3\n")
-    message = refused("@", path)
-    assert path in message and "line 2" in message
 
 
 @pytest.mark.parametrize("argv", [["stray"], ["--max-steps"], ["--data.pack=maybe"], ["--ckpt", "stray"]])
@@ -332,14 +288,6 @@ def test_files_of_trainer_and_orchestrator_that_were_swapped_are_told_as_such(wr
         f"{orchestrator} looks like a file for the section orchestrator: problems_per_step, sampling, environments "
         f"belong there. It was given as '@ {orchestrator}': give it as '--orchestrator @ {orchestrator}'."
     ]
-
-
-def test_one_key_of_another_section_makes_no_file_of_it(write: Write) -> None:
-    trainer = write("trainer.toml", f"seq_len = 64\n{TRAINER}")
-    assert "unknown key 'trainer.seq_len'" in refused("--trainer", "@", trainer, command=RlConfig)
-    orchestrator = write("one.toml", "group_size = 4\n")
-    said = refused("--trainer", "@", orchestrator, command=RlConfig)
-    assert "the section orchestrator: group_size belongs there" in said
 
 
 def test_sections_that_know_the_keys_of_a_file_equally_are_all_named_or_none(write: Write) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from holdfast.shared.config import (
     DpoConfig,
@@ -40,116 +40,39 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def fields_below(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str | None]]:
-    found: list[tuple[str, str | None]] = []
+def fields_below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in model.model_fields.items():
-        found.append((f"{prefix}{name}", info.description))
+        yield f"{prefix}{name}", info
         for section in models_in(info.annotation):
-            found += fields_below(section, f"{prefix}{name}.")
-    return found
+            yield from fields_below(section, f"{prefix}{name}.")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_field_says_what_it_is(command: type[Command]) -> None:
-    fields = fields_below(command)
+def test_every_field_says_what_it_is_and_a_file_can_say_it(command: type[Command], tmp_path: Path) -> None:
+    fields = list(fields_below(command))
     assert len(fields) > 10
-    undocumented = [name for name, text in fields if not text or len(text.strip()) < 8]
-    assert undocumented == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_seed_output_dir_and_dry_run(command: type[Command]) -> None:
-    assert {"seed", "output_dir", "dry_run"} <= command.model_fields.keys()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_no_toml_can_say_is_not_a_meaning_of_a_field(command: type[Command]) -> None:
-    """TOML has no null: a field that may be None must have None as its default, or a file cannot restore it."""
-
-    def check(model: type[BaseModel], prefix: str) -> None:
-        for name, info in model.model_fields.items():
-            if type(None) in typing.get_args(info.annotation):
-                assert info.default is None, f"{prefix}{name}"
-            for section in models_in(info.annotation):
-                check(section, f"{prefix}{name}.")
-
-    check(command, "")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_defaults_survive_toml(command: type[Command], tmp_path: Path) -> None:
+    assert [name for name, info in fields if len((info.description or "").strip()) < 8] == []
+    for name, info in fields:
+        # TOML has no null: a field that may be None must have None as its default, or a file cannot restore it.
+        assert type(None) not in typing.get_args(info.annotation) or info.default is None, name
+        # A partly filled section starts from its class, so the default section must be the same as the class's.
+        assert "." in name or not isinstance(info.default, BaseModel) or info.default == type(info.default)(), name
     path = tmp_path / "resolved.toml"
     path.write_text(to_toml(command()))
     assert read_toml(command, path) == command()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_filling_a_part_of_a_section_leaves_the_rest_at_the_defaults(command: type[Command]) -> None:
-    """A partly filled section starts from its class, so the default section must be the same as the class's."""
-    for name, info in command.model_fields.items():
-        if isinstance(info.default, BaseModel):
-            assert info.default == type(info.default)(), name
-
-
-text = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
-positive = st.floats(min_value=1e-12, max_value=1e12, exclude_min=True)
-some_ckpt = st.none() | st.fixed_dictionaries(
-    {},
-    optional={
-        "interval": st.none() | st.integers(1, 10**6),
-        "keep": st.none() | st.integers(1, 99),
-        "resume_step": st.none() | st.integers(-1, 10**9) | st.sampled_from(["latest", "auto"]),
-    },
-)
-some_sft = st.fixed_dictionaries(
-    {},
-    optional={
-        "output_dir": text.filter(lambda name: bool(name.strip())).map(Path),
-        "seed": st.integers(0, 2**31 - 1),
-        "max_steps": st.integers(11, 10**9),
-        "ckpt": some_ckpt,
-        "model": st.fixed_dictionaries(
-            {}, optional={"name": text, "tokenizer": st.none() | text, "activation_checkpointing": st.booleans()}
-        ),
-        "optim": st.fixed_dictionaries(
-            {},
-            optional={
-                "lr": positive,
-                "betas": st.tuples(st.floats(0, 1), st.floats(0, 1)),
-                "max_grad_norm": positive | st.just(math.inf),
-                "warmup_steps": st.integers(0, 10),
-            },
-        ),
-        "val_interval": st.none(),  # needs validation_fraction, see the test of that rule
-    },
-)
-
-
-@given(values=some_sft)
-@settings(max_examples=60)
-def test_any_sft_config_survives_toml(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "round_trip.toml"
-    config = SftConfig(**values)
-    path.write_text(to_toml(config), encoding="utf-8", newline="")
-    again = read_toml(SftConfig, path)
-    assert again == config
-    assert fingerprint(again) == fingerprint(config)
-
-
-@given(
-    args=st.dictionaries(
-        text, st.integers(-(2**63), 2**63 - 1) | st.booleans() | text | st.lists(st.integers(-9, 9)), max_size=4
-    ),
-    name=text,
-)
-@settings(max_examples=60)
-def test_any_environment_arguments_survive_toml(
-    args: dict[str, Any], name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "environments.toml"
-    config = OrchestratorConfig(environments=[{"id": "jsonl", "name": name, "args": args}])  # type: ignore[list-item]
-    path.write_text(to_toml(config), encoding="utf-8", newline="")
-    assert read_toml(OrchestratorConfig, path) == config
+def test_unusual_values_survive_toml(tmp_path: Path) -> None:
+    config = SftConfig(
+        output_dir=Path("a 'b' \"c\"\\d"),
+        max_steps=10**9,
+        ckpt={"resume_step": "latest", "keep": 1},  # type: ignore[arg-type]
+        model={"name": "\u00e9\n\t\x7f\u2028", "tokenizer": "", "activation_checkpointing": True},  # type: ignore[arg-type]
+        optim={"lr": 1e-12, "betas": (0.0, 0.1 + 0.2), "max_grad_norm": math.inf},  # type: ignore[arg-type]
+    )
+    (tmp_path / "sft.toml").write_text(to_toml(config), encoding="utf-8", newline="")
+    again = read_toml(SftConfig, tmp_path / "sft.toml")
+    assert again == config and fingerprint(again) == fingerprint(config)
 
 
 def kind_of(path: Path) -> type[Command]:
@@ -261,12 +184,6 @@ def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
     config = TrainerConfig.model_validate({"advantage": "distillation", "kl": kl})
     assert config.kl is not None and config.distillation == DistillationConfig(coef=1.0)
     assert TrainerConfig.model_validate({"distillation": {"coef": 0.5}, "kl": kl}).advantage == "dr_grpo"
-
-
-def test_validating_needs_something_to_validate_on() -> None:
-    with pytest.raises(ValueError, match="val_interval = 5 needs data.validation_fraction above 0"):
-        SftConfig.model_validate({"val_interval": 5})
-    assert SftConfig.model_validate({"val_interval": 5, "data": {"validation_fraction": 0.1}}).val_interval == 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.shared.config.environments import RolloutSettings
 from holdfast.shared.config.fingerprint import makes_same_batches
 from holdfast.shared.config.load import parse_command_line, read_toml, to_toml
-from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
+from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.config.registry import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.shared.config.reward_training import RewardTrainingConfig
 from holdfast.shared.config.rl import hand_down_shared
@@ -37,7 +37,7 @@ def disagreement(*argv: str) -> str:
     return str(caught.value)
 
 
-def test_what_rl_is_given_goes_to_every_process() -> None:
+def test_what_rl_is_given_goes_to_every_process_whatever_its_section_says() -> None:
     config = rl("--max-steps", "7", "--seed", "3", "--output-dir", "runs/a", "--async-level", "2",
                 "--ckpt.interval", "5", "--model.name", "some/model")  # fmt: skip
     for process in (config.trainer, config.orchestrator, config.inference):
@@ -49,33 +49,21 @@ def test_what_rl_is_given_goes_to_every_process() -> None:
         assert process.max_steps == 7
         assert process.async_level == 2
         assert process.ckpt is not None and process.ckpt.interval == 5
+    journal = RlConfig.model_validate({"journal": {"keep": "all"}, "seed": 3, "trainer": {"seed": 4}})
+    handed = hand_down_shared(journal)
+    assert (handed.trainer.journal.keep, handed.trainer.seed, handed.inference.seed) == ("all", 3, 3)
+    assert hand_down_shared(RlConfig()).trainer.journal.keep == 20
 
 
 def test_what_is_said_of_the_optimizer_leaves_the_learning_rates_of_policy_and_critic(tmp_path: Path) -> None:
     path = tmp_path / "betas.toml"
     path.write_text("[trainer.optim]\nbetas = [0.9, 0.99]\n[trainer.critic.optim]\nwarmup_steps = 2\n")
-    gae = ("--trainer.advantage", "gae", "--trainer.critic.clip", "0.5")
-    for flags in (
-        (),
-        ("--trainer.optim.warmup-steps", "5"),
-        ("@", str(path), *gae),
-        ("@", str(path), *gae, "--trainer.critic.optim.warmup-steps", "5", "--trainer.optim.eps", "1e-6"),
-    ):
-        trainer = rl(*flags).trainer
-        assert trainer.optim.lr == 1e-6, flags
-        assert trainer.critic is None or trainer.critic.optim.lr == 1e-5, flags
+    trainer = rl("@", str(path), "--trainer.advantage", "gae", "--trainer.optim.warmup-steps", "5").trainer
+    assert trainer.critic is not None and (trainer.optim.lr, trainer.critic.optim.lr) == (1e-6, 1e-5)
     resolved = tmp_path / "trainer.toml"
     resolved.write_text(to_toml(rl("--trainer.optim.warmup-steps", "5").trainer))
     assert read_toml(TrainerConfig, resolved).optim == PolicyOptimConfig(warmup_steps=5)
-    assert rl("--trainer.optim.lr", "1e-5").trainer.optim.lr == 1e-5
     assert (SftConfig().optim.lr, RewardTrainingConfig().optim.lr) == (1e-5, 1e-5)
-
-
-def test_rl_wins_over_its_sections() -> None:
-    config = rl("--seed", "3", "--trainer.seed", "4", "--orchestrator.seed", "5", "--model.name", "a/b",
-                "--trainer.model.name", "c/d")  # fmt: skip
-    assert config.trainer.seed == config.orchestrator.seed == config.inference.seed == 3
-    assert config.trainer.model.name == "a/b"
 
 
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])
@@ -90,26 +78,18 @@ def test_what_one_process_is_given_goes_to_the_others(process: str) -> None:
     assert config.output_dir == config.inference.output_dir == Path("runs/b")
 
 
-def test_equal_values_are_no_disagreement() -> None:
-    assert rl("--trainer.max-steps", "7", "--orchestrator.max-steps", "7").max_steps == 7
-
-
 @pytest.mark.parametrize(
-    ("setting", "one", "other"),
-    [("max-steps", "5", "6"), ("seed", "1", "2"), ("output-dir", "a", "b"), ("async-level", "0", "1"),
-     ("ckpt.interval", "2", "3")],
+    ("setting", "one", "other", "process"),
+    [("max-steps", "5", "6", "orchestrator"), ("seed", "1", "2", "orchestrator"), ("ckpt.interval", "2", "3",
+     "orchestrator"), ("model.name", "a/b", "c/d", "inference")],
 )  # fmt: skip
-def test_disagreement_names_both_processes_and_the_shared_flag(setting: str, one: str, other: str) -> None:
-    message = disagreement(f"--trainer.{setting}", one, f"--orchestrator.{setting}", other)
-    assert "trainer." in message and "orchestrator." in message
+def test_disagreement_names_both_processes_and_the_shared_flag(
+    setting: str, one: str, other: str, process: str
+) -> None:
+    message = disagreement(f"--trainer.{setting}", one, f"--{process}.{setting}", other)
+    assert "trainer." in message and f"{process}." in message
     assert one in message and other in message
     assert f"--{setting.split('.')[0]}" in message
-
-
-def test_disagreement_about_the_model_names_both_and_the_shared_flag() -> None:
-    message = disagreement("--trainer.model.name", "a/b", "--inference.model.name", "c/d")
-    for part in ("trainer.model.name = 'a/b'", "inference.model.name = 'c/d'", "--model.name"):
-        assert part in message
 
 
 @pytest.mark.parametrize("flag", ["--max-steps", "--trainer.max-steps", "--orchestrator.max-steps"])
@@ -140,6 +120,7 @@ def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
     default = RlConfig().trainer.max_steps
     message = disagreement("--trainer.max-steps", str(default), "--orchestrator.max-steps", str(default + 1))
     assert str(default) in message
+    assert rl("--trainer.max-steps", "7", "--orchestrator.max-steps", "7").max_steps == 7
 
 
 def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() -> None:
@@ -166,9 +147,6 @@ def test_a_server_is_named_once_however_it_is_spelled(first: str, second: str) -
     for setting in ("client", "teacher"):
         with pytest.raises(ConfigError, match=rf"{setting}\.urls' must name each server once"):
             rl(f"--orchestrator.{setting}.urls", json.dumps([first, second]))
-
-
-def test_servers_that_differ_in_host_port_or_path_are_several() -> None:
     urls = ["http://far:1", "http://far:2", "http://near:1", "http://far:1/b", "http://localhost:1"]
     assert rl("--orchestrator.client.urls", json.dumps(urls)).orchestrator.client.urls == urls
 
@@ -192,45 +170,108 @@ def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
     for name in (*SINGLE_ADVANTAGES, "own:advantage"):
         config = rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *NEEDED.get(name, ()))
         assert config.orchestrator.group_size == 1
-    imitation = (*TEACHER, "--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
-    assert rl("--orchestrator.group-size", "1", *imitation).trainer.advantage == "dr_grpo"
+    assert rl("--orchestrator.group-size", "1", *SAMPLES, *SFT).trainer.advantage == "dr_grpo"
 
 
-def test_groups_of_one_cannot_be_chosen_by_how_their_rewards_differ() -> None:
-    with pytest.raises(ValueError, match="every group of one is .*: set group_size to 2 or more"):
-        OrchestratorConfig.model_validate({"group_size": 1, "dynamic_sampling": {}})
+def mixed(own: dict[str, Any], *flags: str) -> tuple[str, ...]:
+    """The flags of a run with an environment as all are, and one with settings of its own."""
+    return ("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "addition"} | own]), *flags)
 
 
 DYNAMIC = ("--orchestrator.dynamic-sampling",)
+TEACHER = ("--orchestrator.teacher.urls", "http://127.0.0.1:9000", "--orchestrator.teacher.model", "a/teacher")
+SAMPLES = (*TEACHER, "--orchestrator.teacher.mode", "samples")
+DISTIL = ("--trainer.advantage", "distillation", "--trainer.loss.type", "policy_gradient")
+BESIDE = ("--trainer.distillation.coef", "0.5")
+SFT, GSPO = ("--trainer.loss.type", "sft"), ("--trainer.loss.type", "gspo")
+GAE = ("--trainer.advantage", "gae", "--trainer.critic")
+WEIGHTED = ("--trainer.environments", '{"reverse_text": {"weight": 2}}')
+IN_REWARD = ("--trainer.kl.place", "reward", "--trainer.kl.coef", "0.1")
+OF_MODEL = ("--trainer.advantage", "distillation", "--trainer.kl.reference", "a/b")
+CUT = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.05")
+PENALTY = ("--trainer.rewards.length-buffer-tokens", "9", "--trainer.rewards.length-max-tokens")
+OWN = ("--orchestrator.environments", '[{"id": "own:Env"}]')
+KEPT = ("--orchestrator.environments", '[{"id": "own:Env", "history": "keep"}]')
+SERVED = {"id": "jsonl", "args": {"path": "x"}, "mcp_servers": {"a": {"command": "sh"}}, "history": "keep"}
+TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        # Rewards that trainer and orchestrator see differently.
         (("--trainer.environments", '{"revers": {"weight": 2}}'), "names 'revers'.*Did you mean 'reverse_text'"),
         (("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "9"), "= 9 is more than the 8 rollouts"),
         ((*DYNAMIC, "--trainer.reward-model.name", "m"), "rules_weight = 0 leaves it out"),
         ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1}'), "weights leaves 'reward' out"),
         ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0}'), "weights leaves 'reward' out"),
-        (("--trainer.rewards.length-max-tokens", "129", "--trainer.rewards.length-buffer-tokens", "9"),
-         "length_max_tokens = 129 is never reached: orchestrator.sampling.max_tokens allows 128"),
-        (("--trainer.rewards.length-max-tokens", "1024", "--trainer.rewards.length-buffer-tokens", "9",
-          "--orchestrator.environments", '[{"id": "own:Env", "history": "keep"}]'),
-         "length_max_tokens = 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
+        ((*PENALTY, "129"), "= 129 is never reached: orchestrator.sampling.max_tokens allows 128"),
+        ((*PENALTY, "1024", *KEPT), "= 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
+        # Advantages that the loss does not take.
+        ((*GAE, *GSPO), "set loss.type = 'gspo_token'"),
+        ((*OF_MODEL, *GSPO), "set loss.type = 'gspo_token'"),
+        ((*WEIGHTED, *SFT), "has no effect with loss.type = 'sft'"),
+        ((*GAE, *SFT), "has no effect with loss.type = 'sft'"),
+        ((*IN_REWARD, *SFT), "has no effect with loss.type = 'sft'"),
+        # A distillation needs one teacher, and a loss for what it gives.
+        (DISTIL, "set trainer.kl.reference, or orchestrator.teacher"),
+        (BESIDE, "set trainer.kl.reference, or orchestrator.teacher"),
+        ((*DISTIL, *SAMPLES), "set trainer.kl.reference"),
+        ((*DISTIL, *TEACHER, "--trainer.kl.reference", "b/teacher"), "both say what the reference is"),
+        ((*DISTIL, *TEACHER, *DYNAMIC), "drops problems by their rewards"),
+        (SAMPLES, "trainer.loss.type = 'dapo' takes the samples for the policy's own"),
+        (SFT, "set orchestrator.teacher with mode = 'samples'"),
+        ((*SFT, *TEACHER), "set orchestrator.teacher with mode = 'samples'"),
+        ((*DISTIL, *TEACHER, "--orchestrator.sampling.temperature", "2"), "log-probabilities of a teacher"),
+        ((*DISTIL, *TEACHER, "--orchestrator.sampling.top-p", "0.9"),
+         "sampling of environment 'reverse_text' at temperature 1, top_p 0.9"),
+        # No divergence is taken between distributions that have different tokens.
+        ((*CUT, "--trainer.kl"),
+         r"cuts off tokens \(temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'\), and trainer.kl"),
+        (("--orchestrator.sampling.top-k", "1"), "1 leaves one token to choose from"),
+        # What one environment cannot have.
+        (mixed({"seq_len": 1025}), "environment 'addition': seq_len = 1025 is more than the seq_len = 1024 of all"),
+        (mixed({"group_size": 1}), "gives each of environment 'addition' a single one"),
+        (mixed({"group_size": 1}, *DYNAMIC), r"every group of one is \(environment 'addition'\): set group_size to 2"),
+        (mixed({"group_size": 2}, "--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "3"),
+         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'addition'"),
+        (mixed({"sampling": {"top_k": 5}}, "--trainer.kl"), r"\(temperature 1, top_k 5, environment 'addition'\)"),
+        (mixed({"sampling": {"top_k": 1}}), "1 leaves one token to choose from"),
+        (mixed({"sampling": {"temperature": 0.5}}, *TEACHER, "--trainer.advantage", "distillation"),
+         "sampling of environment 'addition' at temperature 0.5"),
     ],
 )  # fmt: skip
-def test_rewards_that_trainer_and_orchestrator_see_differently_are_refused(flags: tuple[str, ...], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_parts_of_a_run_that_do_not_fit_together_are_refused(flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=says):
         rl(*flags)
 
 
-def test_rewards_that_fit_are_taken() -> None:
-    rl(*DYNAMIC, "--trainer.reward-model.name", "m", "--trainer.reward-model.rules-weight", "0.5")
-    rl(*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0.1}')
-    rl("--trainer.environments", '{"reverse_text": {"weight": 2}}')
-    penalty = ("--trainer.rewards.length-buffer-tokens", "9", "--trainer.rewards.length-max-tokens")
-    rl(*penalty, "128")
-    rl(*penalty, "1023", "--orchestrator.environments", '[{"id": "own:Env"}]')  # it may have several turns
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (*DYNAMIC, "--trainer.reward-model.name", "m", "--trainer.reward-model.rules-weight", "0.5"),
+        (*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0.1}'),
+        WEIGHTED, GAE, IN_REWARD, CUT,
+        (*PENALTY, "128"),
+        (*PENALTY, "2000", *OWN),  # it may have several turns, and branches
+        (*PENALTY, "1000", *TOOLS),
+        (*GAE, "--trainer.loss.type", "gspo_token"),
+        (*OF_MODEL, "--trainer.loss.type", "gspo_token"),
+        (*DISTIL, "--trainer.kl.reference", "b/teacher"),
+        (*DISTIL, *TEACHER),
+        (*BESIDE, *TEACHER, *DYNAMIC),
+        (*SAMPLES, *SFT),
+        (*SAMPLES, "--trainer.loss.type", "my_losses:imitate"),
+        # What a teacher samples is imitated by the whole distribution.
+        (*CUT, "--trainer.kl", *SAMPLES, *SFT),
+        mixed({"group_size": 1}, "--trainer.environments", '{"addition": {"advantage": "reinforce_pp"}}'),
+        mixed({"group_size": 9}, "--trainer.environments", '{"addition": {"advantage": "pass_at_k"}}',
+              "--trainer.advantage-k", "9"),
+        mixed({"seq_len": 500}, *PENALTY, "128"),
+    ],
+)  # fmt: skip
+def test_parts_of_a_run_that_fit_together_are_taken(flags: tuple[str, ...]) -> None:
+    rl(*flags)
 
 
 def test_dtype_follows_the_trainer_and_a_random_model_waits_for_weights() -> None:
@@ -293,61 +334,6 @@ def test_the_constant_of_dr_grpo_is_the_most_tokens_that_a_turn_may_have() -> No
     assert rl("--trainer.loss.type", "grpo").trainer.loss.constant_tokens is None
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--trainer.advantage", "gae", "--trainer.critic.gamma", "1"),
-        ("--trainer.advantage", "distillation", "--trainer.kl.reference", "a/b"),
-    ],
-)
-def test_gspo_is_not_given_advantages_of_single_tokens(flags: tuple[str, ...]) -> None:
-    assert "set loss.type = 'gspo_token'" in disagreement(*flags, "--trainer.loss.type", "gspo")
-    assert rl(*flags, "--trainer.loss.type", "gspo_token").trainer.loss.correction.type == "truncate"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--trainer.environments", '{"reverse_text": {"weight": 2}}'),
-        ("--trainer.advantage", "gae", "--trainer.critic"),
-        ("--trainer.kl.place", "reward", "--trainer.kl.coef", "0.1"),
-    ],
-)
-def test_what_acts_through_advantages_is_refused_where_the_loss_takes_none(flags: tuple[str, ...]) -> None:
-    assert "has no effect with loss.type = 'sft'" in disagreement(*flags, "--trainer.loss.type", "sft")
-    rl(*flags)
-
-
-TEACHER = ("--orchestrator.teacher.urls", "http://127.0.0.1:9000", "--orchestrator.teacher.model", "a/teacher")
-
-
-def test_a_distillation_needs_one_teacher_and_a_loss_for_what_it_gives() -> None:
-    distil = ("--trainer.advantage", "distillation", "--trainer.loss.type", "policy_gradient")
-    assert "set trainer.kl.reference, or orchestrator.teacher" in disagreement(*distil)
-    assert "set trainer.kl.reference" in disagreement(*distil, *TEACHER, "--orchestrator.teacher.mode", "samples")
-    assert "both say what the reference is" in disagreement(*distil, *TEACHER, "--trainer.kl.reference", "b/teacher")
-    rl(*distil, "--trainer.kl.reference", "b/teacher")
-    beside = ("--trainer.distillation.coef", "0.5")
-    assert "set trainer.kl.reference, or orchestrator.teacher" in disagreement(*beside)
-    assert rl(*beside, *TEACHER).trainer.advantage == "dr_grpo"
-    dynamic = ("--orchestrator.dynamic-sampling",)
-    assert "drops problems by their rewards" in disagreement(*distil, *TEACHER, *dynamic)
-    rl(*beside, *TEACHER, *dynamic)
-    rl(*distil, *TEACHER)
-    samples = (*TEACHER, "--orchestrator.teacher.mode", "samples")
-    assert "trainer.loss.type = 'dapo' takes the samples for the policy's own" in disagreement(*samples)
-    rl(*samples, "--trainer.loss.type", "sft")
-    for flags in ((), TEACHER):
-        assert "set orchestrator.teacher with mode = 'samples'" in disagreement("--trainer.loss.type", "sft", *flags)
-    rl(*samples, "--trainer.loss.type", "my_losses:imitate")
-    assert "log-probabilities of a teacher" in disagreement(
-        *distil, *TEACHER, "--orchestrator.sampling.temperature", "2"
-    )
-    assert "sampling of environment 'reverse_text' at temperature 1, top_p 0.9" in disagreement(
-        *distil, *TEACHER, "--orchestrator.sampling.top-p", "0.9"
-    )
-
-
 def test_the_inference_server_computes_logits_as_the_trainer_does() -> None:
     both = rl("--trainer.model.fp32-lm-head", "--trainer.model.dtype", "bfloat16")
     assert both.inference.model.fp32_lm_head and both.inference.model.dtype == "bfloat16"
@@ -357,103 +343,33 @@ def test_the_inference_server_computes_logits_as_the_trainer_does() -> None:
         RewardTrainingConfig.model_validate({"model": {"fp32_lm_head": True}})
 
 
-def test_a_divergence_is_not_taken_between_distributions_that_have_different_tokens() -> None:
-    cut = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.05")
-    assert (
-        "cuts off tokens (temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'), and trainer.kl"
-        in disagreement(*cut, "--trainer.kl")
-    )
-    rl(*cut)
-    # What a teacher samples is imitated by the whole distribution.
-    rl(*cut, "--trainer.kl", *TEACHER, "--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
-    assert "1 leaves one token to choose from" in disagreement("--orchestrator.sampling.top-k", "1")
-
-
-def mixed(own: dict[str, Any], *flags: str) -> RlConfig:
-    """A run with an environment as all are, and one with settings of its own."""
-    return rl("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "addition"} | own]), *flags)
-
-
 def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
     own = {"group_size": 3, "seq_len": 99, "sampling": {"temperature": 0.5, "max_tokens": 7}}
-    orchestrator = mixed(own, "--orchestrator.sampling.top-p", "0.9", "--orchestrator.group-size", "4").orchestrator
+    top_p = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.group-size", "4")
+    orchestrator = rl(*mixed(own, *top_p)).orchestrator
     plain, other = (orchestrator.rollouts_of(section) for section in orchestrator.environments)
     assert plain == RolloutSettings(4, 1024, 128, Sampling(1.0, 0.9))
     assert other == RolloutSettings(3, 99, 7, Sampling(0.5, 0.9))
-    assert orchestrator.largest_group == 4 and not makes_same_batches(orchestrator, mixed({}).orchestrator)
-    longest = mixed({"sampling": {"max_tokens": 300}}, "--trainer.loss.type", "dr_grpo")
+    assert orchestrator.largest_group == 4 and not makes_same_batches(orchestrator, rl(*mixed({})).orchestrator)
+    longest = rl(*mixed({"sampling": {"max_tokens": 300}}, "--trainer.loss.type", "dr_grpo"))
     assert longest.trainer.loss.constant_tokens == 300
-    mixed({"group_size": 1}, "--trainer.environments", '{"addition": {"advantage": "reinforce_pp"}}')
-    mixed(
-        {"group_size": 9},
-        "--trainer.environments",
-        '{"addition": {"advantage": "pass_at_k"}}',
-        "--trainer.advantage-k",
-        "9",
-    )
-    mixed({"seq_len": 500}, "--trainer.rewards.length-max-tokens", "128", "--trainer.rewards.length-buffer-tokens", "9")
 
 
-@pytest.mark.parametrize(
-    ("own", "flags", "says"),
-    [
-        ({"seq_len": 1025}, (), "environment 'addition': seq_len = 1025 is more than the seq_len = 1024 of all"),
-        ({"group_size": 1}, (), "gives each of environment 'addition' a single one"),
-        ({"group_size": 1}, DYNAMIC, "every group of one is (environment 'addition'): set group_size to 2"),
-        ({"group_size": 2}, ("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "3"),
-         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'addition'"),
-        ({"sampling": {"top_k": 5}}, ("--trainer.kl",), "(temperature 1, top_k 5, environment 'addition')"),
-        ({"sampling": {"top_k": 1}}, (), "1 leaves one token to choose from"),
-        ({"sampling": {"temperature": 0.5}}, (*TEACHER, "--trainer.advantage", "distillation"),
-         "sampling of environment 'addition' at temperature 0.5"),
-    ],
-)  # fmt: skip
-def test_what_one_environment_cannot_have_is_refused_by_its_name(
-    own: dict[str, Any], flags: tuple[str, ...], says: str
-) -> None:
-    with pytest.raises((ConfigError, ValueError)) as caught:
-        mixed(own, *flags)
-    assert says in str(caught.value)
-
-
-def test_an_evaluation_has_a_number_of_samples_of_its_own() -> None:
-    with pytest.raises(ValueError, match="'addition': group_size = 2 means nothing in an evaluation"):
-        EvalConfig.model_validate({"environments": [{"id": "addition", "group_size": 2}]})
-
-
-def test_a_length_that_branches_or_tools_can_reach_is_taken() -> None:
-    penalty = ("--trainer.rewards.length-max-tokens", "2000", "--trainer.rewards.length-buffer-tokens", "9")
-    tools = {"id": "jsonl", "args": {"path": "x"}, "mcp_servers": {"a": {"command": "sh"}}, "history": "keep"}
-    for section, most in (({"id": "own:Env"}, "2000"), (tools, "1000")):
-        config = rl(*penalty, "--trainer.rewards.length-max-tokens", most, "--orchestrator.environments",
-                    json.dumps([section]))  # fmt: skip
-        assert config.trainer.rewards.length_max_tokens == int(most)
+SAME_PORT = ("--prometheus.port", "8100", "--inference.server.port", "8100")
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--prometheus.port", "8100", "--inference.server.port", "8100"), "prometheus.port = 8100 is the port of inf"),
-        (
-            ("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
-            "dashboard.port = 8101 is the port of inference_1 as well",
-        ),
+        (SAME_PORT, "prometheus.port = 8100 is the port of inf"),
+        (("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
+         "dashboard.port = 8101 is the port of inference_1 as well"),
         (("--prometheus.port", "8000", "--dashboard"), ""),  # the server takes the next one
-        (("--prometheus.port", "0", "--inference.server.port", "8100"), ""),
-        (("--prometheus.port", "8100", "--inference.server.port", "8100", "--cluster", "ray"), ""),
-        (  # no server is started
-            (
-                "--prometheus.port",
-                "8100",
-                "--inference.server.port",
-                "8100",
-                "--orchestrator.client.urls",
-                '["http://127.0.0.1:8000"]',
-            ),
-            "",
-        ),
+        ((*SAME_PORT, "--prometheus.port", "0"), ""),
+        ((*SAME_PORT, "--cluster", "ray"), ""),
+        ((*SAME_PORT, "--orchestrator.client.urls", '["http://127.0.0.1:8000"]'), ""),  # no server is started
     ],
-)
+)  # fmt: skip
 def test_the_launcher_and_a_server_may_not_be_given_the_same_port(flags: tuple[str, ...], named: str) -> None:
     if not named:
         assert rl(*flags).trainer.prometheus is not None
@@ -462,7 +378,7 @@ def test_the_launcher_and_a_server_may_not_be_given_the_same_port(flags: tuple[s
     assert said.startswith(named) and said.endswith(".port, or 0 for any free one."), said
 
 
-@pytest.mark.parametrize("owners", [("", ""), ("trainer.", "trainer."), ("", "trainer."), ("trainer.", "")])
+@pytest.mark.parametrize("owners", [("", ""), ("trainer.", "")])
 def test_numbers_and_page_of_a_run_may_not_be_given_the_same_port(owners: tuple[str, str]) -> None:
     def flags(port: str) -> list[str]:
         return [f"--{owners[0]}prometheus.port", port, f"--{owners[1]}dashboard.port", port]
@@ -472,9 +388,3 @@ def test_numbers_and_page_of_a_run_may_not_be_given_the_same_port(owners: tuple[
     trainer = rl(*flags("0")).trainer
     assert trainer.prometheus is not None and trainer.dashboard is not None
     assert trainer.prometheus.port == trainer.dashboard.port == 0
-
-
-def test_rl_hands_the_journal_to_its_trainer() -> None:
-    config = hand_down_shared(RlConfig.model_validate({"journal": {"keep": "all"}}))
-    assert config.trainer.journal.keep == "all"
-    assert hand_down_shared(RlConfig()).trainer.journal.keep == 20

@@ -34,13 +34,6 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "file"
-    durable.write_file(path, b"one")
-    durable.write_file(path, b"two")
-    assert path.read_bytes() == b"two" and names(path.parent) == ["file"]
-
-
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_failed_write_leaves_the_old_file_and_no_rest(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,13 +51,6 @@ def make_tree(path: Path) -> None:
     (path / "sub").mkdir(parents=True)
     (path / "a").write_bytes(b"a")
     (path / "sub" / "b").write_bytes(b"b")
-
-
-def test_a_directory_appears_whole(tmp_path: Path) -> None:
-    temporary, final = durable.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
-    make_tree(temporary)
-    durable.publish_directory(temporary, final)
-    assert names(tmp_path) == ["step_1"] and (final / "sub" / "b").read_bytes() == b"b"
 
 
 def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +155,6 @@ def test_a_directory_whose_files_cannot_be_listed_is_not_published(
     assert not (tmp_path / "step_1").exists()
 
 
-def test_what_is_there_is_visible_also_under_directories_that_were_not(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "file"
-    assert not durable.is_visible(path)
-    path.parent.mkdir(parents=True)
-    assert not durable.is_visible(path)
-    path.touch()
-    assert durable.is_visible(path) and not durable.is_visible(path / "in a file")
-
-
 def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is what makes NFS ask again."""
     opened = []
@@ -188,5 +165,11 @@ def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: p
         return real(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", note)
-    durable.is_visible(tmp_path / "file")
+    assert not durable.is_visible(tmp_path / "file")
     assert opened == [tmp_path]
+    path = tmp_path / "a" / "b" / "file"
+    assert not durable.is_visible(path)
+    path.parent.mkdir(parents=True)
+    assert not durable.is_visible(path)
+    path.touch()
+    assert durable.is_visible(path) and not durable.is_visible(path / "in a file")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import durable
 from holdfast.shared.files.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -22,7 +20,6 @@ from holdfast.shared.files.manifest import (
     file_digest,
     is_committed,
     library_versions,
-    read_manifest,
     verify,
     write_manifest,
 )
@@ -56,6 +53,7 @@ def damage(directory: Path) -> str:
 def test_an_intact_directory_verifies_and_lists_every_file(committed: Path) -> None:
     manifest = verify(committed)
     assert manifest.step == 3 and manifest.format == FORMAT_VERSION
+    assert manifest.files == describe_files(committed), "which do not list the manifest itself"
     assert {name: entry.size_bytes for name, entry in manifest.files.items()} == {
         name: len(content) for name, content in FILES.items()
     }
@@ -73,74 +71,31 @@ def test_a_flipped_bit_anywhere_names_the_file(name: str, data: st.DataObject, t
     assert str(directory / name) in damage(directory)
 
 
-@given(name=st.sampled_from(sorted(FILES)), data=st.data())
-@settings(max_examples=40)
-def test_a_file_of_another_size_is_named(name: str, data: st.DataObject, tmp_path: Path) -> None:
-    directory = tmp_path / "resized"
-    shutil.rmtree(directory, ignore_errors=True)
-    make(directory)
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_file_of_another_size_is_named(name: str, committed: Path) -> None:
     content = FILES[name]
-    other = data.draw(
-        st.sampled_from([content + b"\0"] + [content[:cut] for cut in {0, len(content) // 2} - {len(content)}])
-    )
-    (directory / name).write_bytes(other)
-    message = damage(directory)
-    assert str(directory / name) in message and f"{len(other)} bytes" in message and str(len(content)) in message
+    for other in [content + b"\0", *(content[:cut] for cut in {0, len(content) // 2} - {len(content)})]:
+        (committed / name).write_bytes(other)
+        message = damage(committed)
+        assert f"{committed / name}" in message and f"{len(other)} bytes" in message and str(len(content)) in message
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_missing_file_is_named(name: str, committed: Path) -> None:
+def test_a_missing_file_is_named_and_a_directory_in_its_place(name: str, committed: Path) -> None:
     (committed / name).unlink()
     assert f"{committed / name} is missing" in damage(committed)
-
-
-def test_files_of_equal_size_that_were_swapped_are_found(committed: Path) -> None:
-    (committed / "a").write_bytes(b"1234")
-    (committed / "b").write_bytes(b"4321")
-    write_manifest(committed, Manifest(kind="checkpoint", step=3, policy_version=3, files=describe_files(committed)))
-    verify(committed)
-    (committed / "a").write_bytes(b"4321")
-    (committed / "b").write_bytes(b"1234")
-    assert str(committed / "a") in damage(committed)
-
-
-def test_a_directory_in_place_of_a_file_is_found(committed: Path) -> None:
-    (committed / "empty").unlink()
-    (committed / "empty").mkdir()
-    assert str(committed / "empty") in damage(committed)
-
-
-@given(data=st.data())
-@settings(max_examples=60)
-def test_a_damaged_manifest_never_verifies_as_something_else(data: st.DataObject, tmp_path: Path) -> None:
-    """A flipped bit in the manifest is refused, or changes nothing about which files are right."""
-    directory = tmp_path / "manifest"
-    shutil.rmtree(directory, ignore_errors=True)
-    make(directory)
-    path = directory / MANIFEST_NAME
-    whole = read_manifest(directory)
-    content = bytearray(path.read_bytes())
-    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(content)
-    try:
-        manifest = verify(directory)
-    except CheckpointError:
-        return
-    assert manifest.files == whole.files
+    (committed / name).mkdir()
+    assert f"{committed / name}" in damage(committed)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": 2}', b"\xff\xfe"])
-def test_a_torn_manifest_is_no_commit(content: bytes, committed: Path) -> None:
+def test_a_torn_manifest_or_none_is_no_commit(content: bytes, committed: Path) -> None:
+    assert is_committed(committed)
     (committed / MANIFEST_NAME).write_bytes(content)
     assert not is_committed(committed)
     assert str(committed / MANIFEST_NAME) in damage(committed)
-
-
-def test_without_a_manifest_there_is_no_commit(committed: Path) -> None:
-    assert is_committed(committed)
     (committed / MANIFEST_NAME).unlink()
-    assert not is_committed(committed)
-    assert "never committed" in damage(committed)
+    assert not is_committed(committed) and "never committed" in damage(committed)
 
 
 def test_a_manifest_of_another_format_is_refused(committed: Path) -> None:
@@ -153,32 +108,7 @@ def test_a_manifest_of_another_format_is_refused(committed: Path) -> None:
     assert "format 3" in message and "format 2" in message, "what else it holds is not looked at"
 
 
-def test_the_manifest_is_written_last_and_does_not_list_itself(
-    committed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_manifest(committed, Manifest(kind="checkpoint", step=4, policy_version=4, files=describe_files(committed)))
-    assert MANIFEST_NAME not in read_manifest(committed).files
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(durable.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_manifest(committed, Manifest(kind="checkpoint", step=5, policy_version=5, files={}))
-    assert read_manifest(committed).step == 4, "the old manifest stays whole"
-    assert not list(committed.glob(f"{durable.TEMPORARY_PREFIX}*"))
-
-
-@given(content=st.binary(max_size=300))
-@settings(max_examples=30)
-def test_the_digest_is_xxh3_128_of_the_content(content: bytes, tmp_path: Path) -> None:
-    import xxhash
-
-    (tmp_path / "file").write_bytes(content)
-    assert file_digest(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content)
-
-
-def test_a_file_larger_than_the_read_buffer_is_read_whole(tmp_path: Path) -> None:
+def test_the_digest_is_xxh3_128_of_the_whole_content(tmp_path: Path) -> None:
     import xxhash
 
     content = bytes(5 << 20)
@@ -186,14 +116,11 @@ def test_a_file_larger_than_the_read_buffer_is_read_whole(tmp_path: Path) -> Non
     assert file_digest(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content[:-1] + b"\1")
 
 
-def test_library_versions_are_recorded() -> None:
+def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As holdfast itself is where PYTHONPATH names a checkout."""
     versions = library_versions()
     assert {"python", "holdfast", "torch", "transformers", "safetensors"} == versions.keys()
     assert "not installed" not in versions.values()
-
-
-def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As holdfast itself is where PYTHONPATH names a checkout."""
 
     def version(name: str) -> str:
         if name == "holdfast":
@@ -202,13 +129,6 @@ def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(mon
 
     monkeypatch.setattr("holdfast.shared.files.manifest.version", version)
     assert (library_versions()["holdfast"], library_versions()["torch"]) == ("not installed", "1.0")
-
-
-@pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: p.write_bytes(b"x")])
-def test_verification_names_the_first_of_several(change: Callable[[Path], object], committed: Path) -> None:
-    for name in FILES:
-        change(committed / name)
-    assert any(str(committed / name) in damage(committed) for name in FILES)
 
 
 def test_files_of_another_machine_are_listed_before_they_are_seen(tmp_path: Path) -> None:

@@ -36,11 +36,10 @@ def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
     assert not run_dir.holds_run() and run_dir.committed_steps() == [] and run_dir.next_attempt() == 1
     assert run_dir.clear_leftovers() == [] and set_aside_after(run_dir, 0, 1) == []
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_keeps_its_id(run_dir: RunDir) -> None:
-    assert run_dir.holds_run()
-    assert RunDir(run_dir.path).run_id() == run_dir.run_id() != ""
+    for attempt in (2, 10):
+        run_dir.configs(attempt).mkdir(parents=True)
+    (run_dir.path / "configs" / "dry_run").mkdir()
+    assert run_dir.next_attempt() == 11
 
 
 def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
@@ -60,22 +59,6 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
         holder.kill()
         holder.communicate()
     RunDir(tmp_path).lock()  # the kernel freed it
-
-
-def test_children_of_the_holder_do_not_keep_the_lock(tmp_path: Path) -> None:
-    """A child started while the directory is held must not hold it on when the launcher is gone."""
-    code = (
-        "import subprocess, sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
-        "held = RunDir(Path(sys.argv[1])); held.lock()\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=sys.stdin)\n"
-        "print(child.pid, flush=True)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None and int(holder.stdout.readline()) > 0
-        assert holder.wait(HANG_S) == 0
-        RunDir(tmp_path).lock()
 
 
 def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path: Path) -> None:
@@ -100,26 +83,6 @@ def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path:
     holder.stdout.close()
 
 
-def test_steps_and_attempts_are_sorted_by_number_and_strangers_ignored(run_dir: RunDir) -> None:
-    for step in (10, 9, 100):
-        commit(run_dir, step)
-    (run_dir.checkpoints / "step_x").mkdir()
-    (run_dir.checkpoints / "step_7_backup").mkdir()
-    (run_dir.checkpoints / "step_8").write_text("a file")
-    assert run_dir.committed_steps() == [9, 10, 100]
-    for attempt in (2, 10):
-        run_dir.configs(attempt).mkdir(parents=True)
-    (run_dir.path / "configs" / "dry_run").mkdir()
-    assert run_dir.next_attempt() == 11
-
-
-def test_a_step_without_a_readable_manifest_does_not_exist(run_dir: RunDir) -> None:
-    commit(run_dir, 1)
-    (commit(run_dir, 2) / manifest.MANIFEST_NAME).unlink()
-    (commit(run_dir, 3) / manifest.MANIFEST_NAME).write_text("{")
-    assert run_dir.committed_steps() == [1]
-
-
 @pytest.mark.parametrize(("wanted", "step"), [(None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)])
 def test_the_step_to_resume_from(wanted: object, step: int | None, run_dir: RunDir) -> None:
     for committed in (5, 20):
@@ -127,20 +90,17 @@ def test_the_step_to_resume_from(wanted: object, step: int | None, run_dir: RunD
     assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wanted", [7, 0, -2, 21])
-def test_a_step_that_is_not_there_lists_those_that_are(wanted: int, run_dir: RunDir) -> None:
-    for committed in (5, 20):
-        commit(run_dir, committed)
-    with pytest.raises(CheckpointError, match="5, 20") as caught:
-        resolve_resume_step(run_dir, wanted)
-    assert str(wanted) in str(caught.value) and caught.value.exit_code == 2
-
-
-def test_without_checkpoints_auto_starts_afresh_and_the_others_are_refused(run_dir: RunDir) -> None:
+def test_a_step_that_is_not_there_lists_those_that_are(run_dir: RunDir) -> None:
     assert resolve_resume_step(run_dir, "auto") is None
     for wanted in ("latest", -1, 3):
         with pytest.raises(CheckpointError, match="no committed checkpoint"):
             resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
+    for committed in (5, 20):
+        commit(run_dir, committed)
+    for wanted in (7, 0, -2, 21):
+        with pytest.raises(CheckpointError, match=f"{wanted}.*5, 20") as caught:
+            resolve_resume_step(run_dir, wanted)
+        assert caught.value.exit_code == 2
 
 
 def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
@@ -222,14 +182,11 @@ def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) ->
     assert [entry.step for entry in run_dir.entries()] == run_dir.committed_steps() == [2]
 
 
-def test_batches_that_no_checkpoint_needs_are_removed(run_dir: RunDir) -> None:
+def test_pruning_removes_old_batches_and_cleaning_the_run_and_nothing_else(run_dir: RunDir) -> None:
     for step in (1, 2, 10):
         run_dir.batch(step).mkdir(parents=True)
     run_dir.prune_batches(2)
     assert run_dir.published_batches() == [10]
-
-
-def test_cleaning_removes_the_run_and_nothing_else(run_dir: RunDir) -> None:
     commit(run_dir, 1)
     run_dir.logs(1).mkdir(parents=True)
     run_dir.metrics.write_text("{}\n")
@@ -268,17 +225,6 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
         resolve_resume_step(run_dir, 15)
     assert resolve_resume_step(run_dir, 5) == 5
-
-
-def test_sizes_alone_are_checked_where_that_is_asked_for(run_dir: RunDir) -> None:
-    for step in (5, 10):
-        commit(run_dir, step)
-    data = run_dir.checkpoint(10) / "data"
-    data.write_bytes(b"xx")
-    assert resolve_resume_step(run_dir, "latest", how="size") == resolve_resume_step(run_dir, 10, how="size") == 10
-    assert resolve_resume_step(run_dir, "latest", how="full", say=lambda _: None) == 5
-    data.write_bytes(b"xxx")
-    assert resolve_resume_step(run_dir, "latest", how="size", say=lambda _: None) == 5
 
 
 def test_files_of_another_step_or_kind_are_no_checkpoint(run_dir: RunDir) -> None:

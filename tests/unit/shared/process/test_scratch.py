@@ -47,23 +47,13 @@ def test_a_directory_lives_as_long_as_its_process_however_it_ends(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_child_that_lives_on_holds_nothing(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    then = f"os.fork() or os.read({read}, 1)"
-    argv = [sys.executable, "-c", _HOLDER.format(then=then), str(tmp_path)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, pass_fds=[read])
-    assert process.stdout is not None
-    theirs = Path(process.stdout.readline().rstrip())
-    process.wait()
-    remove_abandoned(tmp_path)
-    os.write(write, b".")
-    assert not theirs.exists()
+def test_what_is_not_ours_or_of_another_host_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, theirs = _holder(tmp_path, "pass")
     process.communicate()
-    os.close(read)
-    os.close(write)
-
-
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("socket.gethostname", lambda: "elsewhere")
+        remove_abandoned(tmp_path)
+        assert theirs.is_dir()
     others, target = tmp_path / "other", tmp_path / "target"
     for path in (others, target):
         path.mkdir()
@@ -72,7 +62,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     unmarked.mkdir()
     link.symlink_to(target)
     remove_abandoned(tmp_path)
-    assert all(path.is_dir() for path in (others, target, unmarked, link))
+    assert all(path.is_dir() for path in (others, target, unmarked, link)) and not theirs.exists()
 
 
 def test_a_directory_that_another_removes_this_moment_is_not_taken(tmp_path: Path) -> None:
@@ -92,17 +82,6 @@ def test_a_directory_that_another_removes_this_moment_is_not_taken(tmp_path: Pat
     process.stdin.flush()
     assert not hold(place), "it waited for the other, and found nothing"
     process.communicate()
-
-
-def test_those_of_another_host_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, theirs = _holder(tmp_path, "pass")
-    process.communicate()
-    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    remove_abandoned(tmp_path)
-    assert theirs.is_dir()
-    monkeypatch.undo()
-    remove_abandoned(tmp_path)
-    assert not theirs.exists()
 
 
 def test_where_no_directory_takes_temporary_files_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,13 +100,3 @@ def test_a_part_of_a_line_spoils_no_other(run_dir: RunDir, caplog: pytest.LogCap
     assert [one.name for one in read_timeline(run_dir)] == ["kept", "start"]
     (said,) = caplog.messages
     assert "the storage took a part of a line" in said
-
-
-def test_recording_takes_microseconds(run_dir: RunDir) -> None:
-    start_timeline(run_dir.logs(1), "trainer")
-    fastest = 1.0
-    for _ in range(200):
-        begin = time.perf_counter()
-        record("generate", 1.0, 2.0, step=1)
-        fastest = min(fastest, time.perf_counter() - begin)
-    assert fastest < 1e-3  # some 10 us; a bound for any machine
