@@ -22,7 +22,6 @@ from holdfast.shared.files import manifest
 from holdfast.shared.files.metrics import MetricsWriter, read_metrics
 from holdfast.shared.files.run_dir import RunDir
 from tests.builders.checkpoint_files import write_weights
-from tests.runs.terminal import Terminal
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
@@ -95,15 +94,6 @@ def test_looking_imports_nothing_heavy(argv: list[str], finished: Path) -> None:
     words = [*argv, "--output-dir", str(finished)]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
-
-
-def test_help_names_every_subcommand(ckpt: Ckpt) -> None:
-    for argv in ((), ("-h",), ("--help",)):
-        code, out, _ = ckpt(*argv)
-        assert code == 0
-        assert all(
-            f" {name} " in out for name in ("ls", "verify", "show", "diff", "export", "promote", "prune", "import")
-        )
 
 
 @pytest.mark.parametrize(
@@ -223,14 +213,6 @@ def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Ckpt, run_dir: Ru
     assert document["size_bytes"] == sum(line["size_bytes"] for line in document["directories"]) > 0
 
 
-def test_a_step_under_another_number_is_damaged(ckpt: Ckpt, run_dir: RunDir) -> None:
-    shutil.rmtree(run_dir.checkpoint(2))
-    run_dir.checkpoint(3).rename(run_dir.checkpoint(2))
-    code, out, _ = ckpt("verify", "2", "--output-dir", run_dir.path)
-    assert code == 1 and "step_2/manifest.json is the manifest of step 3" in out
-    assert listed(ckpt, run_dir)[0] == 1
-
-
 def test_a_directory_of_checkpoints_alone_will_do(ckpt: Ckpt, run_dir: RunDir) -> None:
     code, out, _ = ckpt("ls", "--json", "--output-dir", run_dir.checkpoints)
     assert code == 0 and len(json.loads(out)["steps"]) == 4
@@ -311,21 +293,6 @@ def test_a_narrow_table_gives_up_columns_and_no_line_is_cut(capsys: pytest.Captu
     assert (grid.least_width(), Grid(("a", "b"), [("x" * 50, "y")]).least_width()) == (15, 15)
     Report({}, ["x" * 500]).print(as_json=False)
     assert capsys.readouterr().out == "x" * 500 + "\n"
-
-
-def test_a_terminal_that_is_far_too_narrow_breaks_lines_in_place_of_words() -> None:
-    program = (
-        "from holdfast.commands.tables import Grid, print_parts\n"
-        "print_parts([Grid([f'heading_{number}' for number in range(5)], [['reverse_text'] * 5])])\n"
-        "print_parts([Grid(['id', 'about'], [['a', 'some words ' * 5]])])"
-    )
-    with Terminal([sys.executable, "-c", program], columns=40) as terminal:
-        assert terminal.end() == 0
-        screen = terminal.screen
-    assert "".join(line.ljust(40) for line in screen[:4]).split() == [
-        *(f"heading_{number}" for number in range(5)), *["reverse_text"] * 5,
-    ], screen  # fmt: skip
-    assert screen[4:] == ["id  about", "a   some words some words some words", "    some words some words"], screen
 
 
 def test_sizes_and_ages_are_short() -> None:

@@ -390,25 +390,12 @@ def test_a_run_that_is_none_is_refused_by_the_process(tmp_path: Path) -> None:
     assert len(told) == 1
 
 
-def test_the_page_of_a_file_has_nothing_of_one_that_is_live(tmp_path: Path, run_command: Any) -> None:
-    run_dir = make_run(tmp_path / "run")
-    assert run_command("report", run_dir.path)[0] == 0
-    page = (run_dir.path / "report.html").read_text()
-    assert 'id="live"' not in page and "connect-src" not in page and "fetch(" not in page.rpartition("Plotly")[2]
-    assert "made 2" in page
-
-
 def test_the_command_that_a_page_names_is_there_without_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run")
     monkeypatch.setattr(live, "is_checkout", lambda: False)
     assert f'data-command="report {run_dir.path}"' in live.build(run_dir.path).update.decode()
-
-
-def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / os.fsdecode(b"l\xffufe"))
-    assert "l\\udcffufe" in live.build(run_dir.path).update.decode()
 
 
 def test_sizes_and_times_of_files_that_go_away_are_passed_over(tmp_path: Path) -> None:

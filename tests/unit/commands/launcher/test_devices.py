@@ -121,13 +121,6 @@ def test_an_engine_that_is_built_for_cpus_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_offloading_stands_in_the_plan(tmp_path: Path) -> None:
-    run = started("sft", tmp_path / "run", *SFT, "--dry-run", "--parallel.cpu-offload", gpus=2)
-    assert "GPU 0,1, CPU offload" in run.log
-    assert resolved(tmp_path / "run", "sft")["parallel"]["cpu_offload"] is True
-
-
-@pytest.mark.launch
 def test_all_nodes_stand_in_the_plan(tmp_path: Path) -> None:
     flags = ("--dry-run", "--parallel.rdzv-endpoint", "node-a:29400", "--parallel.nodes")
     run = started("sft", tmp_path / "run", *SFT, *flags, "3", gpus=2)
@@ -160,24 +153,6 @@ def test_what_a_cluster_places_is_not_said_to_be_here(capsys: pytest.CaptureFixt
         ["orchestrator", "by", "ray", "CPU", "-", "-", "-"],
         ["inference", "by", "ray", "1", "x", "GPU", "-", "-", "-"],
     ]
-
-
-@pytest.mark.launch
-def test_an_engine_by_itself(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--engine.tensor-parallel-size", "2")
-    run = started("inference", tmp_path / "run", *flags, gpus=4, fault=GPU_VLLM)
-    assert run.code == 0 and "GPU 0,1" in run.log, run.log
-    assert resolved(tmp_path / "run", "inference")["model"]["dtype"] == "bfloat16"
-    refused = started("inference", tmp_path / "refused", *flags, gpus=1, fault=GPU_VLLM)
-    assert refused.code == 2 and "the engine is split over 2 GPUs" in refused.log
-
-
-@pytest.mark.launch
-def test_gpus_that_torch_cannot_use_end_the_command_before_anything_starts(tmp_path: Path) -> None:
-    run = started("sft", tmp_path / "run", *SFT, gpus=8, cuda=12080)
-    assert run.code == 2 and "Traceback" not in run.log
-    assert "this machine has 8 x NVIDIA H100 80GB HBM3, and its driver 580.65.06 runs CUDA up to 12.8" in run.log
-    assert "with --parallel.device cpu" in run.log and not (tmp_path / "run").exists()
 
 
 @pytest.mark.launch

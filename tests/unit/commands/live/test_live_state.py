@@ -52,6 +52,9 @@ def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
     assert list(tail) == [] and tail.replaced == 2
     path.write_text("[1]\n5\n")
     assert list(tail) == [], "JSON, but no objects"
+    from_end = Tail(path, from_end=True)
+    write_steps(path, 1, 2, other=1.0)
+    assert [line["step"] for line in from_end] == [1, 2], "replaced before its first look"
 
 
 def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -> None:
@@ -74,23 +77,6 @@ def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -
     path.write_text(text)
     assert path.stat().st_ino == number
     assert [line["step"] for line in tail] == [1, 2, 3, 4, 7, 8] and tail.replaced == 1
-
-
-def test_a_tail_from_the_end_notices_a_replacement_before_its_first_look(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = Tail(path, from_end=True)
-    write_steps(path, 1)
-    assert [line["step"] for line in tail] == [1], "nothing was there"
-    tail = Tail(path, from_end=True)
-    write_steps(path, 1, 2, other=1.0)
-    assert [line["step"] for line in tail] == [1, 2]
-
-
-def test_lines_of_a_follower_may_have_nan_and_are_passed_over_where_they_are_no_json(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    deep = "[" * 100_000
-    path.write_text(f'{{"step": 1, "loss": NaN}}\n{deep}\n[NaN, {deep}\n{{"step": \n{{"step": 2}}\n')
-    assert [line["step"] for line in Tail(path, from_end=False)] == [1, 2]
 
 
 def test_steps_that_a_resume_took_back_are_forgotten(tmp_path: Path) -> None:
@@ -154,10 +140,12 @@ def test_only_the_newest_attempts_are_looked_at_again(tmp_path: Path) -> None:
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.metrics.write_bytes(b'{"step": 1}\n{"st\xffep": 2}\n{"step": "two"}\n{"loss": 1}\n{"step": 3')
+    deep = b"[" * 100_000
+    damaged = [b'{"st\xffep": 2}', b'{"step": "two"}', b'{"loss": 1}', deep, b"[NaN, " + deep]
+    run_dir.metrics.write_bytes(b"\n".join([b'{"step": 1, "loss": NaN}', *damaged, b'{"step": 2}', b'{"step": 3']))
     follower = Follower(run_dir)
     follower.catch_up()
-    assert follower.state.step == 1
+    assert follower.state.step == 2 and [line["step"] for line in follower.state.recent] == [1, 2]
 
 
 def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
@@ -219,15 +207,12 @@ RL = {"time/step": 10.0, "time/batch": 10.0}
          "no bottleneck (trainer waits 5 % of a step, engines 8 % idle)"),
         ({"time/step": 1.0, "time/checkpoint": 0.3}, "bottleneck: checkpoints (training waits 30 % of the time for a "
          "save)"),
+        ({}, None), ({"time/step": None}, None), ({"time/step": 1.0, "time/checkpoint": 0.01}, None),
     ],
 )  # fmt: skip
-def test_the_bottleneck_is_said_in_words(metrics: dict[str, float], said: str) -> None:
-    assert str(find_bottleneck([metrics, metrics])) == said
-
-
-@pytest.mark.parametrize("metrics", [{}, {"time/step": None}, {"time/step": 1.0, "time/checkpoint": 0.01}])
-def test_no_bottleneck_is_said_where_nothing_tells(metrics: dict[str, float | None]) -> None:
-    assert find_bottleneck([metrics]) is None
+def test_the_bottleneck_is_said_in_words_where_something_tells(metrics: dict[str, float], said: str | None) -> None:
+    found = find_bottleneck([metrics, metrics])
+    assert found == said or str(found) == said
 
 
 def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:

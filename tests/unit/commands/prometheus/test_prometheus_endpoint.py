@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -305,14 +304,6 @@ def test_a_client_that_goes_away_is_its_own_affair(
     said: list[str] = []
     endpoint.look({}, said.append)
     assert said == [] and scrape(port).value("holdfast_trainer_step") == 0
-
-
-def test_scrapes_at_once(run_dir: RunDir, serve: Serve) -> None:
-    _, port = serve()
-    train(run_dir, *range(1, 200))
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: scrape(port), range(20)))
-    assert {one.value("holdfast_trainer_steps_total") for one in found} == {199}
 
 
 def test_a_port_that_is_taken_and_what_is_no_address(serve: Serve) -> None:

@@ -224,21 +224,6 @@ def test_a_tracker_that_cannot_be_started_once_more_is_told(
 
 
 @pytest.mark.launch
-def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
-    run.train(1, 2)
-    with short_directory() as temporary:
-        run.environment["TMPDIR"] = str(temporary)
-        process = run.start("tensorboard")
-        run.wait_for(process, "tensorboard", 2)
-        process.kill()
-        process.wait()
-        (left,) = temporary.iterdir()
-        assert left.name.startswith(scratch_name())
-        run.end(run.start("tensorboard"), "tensorboard")
-        assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.launch
 def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
     run.train(1, 2)
     argv = [sys.executable, "-m", "holdfast", "track", str(run.run_dir.path), "--to"]

@@ -14,7 +14,7 @@ import pytest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from tests.builders.evaluations import evaluated
-from tests.runs.trackers import BUILT_IN, TrackedDirectory, short_directory, wait_until
+from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
 
 pytestmark = [
     pytest.mark.launch,
@@ -151,21 +151,6 @@ def test_values_that_tensorboard_would_have_as_infinity_are_left_out_and_told(ho
     assert [step for step, _ in run.steps("tensorboard", "lr")["history_1"]] == [1, 2, 3, 4, 5]
     (event,) = map(json.loads, (run.run_dir.logs(1) / "events.jsonl").read_text().splitlines())
     assert event["phase"].startswith("WARNING: loss of step 2 is 1e+39, more than a float32 holds")
-
-
-def test_temporary_files_of_wandb_go_with_the_next_tracker(home: Path, tmp_path: Path) -> None:
-    run = TrackedDirectory(tmp_path / "run", home)
-    run.train(1, 2)
-    with short_directory() as temporary:
-        run.environment["TMPDIR"] = str(temporary)
-        process = run.start("wandb")
-        run.wait_for(process, "wandb", 2)
-        (scratch,) = temporary.iterdir()
-        assert len(list(scratch.iterdir())) > 1, "W&B puts nothing there any more"
-        process.kill()
-        process.wait()
-        run.end(run.start("tensorboard"), "tensorboard")
-        assert list(temporary.iterdir()) == []
 
 
 def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
