@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from benchmarks.algorithms.curves import Curve, draw, read_curves, summary, write_curves
+from benchmarks.algorithms.curves import Curve, read_curves, summary, write_curves
 from benchmarks.algorithms.runs import NAMES
 from tests.conftest import ROOT
 
@@ -16,32 +14,11 @@ def curve(algorithm: str, seed: int, rewards: list[float], *, first_step: int = 
     return Curve(algorithm, seed, points)
 
 
-def test_the_start_is_the_first_batch_and_the_end_the_mean_of_five() -> None:
-    of_rl = curve("grpo", 0, [0.3, 9.0, 0.5, 0.6, 0.7, 0.8, 0.9])
-    assert (of_rl.start, of_rl.end) == pytest.approx((0.3, 0.7))
-
-
-def test_start_and_end_of_dpo_are_before_and_after_training() -> None:
-    of_dpo = curve("dpo", 0, [0.1, 0.5, 0.6], first_step=0)
-    assert (of_dpo.start, of_dpo.end) == (0.1, 0.6)
-
-
 def test_the_table_has_mean_and_sample_std_over_seeds() -> None:
     curves = [curve("dpo", 0, [0.1, 0.4], first_step=0), curve("dpo", 1, [0.3, 0.5], first_step=0)]
     shown = summary(curves).splitlines()[1].split()
     # 0.1 and 0.3: std sqrt(2 * 0.1²); 0.4 and 0.5: sqrt(2 * 0.05²); rises 0.3 and 0.2.
     assert " ".join(shown) == "DPO 2 0.200 ± 0.141 0.450 ± 0.071 0.250 ± 0.071 0.200"
-
-
-def test_one_seed_has_no_spread() -> None:
-    assert "±" not in summary([curve("grpo", 0, [0.5])])
-
-
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
-    point = {"reward/mean": 0.63125, "entropy": 0.4, "ref_kld": 0.0, "loss": -1e-9}
-    written = [Curve("grpo", 0, {1: point}), Curve("ppo", 2, {1: point, 2: {"reward/mean": 0.7}})]
-    write_curves(tmp_path / "curves.csv", written)
-    assert read_curves(tmp_path / "curves.csv") == written
 
 
 def test_a_run_takes_the_place_of_the_same_one_and_leaves_the_others(tmp_path: Path) -> None:
@@ -50,15 +27,6 @@ def test_a_run_takes_the_place_of_the_same_one_and_leaves_the_others(tmp_path: P
     again = curve("grpo", 0, [0.9])
     write_curves(tmp_path / "curves.csv", [again, other, other_seed, old])
     assert read_curves(tmp_path / "curves.csv") == [again, other_seed, other]
-
-
-@pytest.mark.parametrize("algorithms", [["grpo"], ["grpo", "dapo", "ppo", "dpo", "rloo", "cispo"]])
-def test_every_algorithm_has_a_panel(algorithms: list[str], tmp_path: Path) -> None:
-    draw([curve(name, seed, [0.1, 0.2]) for name in algorithms for seed in (0, 1)], tmp_path / "curves.png")
-    data = (tmp_path / "curves.png").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(data[place : place + 4], "big") for place in (16, 20))
-    assert (width, height) == ((260, 230) if len(algorithms) == 1 else (1300, 460))
 
 
 def test_the_committed_curves_rise_for_every_seed_and_are_those_of_the_docs() -> None:
