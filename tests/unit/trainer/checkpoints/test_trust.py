@@ -24,26 +24,13 @@ from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [
     "os system",
-    "posix system",
     "builtins eval",
-    "builtins exec",
-    "builtins getattr",
-    "builtins __import__",
-    "subprocess Popen",
-    "importlib import_module",
-    "functools partial",
-    "operator attrgetter",
-    "pathlib Path.touch",
     "pathlib os.system",
-    "pickle loads",
     "torch load",
-    "torch hub.load",
     "torch Size.__class__",
-    "torch.serialization load",
     "torch.serialization os.system",
     "torch.distributed.checkpoint.metadata os.system",
     "torch.distributed.checkpoint.filesystem FileSystem.rm_file",
-    "collections abc",
 ]
 
 Read = Callable[[Path], object]

@@ -109,16 +109,6 @@ def test_every_group_is_as_likely_as_any_other() -> None:
     assert len(counts) == 10 and all(abs(count - 1200) < 5 * 29 for count in counts.values())
 
 
-def test_a_buffer_saved_between_two_steps_goes_on_exactly() -> None:
-    straight = buffer_of([0, 1, 2], [3, 4], capacity=6)
-    resumed = ReplayBuffer(6, max_age=10, seed=7)
-    resumed.decode(straight.encode())
-    for buffer in (straight, resumed):
-        buffer.add(3, [group(5), group(6)])
-    assert resumed.encode() == straight.encode()
-    assert resumed.sample(4, 3) == straight.sample(4, 3)
-
-
 def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint() -> None:
     resumed = ReplayBuffer(2, max_age=10, seed=7)
     resumed.decode(buffer_of([0, 1], [2, 3]).encode())

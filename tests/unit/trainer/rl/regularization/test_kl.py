@@ -94,18 +94,6 @@ def test_a_divergence_that_is_no_number_changes_nothing_and_is_told(kl: float) -
     assert (coefficient.coef, coefficient.num_updates) == (0.2, 0)
 
 
-def test_a_coefficient_saved_between_two_updates_goes_on_exactly() -> None:
-    straight, broken_off = (KlCoefficient(0.1, target=0.7, horizon=321) for _ in range(2))
-    straight.update(1.3, 77)
-    broken_off.update(1.3, 77)
-    resumed = KlCoefficient(0.1, target=0.7, horizon=321)
-    resumed.restore(through_json(broken_off.values()))
-    straight.update(0.61, 33)
-    resumed.update(0.61, 33)
-    assert resumed.values() == straight.values() and straight.num_updates == 2
-    assert resumed.tensors() == {}
-
-
 def test_what_is_configured_wins_over_the_checkpoint() -> None:
     saved = KlCoefficient(0.2, target=6.0, horizon=100)
     saved.update(12.0, 50)

@@ -44,12 +44,3 @@ def test_fewer_than_two_rewards_have_a_spread_of_one() -> None:
     assert moments_of().std == 1.0
     one = moments_of([7.0])
     assert one.std == 1.0 and one.mean == 7.0 and one.var == pytest.approx(0.0, abs=1e-20)
-
-
-def test_moments_saved_between_two_updates_go_on_exactly() -> None:
-    straight = moments_of([0.1, 0.7, 1 / 3], [2.2, -0.4])
-    resumed = RunningMoments()
-    resumed.restore(through_json(moments_of([0.1, 0.7, 1 / 3]).values()))
-    resumed.update([2.2, -0.4])
-    assert resumed.values() == straight.values()
-    assert resumed.tensors() == {}
