@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -338,23 +337,6 @@ def raw(port: int, text: str) -> bytes:
         return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
-@pytest.mark.launch
-def test_a_page_goes_out_in_pieces(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client has some seconds for each: the way to its reader may be slow, and the page is long."""
-    written: list[int] = []
-    write = socketserver._SocketWriter.write
-
-    def noted(writer: Any, data: Any) -> int:
-        written.append(len(data))
-        return write(writer, data)
-
-    _, port = serve(make_run(tmp_path / "run"))
-    state_when(port, lambda state: state["tag"] is not None)
-    monkeypatch.setattr("socketserver._SocketWriter.write", noted)
-    page = request(port).text
-    assert page.endswith("</html>") and sum(written) > len(page) > 4e6 and max(written) <= 2**16
-
-
 def test_a_port_that_is_taken_and_one_that_may_not_be_had(tmp_path: Path, serve: Serve) -> None:
     _, port = serve(make_run(tmp_path / "run"))
     with pytest.raises(ConfigError, match=f"dashboard: 127.0.0.1:{port} is in use.*--dashboard.port, or 0"):
@@ -396,6 +378,11 @@ def test_the_command_that_a_page_names_is_there_without_a_checkout(
     run_dir = make_run(tmp_path / "run")
     monkeypatch.setattr(live, "is_checkout", lambda: False)
     assert f'data-command="report {run_dir.path}"' in live.build(run_dir.path).update.decode()
+
+
+def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / os.fsdecode(b"l\xffufe"))
+    assert "l\\udcffufe" in live.build(run_dir.path).update.decode()
 
 
 def test_sizes_and_times_of_files_that_go_away_are_passed_over(tmp_path: Path) -> None:

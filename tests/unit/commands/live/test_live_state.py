@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,17 +126,6 @@ def test_events_of_all_attempts_are_known_and_told_once(tmp_path: Path) -> None:
     assert list(follower.news()) == []
 
 
-def test_only_the_newest_attempts_are_looked_at_again(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    for number in range(1, 6):
-        write_event(run_dir.logs(number) / "events.jsonl", "launcher", "starting again")
-    follower = Follower(run_dir)
-    for _ in range(2):
-        follower._looked = -1e9
-        list(follower.news())
-    assert follower.state.restarts == 5 and sorted(follower._events) == [4, 5]
-
-
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     deep = b"[" * 100_000
@@ -223,13 +211,20 @@ def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
     assert str(state.bottleneck).startswith("bottleneck: training")
 
 
-def test_steps_that_nobody_saw_end_say_how_long_they_took() -> None:
+def test_steps_that_nobody_saw_end_say_how_long_they_took_and_the_start_of_an_attempt_is_none() -> None:
     left = TimeLeft()
     assert left.begin_with([], max_steps=20, now=0.0) is None
     steps = [(step, 60.0 if step == 1 else 2.0) for step in range(1, 11)]
     assert left.begin_with(steps, max_steps=20, now=100.0) == pytest.approx(10 * 2.0)
     assert left.after(11, max_steps=20, now=102.0) == pytest.approx(9 * 2.0)
     assert left.begin_with([(1, None), (2, None)], max_steps=20, now=0.0) is None
+    # The start of an attempt is no step.
+    left = TimeLeft()
+    left.begin_with([(step, 1.0) for step in range(1, 101)], max_steps=1000, now=0.0)
+    assert left.after(101, max_steps=1000, now=300.0, step_s=1.0) == pytest.approx(899.0)
+    assert left.after(102, max_steps=1000, now=301.0, step_s=1.0) == pytest.approx(898.0)
+    left.begin_with([(1, 1.0), (2, 1.0)], max_steps=10, now=0.0)
+    assert left.after(3, max_steps=10, now=300.0) == pytest.approx(7 * 3.0), "at most what one may take of those"
 
 
 def test_old_checkpoints_are_asked_for_once(run_dir: RunDir) -> None:
@@ -240,22 +235,6 @@ def test_old_checkpoints_are_asked_for_once(run_dir: RunDir) -> None:
     for step in (1, 5):
         (run_dir.checkpoint(step) / "manifest.json").unlink()
     assert watch.look().steps == (1, 2, 3, 4) and watch.last.damaged == (5,)
-
-
-def test_events_with_values_of_another_kind_are_taken() -> None:
-    state = RunState(max_steps=8)
-    for value in (None, "five", [5], 5.5):
-        state.take_event({"phase": "training", "process": "trainer", "step": value, "max_steps": value}, attempt=1)
-        assert (state.first_step, state.max_steps) == (0, 8)
-
-
-def test_the_start_of_an_attempt_is_no_step() -> None:
-    left = TimeLeft()
-    left.begin_with([(step, 1.0) for step in range(1, 101)], max_steps=1000, now=0.0)
-    assert left.after(101, max_steps=1000, now=300.0, step_s=1.0) == pytest.approx(899.0)
-    assert left.after(102, max_steps=1000, now=301.0, step_s=1.0) == pytest.approx(898.0)
-    left.begin_with([(1, 1.0), (2, 1.0)], max_steps=10, now=0.0)
-    assert left.after(3, max_steps=10, now=300.0) == pytest.approx(7 * 3.0), "at most what one may take of those"
 
 
 @contextmanager
@@ -301,21 +280,6 @@ def test_a_launcher_never_takes_an_old_step_for_its_last(tmp_path: Path) -> None
     write_steps(run_dir.metrics, 1, 2)
     console.refresh()
     assert console.last_step == 5
-
-
-def test_many_steps_are_taken_in_without_being_held(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    with open(run_dir.metrics, "w") as file:
-        for step in range(1, 2001):
-            file.write(json.dumps({"step": step, "time/step": 1.0, "text": f"{step:04}" * 1000}) + "\n")
-    follower = Follower(run_dir, max_steps=3000)
-    tracemalloc.start()
-    try:
-        follower.catch_up()
-        assert tracemalloc.get_traced_memory()[1] < 2e6, "of 8 MB"
-    finally:
-        tracemalloc.stop()
-    assert (follower.state.step, follower.state.left_s) == (2000, pytest.approx(1000.0))
 
 
 def test_the_newest_alarm_is_in_sight_whatever_came_before() -> None:
