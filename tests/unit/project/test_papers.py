@@ -17,7 +17,6 @@ from tests.conftest import ROOT
 from tests.pages.documentation import PAGES, links
 
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 _OF_OTHERS = re.compile(r"^(VLLM|CUDA|NVIDIA|TORCH|PYTORCH|TOKENIZERS|RAY_ENABLE|PYTHON(HASHSEED|SAFEPATH))")
 
 

@@ -98,15 +98,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW fused": tuned(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)),
     "AdamW groups": in_two_groups,
-    "NAdam": tuned(torch.optim.NAdam, lr=0.01),
-    "RAdam": tuned(torch.optim.RAdam, lr=0.01),
     "Adagrad": tuned(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3),
     "Adadelta": tuned(torch.optim.Adadelta),
     "Adafactor": tuned(torch.optim.Adafactor, lr=0.01),
-    "Adamax": tuned(torch.optim.Adamax, lr=0.01),
-    "ASGD": tuned(torch.optim.ASGD, lr=0.01, t0=1),
     "RMSprop": tuned(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
-    "Rprop": tuned(torch.optim.Rprop, lr=0.01),
     "state without tensors": tuned(Counting, lr=0.1, momentum=0.9),
 }
 

@@ -89,16 +89,6 @@ def logits(model: PreTrainedModel, ids: list[int], *, lengths: list[int] | None 
     return model(torch.tensor([ids]), position_ids=positions, packed_index=index, use_cache=False).logits[0]
 
 
-MODELS = {
-    "qwen3": ("qwen3", {}),
-    "llama": ("llama", {}),
-    "qwen3 with sliding window": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-}
-
-
 def test_a_sample_does_not_see_its_neighbours(tiny_model: Callable[..., Path]) -> None:
     """Without the index the neighbours are seen, so the tests above can fail."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), attn_implementation="packed")

@@ -34,17 +34,6 @@ from holdfast.trainer.optim.optimizers import build_optimizer
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
-KINDS = {
-    "qwen3 tied": ("qwen3", {"tied": True}),
-    "qwen3 untied": ("qwen3", {"tied": False}),
-    "llama tied": ("llama", {"tied": True}),
-    "llama untied": ("llama", {"tied": False}),
-    "qwen2 with biases": ("qwen2", {"tied": True}),
-    "llama with scaled rotary": (
-        "llama",
-        {"tied": False, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
-    ),
-}
 LENGTHS = (7, 3, 12)
 CPU = torch.device("cpu")
 

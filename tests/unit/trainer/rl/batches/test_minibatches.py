@@ -99,10 +99,6 @@ def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
     return lambda micro: predict(policy, micro, Reading(Sampling(0.7)))[0]
 
 
-def twice(forward: Callable[[MicroBatch], Tensor]) -> Callable[[MicroBatch], list[Tensor]]:
-    return lambda micro: [once := forward(micro), 2 * once]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [{}, {"attention_dropout": 0.3}, {"num_key_value_heads": 4}])
 @pytest.mark.parametrize("settings", [{}, {"logits_chunk_tokens": 8}, {"activation_checkpointing": True}])

@@ -97,6 +97,25 @@ def at(*ratios: float, advantage: float) -> PolicyLossInput:
     )
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        # The objective is min(rho A, clip(rho, 0.8, 1.3) A); the gradient of rho A in log rho is rho A.
+        (1.2, 2.0, -2.4, -2.4),
+        (1.5, 2.0, -2.6, 0.0),  # too likely already and good: clipped, no gradient
+        (1.5, -2.0, 3.0, 3.0),  # too likely and bad: must still be pushed down
+        (0.5, 2.0, -1.0, -1.0),  # too unlikely and good: must still be pushed up
+        (0.5, -2.0, 1.6, 0.0),  # too unlikely already and bad: clipped, no gradient
+    ],
+)
+def test_grpo_clips_what_is_far_enough_already(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    data = at(ratio, advantage=advantage)
+    found, counts = build_policy_loss(configured("grpo", clip_low=0.2, clip_high=0.3))(data)
+    assert found.item() == pytest.approx(loss, abs=1e-12)
+    assert torch.autograd.grad(found, data.logprobs_N)[0].item() == pytest.approx(gradient, abs=1e-12)
+    assert counts["clip_fraction/high"] == (loss == -2.6) and counts["clip_fraction/low"] == (loss == 1.6)
+
+
 def test_gspo_clips_whole_sequences_by_the_geometric_mean_of_their_ratios() -> None:
     """Ratios 1.5 and 1 / 1.5 cancel: GRPO would clip the first, GSPO neither."""
     data = at(1.5, 1 / 1.5, advantage=1.0)

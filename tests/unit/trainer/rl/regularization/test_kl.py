@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,6 @@ from holdfast.trainer.rl.regularization.kl import KlEstimator, estimate_kl
 ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.2, -1.5, -0.5], dtype=torch.float64)
-
-
-def through_json(values: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(values))
 
 
 @pytest.mark.parametrize(("estimator", "mean"), [("k1", -0.1), ("k2", 0.0483333), ("k3", 0.0558173)])

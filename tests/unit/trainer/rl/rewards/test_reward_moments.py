@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
-from typing import Any
 
 import pytest
 
@@ -18,10 +16,6 @@ def moments_of(*batches: list[float]) -> RunningMoments:
     for batch in batches:
         moments.update(batch)
     return moments
-
-
-def through_json(values: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(values))
 
 
 def test_batches_add_up_to_one_pass_over_all_rewards() -> None:
