@@ -33,6 +33,7 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.object_store import StorageError
 from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan, encode_batch
+from tests.builders.checkpoint_files import commit
 
 Sft = Callable[..., tuple[int, str, str]]
 STATE = {"orchestrator/orchestrator.json": "{}"}
@@ -77,15 +78,7 @@ def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = Non
     for name, content in {"trainer/.metadata": "index", "trainer/__0_0.distcp": f"{step}", **(files or {})}.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content)
-    return committed(directory, "checkpoint", step, run_id=run.run_id(), program=program)
-
-
-def committed(directory: Path, kind: str, step: int, version: int | None = None, **more: Any) -> Path:
-    files = manifest.describe_files(directory)
-    version = step if version is None else version
-    listing = manifest.Manifest(kind=kind, step=step, policy_version=version, files=files, **more)
-    manifest.write_manifest(directory, listing)
-    return directory
+    return commit(directory, "checkpoint", step, run_id=run.run_id(), program=program)
 
 
 def add_weights(run: RunDir, version: int) -> Path:
@@ -94,7 +87,7 @@ def add_weights(run: RunDir, version: int) -> Path:
     (directory / "config.json").write_text("{}")
     header = json.dumps({f"weights_{version}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    return committed(directory, "weights", version)
+    return commit(directory, "weights", version)
 
 
 def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollout] = ()) -> Path:
@@ -102,7 +95,7 @@ def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollou
     directory.mkdir(parents=True)
     batch = Batch(step=step, policy_version=version, weights_digest="", rollouts=list(rollouts))
     (directory / "batch.msgpack").write_bytes(encode_batch(batch))
-    return committed(directory, "batch", step, version)
+    return commit(directory, "batch", step, policy_version=version)
 
 
 @pytest.fixture

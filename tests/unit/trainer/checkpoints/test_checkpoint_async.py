@@ -167,21 +167,6 @@ def test_a_save_is_left_out_by_policy_unless_it_is_urgent(
     assert run_dir.committed_steps() == [1, 3, 4]
 
 
-def test_every_commit_is_told_once_also_one_that_the_next_save_waited_for(
-    make_state: MakeState, run_dir: RunDir
-) -> None:
-    with Checkpointer(run_dir.checkpoints, make_state(steps=1)) as checkpointer:
-        assert checkpointer.in_flight is None
-        checkpointer.save(1)
-        checkpointer.wait()
-        checkpointer.save(2)
-        checkpointer.save(3)
-        assert checkpointer.in_flight == 3
-        assert checkpointer.wait()
-        assert checkpointer.poll() == [1, 2, 3]
-        assert checkpointer.poll() == [] and checkpointer.in_flight is None
-
-
 @pytest.mark.parametrize("surfaces_in", ["poll", "save", "close"])
 def test_a_failure_surfaces_at_the_next_call(
     surfaces_in: str, make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
