@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from holdfast.shared.files import manifest
 from holdfast.shared.files.manifest import Manifest
 from holdfast.shared.files.run_dir import RunDir
+
+
+def commit(directory: Path, kind: Any, step: int, **more: Any) -> Path:
+    """Write the manifest of what lies in `directory`."""
+    found = {"policy_version": step, "files": manifest.describe_files(directory)}
+    manifest.write_manifest(directory, Manifest(kind=kind, step=step, **found | more))
+    return directory
 
 
 def write_checkpoint(
@@ -22,17 +30,7 @@ def write_checkpoint(
     (directory / "trainer/progress.json").write_text(f'{{"step": {step}}}')
     (directory / "orchestrator/empty").touch()
     (directory / "a_first.txt").write_text(f"{step} {content}")
-    listing = Manifest(
-        kind="checkpoint",
-        step=step,
-        policy_version=step,
-        files=manifest.describe_files(directory),
-        run_id=run_id,
-        program="sft",
-        metrics=metrics or {},
-    )
-    manifest.write_manifest(directory, listing)
-    return directory
+    return commit(directory, "checkpoint", step, run_id=run_id, program="sft", metrics=metrics or {})
 
 
 def write_weights(run_dir: RunDir, version: int, *, content: str = "") -> Path:
@@ -40,9 +38,7 @@ def write_weights(run_dir: RunDir, version: int, *, content: str = "") -> Path:
     directory = run_dir.weights_of(version)
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(f"weights {version} {content}".encode())
-    files = manifest.describe_files(directory)
-    manifest.write_manifest(directory, Manifest(kind="weights", step=version, policy_version=version, files=files))
-    return directory
+    return commit(directory, "weights", version)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

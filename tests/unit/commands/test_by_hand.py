@@ -19,9 +19,10 @@ from holdfast.shared.config import TrainerConfig
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig
 from holdfast.shared.errors import RunDirError
-from holdfast.shared.files import journal, lock, manifest
+from holdfast.shared.files import journal, lock
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from tests.builders.checkpoint_files import commit
 from tests.runs.processes import HANG_S
 
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -29,20 +30,9 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 def _batch(step: int) -> Batch:
     version = max(0, step - 2)
-    rollouts = [
-        Rollout(
-            environment="e",
-            task_id=step - 1,
-            sample_index=index,
-            token_ids=[5, 6],
-            loss_mask=[False, True],
-            logprobs=[0.0, -1.0],
-            versions=[VersionSpan(version, 1, 2)],
-            reward=float(index),
-        )
-        for index in range(2)
-    ]
-    return Batch(step=step, policy_version=version, weights_digest=f"{version}", rollouts=rollouts)
+    rollout = Rollout(environment="e", task_id=step - 1, sample_index=0, token_ids=[5, 6], loss_mask=[False, True],
+                      logprobs=[0.0, -1.0], versions=[VersionSpan(version, 1, 2)])  # fmt: skip
+    return Batch(step=step, policy_version=version, weights_digest=f"{version}", rollouts=[rollout])
 
 
 @pytest.fixture
@@ -62,11 +52,7 @@ def _commit(run_dir: RunDir, step: int) -> None:
     (checkpoint / "trainer" / "x").write_bytes(b"x")
     (checkpoint / "orchestrator").mkdir()
     (checkpoint / "orchestrator" / journal.STATE_NAME).write_bytes(b"{}")
-    files = manifest.describe_files(checkpoint)
-    listing = manifest.Manifest(
-        kind="checkpoint", step=step, policy_version=step, run_id=run_dir.run_id(), program="rl", files=files
-    )
-    manifest.write_manifest(checkpoint, listing)
+    commit(checkpoint, "checkpoint", step, run_id=run_dir.run_id(), program="rl")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,6 @@ def test_a_wrong_label_is_corrected_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert label.read_text() == "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp38-abi3-linux_x86_64\n"
     assert "cp26-cp26" in linked.read_text()
     assert not correct_wheel_label("example-wheel")
-
-
-def test_a_right_label_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    label = _install(tmp_path, f"{here}-{here}-linux_x86_64")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert not correct_wheel_label("example-wheel")
-    assert here in label.read_text()
 
 
 def test_what_is_not_installed_is_no_error() -> None:

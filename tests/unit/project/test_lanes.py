@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.lanes import durations, parts
 from tests.lanes.marks import RESOURCES, lane_of
-from tests.lanes.shares import SHARES, longest_first
+from tests.lanes.shares import SHARES
 from tests.pages import guarantees, promises
 
 
@@ -86,13 +86,6 @@ def test_every_file_of_tests_is_in_one_share() -> None:
     assert not [path for share in SHARES for path in share.paths if not (ROOT / path).is_dir()]
 
 
-def test_the_longest_share_begins() -> None:
-    first = longest_first({})[0]
-    assert first.usual_s == max(share.usual_s for share in SHARES)
-    recorded = {"tests/unit/shared/test_x.py::test_y": 5e3, "tests/faults/test_z.py::test_y": 4e3}
-    assert [share.name for share in longest_first(recorded)][:2] == ["shared", "runs"]
-
-
 def test_durations_are_kept_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "durations.json"
     assert durations.recorded(path) == {}
@@ -141,16 +134,6 @@ def test_a_test_that_takes_too_long_fails_its_lane_with_a_way_out(tmp_path: Path
     assert "test_sample.py::test_x took" in printed and "for the nightly lane" in printed, printed
 
 
-def test_stalls_are_what_the_kernel_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpu").write_text(
-        "some avg10=13.35 avg60=23.26 avg300=43.50 total=373752060\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
-    )
-    monkeypatch.setattr(durations, "_STALLS", tmp_path / "cpu")
-    assert durations.stalled_s() == 373.75206
-    monkeypatch.setattr(durations, "_STALLS", tmp_path / "none")
-    assert durations.stalled_s() == 0.0
-
-
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).is_dir() and all((ROOT / test).exists() for test in tests)
@@ -159,12 +142,6 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
     both = parts.tests_of([writer, launcher, "src/holdfast/shared/files/journal.py"])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
-
-
-def test_changes_that_are_not_committed_count() -> None:
-    assert isinstance(parts.changed_files("HEAD"), list)
-    with pytest.raises(SystemExit, match="no-such-commit"):
-        parts.changed_files("no-such-commit")
 
 
 def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:

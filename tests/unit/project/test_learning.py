@@ -1,28 +1,25 @@
-"""The benchmark of runs that learn: its tasks, controls, tables, and what of it is committed."""
+"""The benchmarks of runs that learn: their tasks, controls, tables and curves, and what of them is committed."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.algorithms.curves import Curve, read_curves, summary, write_curves
+from benchmarks.algorithms.runs import NAMES
 from benchmarks.learning import controls, gsm8k, lengths, preferences, runs
 from benchmarks.learning.commands import environment_of
-from benchmarks.learning.draw import draw, panels_of
-from benchmarks.learning.results import Estimate, Run, read_runs, summary, table, write_runs
-from benchmarks.learning.runs import CONTROLS, DPO, OVERLAYS, STALE, TRL
+from benchmarks.learning.results import Estimate, Run, read_runs, table, write_runs
+from benchmarks.learning.runs import CONTROLS, OVERLAYS
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
-from holdfast import TaskSeed
-from holdfast.orchestrator.environments import load_environment
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config import RlConfig
-from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import scored_groups
@@ -50,28 +47,6 @@ def test_what_was_written_is_read_again_and_a_run_takes_the_place_of_the_same_on
     assert read_runs(tmp_path) == [first, again, other]
 
 
-def test_tables_have_every_run_and_the_range_of_the_seeds() -> None:
-    runs = [of_run("a", "grpo", 0, 0.125, 0.75), of_run("a", "grpo", 1, 0.125, 0.5), of_run("a", "trl", 0, 0.125, 0.25)]
-    assert table(runs).splitlines()[2].startswith("| `a` | `grpo` | 0 | 50 | 0.125 [0.06, 0.19] | 0.750 [0.69, 0.81] |")
-    assert [line.split(" | ")[3:5] for line in summary(runs).splitlines()[2:]] == [
-        ["0.125", "0.625 (0.500 to 0.750)"],
-        ["0.125", "0.250"],
-    ]
-
-
-def test_panels_are_tasks_and_what_stands_beside_the_first(tmp_path: Path) -> None:
-    variants = ["grpo", TRL, "dapo", DPO, *CONTROLS, *STALE]
-    runs = [of_run("sort_letters", name, 0, 0.125, 0.5) for name in variants]
-    runs.append(of_run("ledger", "grpo", 0, 0.125, 0.9))
-    panels = panels_of(runs)
-    assert {title: [run.variant for run in of] for title, of in panels.items()} == {
-        "sort_letters": ["grpo"], "ledger": ["grpo"], "beside TRL": ["grpo", TRL], "controls": list(CONTROLS),
-        "dpo": [DPO], "bfloat16, old weights": list(STALE), "other algorithms": ["dapo"],
-    }  # fmt: skip
-    draw(panels, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def _skip_without_its_extra(task: str) -> None:
     if task == "spell_backward":
         pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
@@ -89,12 +64,6 @@ def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_pa
         text = "".join(message["content"] for message in messages)
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and len(ids) < 64
-
-
-def test_programs_and_calls_of_tools_are_few_tokens(tmp_path: Path) -> None:
-    for task, call in (("python_code", "def solve(n):\n    n = n[1:]\n"), ("ledger", '"}}</tool_call>')):
-        make_base(tmp_path / task, phrases(task))
-        assert len(load_tokenizer(str(tmp_path / task)).encode(call)) <= 2
 
 
 def test_pairs_are_what_is_right_and_what_is_wrong_of_the_same_task() -> None:
@@ -229,16 +198,28 @@ def test_the_committed_lengths_are_those_of_the_page() -> None:
         assert len(after) == 3 and all(one.numbers["pass@1"].low > before.numbers["pass@1"].high for one in after)
 
 
-def test_longer_words_have_so_many_letters_and_longer_answers() -> None:
-    played, more_tokens = lengths.words_of(6)
-    section = EnvironmentConfig(**{name: value for name, value in played.items() if name != "weight"})
-    task = load_environment(section, key="environment").make_task(TaskSeed(run_seed=0, environment="x", index=0))
-    assert len(set(task.prompt[-1].content)) == 6
-    assert more_tokens == 2
+def curve(algorithm: str, seed: int, rewards: list[float], *, first_step: int = 1) -> Curve:
+    points = {first_step + place: {"reward/mean": reward} for place, reward in enumerate(rewards)}
+    return Curve(algorithm, seed, points)
 
 
-def test_lengths_of_runs_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lengths", "--runs", str(tmp_path), "--variants", "trl", "--seeds", "7"])
-    with pytest.raises(SystemExit, match=r"no weights at .*trl_7/run/checkpoint-200: .* makes them"):
-        lengths.main()
-    assert not list(tmp_path.iterdir())
+def test_the_table_has_mean_and_sample_std_over_seeds() -> None:
+    curves = [curve("dpo", 0, [0.1, 0.4], first_step=0), curve("dpo", 1, [0.3, 0.5], first_step=0)]
+    shown = summary(curves).splitlines()[1].split()
+    # 0.1 and 0.3: std sqrt(2 * 0.1²); 0.4 and 0.5: sqrt(2 * 0.05²); rises 0.3 and 0.2.
+    assert " ".join(shown) == "DPO 2 0.200 ± 0.141 0.450 ± 0.071 0.250 ± 0.071 0.200"
+
+
+def test_a_run_takes_the_place_of_the_same_one_and_leaves_the_others(tmp_path: Path) -> None:
+    old, other_seed = curve("grpo", 0, [0.1]), curve("grpo", 1, [0.2])
+    other = curve("ppo", 0, [0.3])
+    again = curve("grpo", 0, [0.9])
+    write_curves(tmp_path / "curves.csv", [again, other, other_seed, old])
+    assert read_curves(tmp_path / "curves.csv") == [again, other_seed, other]
+
+
+def test_the_committed_curves_rise_for_every_seed_and_are_those_of_the_docs() -> None:
+    curves = read_curves(ROOT / "benchmarks" / "algorithms" / "curves.csv")
+    assert {(one.algorithm, one.seed) for one in curves} == {(name, 0) for name in NAMES}
+    assert all(one.end - one.start > 0.1 for one in curves)
+    assert summary(curves) in (ROOT / "docs" / "algorithms.md").read_text()

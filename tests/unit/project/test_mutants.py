@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants.choosing import ROOT, rounds_of
+from tests.mutants.choosing import ROOT
 from tests.mutants.mutations import mutations
 
 SOURCE = '''"""Not this one: 1 < 2."""
@@ -48,18 +48,3 @@ def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
 def test_all_of_src_can_be_changed() -> None:
     sources = sorted((ROOT / "src").rglob("*.py"))
     assert sum(len(mutations(path.read_text())) for path in sources[::8]) > 500
-
-
-@pytest.mark.clock
-def test_tests_that_import_a_module_come_first() -> None:
-    first, *_, last = rounds_of("holdfast/commands/launcher/restarts.py")
-    assert "tests/unit/commands/launcher/test_restarts.py" in first and all("unit" in test for test in first)
-    assert last == ["tests/integration/test_sft_stop.py", "tests/integration/test_rl_exact.py",
-                    "tests/integration/test_rl_heals.py"]  # fmt: skip
-    assert "tests/unit/commands/rollouts/test_rollouts_cli.py" in rounds_of("holdfast/commands/rollouts/text.py")[0], (
-        "what is called so comes next"
-    )
-    assert rounds_of("holdfast/trainer/rl/losses/base.py")[1], "what is imported through others is tried through them"
-    assert all(
-        (ROOT / test).is_file() for tests in rounds_of("holdfast/orchestrator/batches/batch_maker.py") for test in tests
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +17,6 @@ from tests.conftest import ROOT
 from tests.pages.documentation import PAGES, links
 
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 _OF_OTHERS = re.compile(r"^(VLLM|CUDA|NVIDIA|TORCH|PYTORCH|TOKENIZERS|RAY_ENABLE|PYTHON(HASHSEED|SAFEPATH))")
 
 
@@ -62,23 +60,6 @@ def test_the_changes_name_the_version_of_the_package() -> None:
         assert re.fullmatch(r"\[Unreleased\]|\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.name != "config.yml"], ids=lambda form: form.name)
-def test_forms_of_issues_are_forms(form: Path) -> None:
-    content = yaml.safe_load(form.read_text())
-    assert content.keys() >= {"name", "description", "body"}
-    asked = [part for part in content["body"] if part["type"] != "markdown"]
-    assert len({part["id"] for part in asked}) == len(asked) > 1
-    for part in content["body"]:
-        needed = {"markdown": "value", "dropdown": "options"}.get(part["type"], "label")
-        assert part["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
-        assert part["attributes"][needed]
-        assert all(isinstance(option, str) for option in part["attributes"].get("options", []))
-
-
-def test_the_choice_between_forms_is_valid() -> None:
-    assert yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/config.yml").read_text())["blank_issues_enabled"] is True
-
-
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_are_clean_and_copy_what_is_there(dockerfile: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
@@ -92,14 +73,6 @@ def test_dockerfiles_are_clean_and_copy_what_is_there(dockerfile: Path) -> None:
     users = re.findall(r"^USER (\d+)$", text, re.MULTILINE)
     assert users and users[-1] != "0"
     assert "--frozen --no-dev" in text and f"docker/{dockerfile.name}" in (ROOT / "docs/installation.md").read_text()
-
-
-def test_a_dockerfile_with_a_fault_is_noticed(tmp_path: Path) -> None:
-    broken = tmp_path / "Dockerfile"
-    broken.write_text("FROM python\nRUN cd /tmp && apt-get install gcc\n")
-    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
-    assert hadolint is not None
-    assert subprocess.run([hadolint, broken], capture_output=True).returncode == 1
 
 
 def test_groups_that_the_dockerfiles_name_are_there() -> None:

@@ -151,10 +151,3 @@ def test_links_lead_to_pages_to_copied_files_or_to_the_repository() -> None:
 def test_links_that_cannot_be_on_the_site_are_refused(link: str, reason: str) -> None:
     with pytest.raises(links.DeadLink, match=reason):
         links.rewritten(f"[a]({link})", "data.md", None)
-
-
-def test_a_command_without_a_parser_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "odd", ("It has no help.", "subcommands:add_json", None))
-    monkeypatch.setattr("holdfast.commands.subcommands.add_json", lambda argv: 0)
-    with pytest.raises(TypeError, match="odd --help shows no parser"):
-        options.parser_of("odd")

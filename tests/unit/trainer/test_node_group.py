@@ -122,18 +122,6 @@ def test_the_first_leads_and_all_get_one_attempt(nodes: Nodes) -> None:
     assert any("1 of 2 nodes are here" in line for line in nodes.said)
 
 
-def test_a_dead_trainer_ends_the_attempt_on_all_and_the_next_begins(nodes: Nodes) -> None:
-    leader, other = nodes.group(), nodes.group()
-    nodes.begin(leader, other)
-    other.trainer_died("was killed by signal 9")
-    assert "the trainer was killed by signal 9" in reason(leader)
-    leader.trainer_died("was ended")
-    first, second = nodes.begin(leader, other, number=2)
-    assert (first.attempt, second.attempt, second.resume_step) == (2, 2, 2)
-    leader.trainer_died("ended with exit code 1")
-    assert "the trainer ended with exit code 1" in reason(other, leader)
-
-
 def test_nobody_begins_before_the_trainers_of_all_have_ended(nodes: Nodes) -> None:
     leader, other = nodes.group(), nodes.group()
     nodes.begin(leader, other)
@@ -293,15 +281,6 @@ def test_a_signal_to_one_node_stops_all_with_one_exit_code(nodes: Nodes) -> None
     assert nodes.gather(leader).result(HANG_S) == 10
     assert leader.leave(143) == 138  # that of the first
     assert not (nodes.run_dir.path / "nodes.mark").exists()
-
-
-def test_a_node_that_finished_ends_nobody(nodes: Nodes) -> None:
-    leader, other = nodes.group(), nodes.group()
-    nodes.begin(leader, other)
-    leaving = nodes._threads.submit(other.leave, 0)
-    assert leaving.result(HANG_S) == 0
-    assert leader.verdict() is None
-    assert leader.leave(0) == 0
 
 
 def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes) -> None:

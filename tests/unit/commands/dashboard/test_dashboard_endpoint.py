@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -338,23 +337,6 @@ def raw(port: int, text: str) -> bytes:
         return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
-@pytest.mark.launch
-def test_a_page_goes_out_in_pieces(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client has some seconds for each: the way to its reader may be slow, and the page is long."""
-    written: list[int] = []
-    write = socketserver._SocketWriter.write
-
-    def noted(writer: Any, data: Any) -> int:
-        written.append(len(data))
-        return write(writer, data)
-
-    _, port = serve(make_run(tmp_path / "run"))
-    state_when(port, lambda state: state["tag"] is not None)
-    monkeypatch.setattr("socketserver._SocketWriter.write", noted)
-    page = request(port).text
-    assert page.endswith("</html>") and sum(written) > len(page) > 4e6 and max(written) <= 2**16
-
-
 def test_a_port_that_is_taken_and_one_that_may_not_be_had(tmp_path: Path, serve: Serve) -> None:
     _, port = serve(make_run(tmp_path / "run"))
     with pytest.raises(ConfigError, match=f"dashboard: 127.0.0.1:{port} is in use.*--dashboard.port, or 0"):
@@ -388,14 +370,6 @@ def test_a_run_that_is_none_is_refused_by_the_process(tmp_path: Path) -> None:
         wait_until(lambda: found.trouble is not None, "what it says")
     assert found.trouble is not None and re.match(r".*no run holds no run \(no run\.json", found.trouble)
     assert len(told) == 1
-
-
-def test_the_page_of_a_file_has_nothing_of_one_that_is_live(tmp_path: Path, run_command: Any) -> None:
-    run_dir = make_run(tmp_path / "run")
-    assert run_command("report", run_dir.path)[0] == 0
-    page = (run_dir.path / "report.html").read_text()
-    assert 'id="live"' not in page and "connect-src" not in page and "fetch(" not in page.rpartition("Plotly")[2]
-    assert "made 2" in page
 
 
 def test_the_command_that_a_page_names_is_there_without_a_checkout(

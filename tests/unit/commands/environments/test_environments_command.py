@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import Message, Task
 from holdfast.commands.environments import check, play
-from holdfast.commands.environments.fingerprint import canonical, parts_of
+from holdfast.commands.environments.fingerprint import canonical
 from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
 from holdfast.shared.config.load import parse_command_line
 from tests.conftest import BASE
 from tests.models.chat_templates import QWEN_3, write_tokenizer
-from tests.runs.terminal import Terminal
 
 Command = Callable[..., tuple[int, str, str]]
 Played = Callable[[list[object], str], tuple[int, str, str]]
@@ -32,9 +30,7 @@ FAULTS = '''
 
 import itertools
 import math
-import pathlib
 import random
-import time
 
 from holdfast import Environment, Message, Score, Task
 
@@ -142,13 +138,6 @@ class Tooled(Sound):
 class ByTurn(Sound):
     def score(self, task, sessions):
         return [Score(1.0, {"exact": 1.0}, turn_rewards=[0.5] * len(session.texts)) for session in sessions]
-
-
-class Slow(Sound):
-    def make_task(self, seed):
-        while seed.index == 2 and not pathlib.Path("go_on").exists():
-            time.sleep(0.01)
-        return super().make_task(seed)
 
 
 class OnlyHere(Sound):
@@ -274,19 +263,6 @@ def test_an_environment_without_a_fault_is_passed(environments: Command) -> None
     assert (code, err) == (0, "")
     assert [line.split()[1] for line in out.splitlines()[1:6]] == ["OK"] * 5
     assert " of 1024 tokens" in out and "20 with scripted answers" in out
-
-
-@pytest.mark.launch
-def test_a_terminal_shows_where_a_slow_check_is(environments: Command, tmp_path: Path) -> None:
-    del environments  # it has made the module
-    words = ["-m", "holdfast", "environments", "check", "faults:Slow", "--num-tasks", "4"]
-    with Terminal([sys.executable, *words], columns=100, cwd=tmp_path) as terminal:
-        terminal.wait_for("asking the environment: 1 of 6, for the first time, task 3 of 4")
-        (tmp_path / "go_on").touch()
-        assert terminal.end() == 0
-        assert b"4 of 6, in another process" in terminal.raw
-        screen = terminal.screen
-    assert screen[0].startswith("check") and not any("asking" in line for line in screen), screen
 
 
 @pytest.mark.launch
@@ -473,15 +449,3 @@ def test_equal_values_have_one_text_wherever_they_lie() -> None:
     loop: list[object] = []
     loop.append(loop)
     assert "..." in canonical(loop)
-
-
-def test_parts_of_a_task_are_told_apart() -> None:
-    as_text, as_messages = Task("a", "b"), Task([Message("user", "a")], "b")
-    assert parts_of(as_messages) == parts_of(Task([{"role": "user", "content": "a"}], "b"))
-    assert (
-        parts_of(as_text).keys() == {"prompt", "answer"}
-        and parts_of(as_text)["prompt"] == parts_of(Task("a"))["prompt"]
-    )
-    assert parts_of(as_text)["prompt"] != parts_of(as_messages)["prompt"]
-    wrong = Task([5], "b")  # type: ignore[list-item]
-    assert parts_of(wrong)["answer"] == parts_of(as_text)["answer"]

@@ -129,15 +129,6 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     assert code == 0 and f"every step that was to be evaluated is; the results are in {run_dir.evaluations}" in out
 
 
-def test_a_step_whose_checkpoint_went_away_is_passed_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = run_of(tmp_path / "run", 10)
-    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
-    run = FollowedRun.read(run_dir.path)
-    assert follow._evaluate_step(config, run, 5, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
-    assert "step 5 is not evaluated: its checkpoint went away" in capsys.readouterr().out
-    assert not run_dir.evaluation(5).exists()
-
-
 def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "step_5")
     config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
@@ -179,20 +170,8 @@ def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
     assert follow._evaluate_step(config, run, 10, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
     said = capsys.readouterr().out
     assert "step_10 is of other weights than step 10 has now: it is evaluated anew" in said
+    assert "step 10 is not evaluated: its checkpoint went away" in said
     assert not (config.output_dir / "step_10").exists()
-
-
-def test_an_evaluation_leaves_its_supervisor_without_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None
-) -> None:
-    directory = RunDir(tmp_path / "step_5")
-    config = EvaluateConfig(model=ModelConfig(name="m"), output_dir=directory.path)
-    prepare_directory(config, directory)
-    ends = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(directory.path / 'summary.json')!r}).touch()"]
-    monkeypatch.setattr(serving, "module_command", lambda *_: ends)
-    with Supervisor() as supervisor:
-        assert run_evaluation(config, directory, supervisor) == 0
-        assert supervisor.children == []
 
 
 def test_what_a_kill_left_is_removed_by_the_next_start(run_command: RunCommand, tmp_path: Path) -> None:
@@ -303,6 +282,7 @@ def test_how_an_evaluation_ended_is_noted(
                     run_evaluation(config, directory, supervisor)
             else:
                 assert run_evaluation(config, directory, supervisor) == 0
+            assert supervisor.children == []
         observed.look()
         assert observed.status == status
     events = [json.loads(line) for line in (directory.path / "logs" / "events.jsonl").read_text().splitlines()]

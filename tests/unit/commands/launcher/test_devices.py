@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import tomli
 
-from holdfast.commands.launcher.placement import Placement
-from holdfast.commands.launcher.plan_table import planned_engine, planned_orchestrator, planned_trainer, print_table
-from holdfast.shared.config import InferenceConfig, TrainerConfig
-from holdfast.shared.config.trainer import ParallelConfig, TrainedModelConfig
-from holdfast.shared.process.gpus import Gpu
 from tests.builders.nvml import loading, machine
 from tests.conftest import ROOT, ModelFactory
 from tests.forking.commands import Run, shared_commands
@@ -118,66 +113,6 @@ def test_an_engine_that_is_built_for_cpus_says_so(tmp_path: Path) -> None:
     assert "WARNING: the engine computes on the CPU, as the installed vLLM is its build for CPUs" in run.log
     engine = resolved(tmp_path / "run", "inference")
     assert engine["model"]["dtype"] == "bfloat16" and engine["engine"]["eager"] is True
-
-
-@pytest.mark.launch
-def test_offloading_stands_in_the_plan(tmp_path: Path) -> None:
-    run = started("sft", tmp_path / "run", *SFT, "--dry-run", "--parallel.cpu-offload", gpus=2)
-    assert "GPU 0,1, CPU offload" in run.log
-    assert resolved(tmp_path / "run", "sft")["parallel"]["cpu_offload"] is True
-
-
-@pytest.mark.launch
-def test_all_nodes_stand_in_the_plan(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--parallel.rdzv-endpoint", "node-a:29400", "--parallel.nodes")
-    run = started("sft", tmp_path / "run", *SFT, *flags, "3", gpus=2)
-    assert run.code == 0, run.log
-    rows = [line.split() for line in run.log.splitlines() if line.startswith("trainer (")]
-    assert [row[:6] for row in rows] == [
-        ["trainer", "(node", "0)", "node-a", "GPU", "0,1"],
-        ["trainer", "(nodes", "1-2)", "others", "GPU", "0,1"],
-    ]
-    assert [row[-4:] for row in rows] == [["2", "-", "-", "bfloat16"]] * 2, "ranks; nobody knows the cores of others"
-    two = started("sft", tmp_path / "two", *SFT, *flags, "2", gpus=2)
-    assert "\ntrainer (node 1)  " in two.log
-
-
-def test_what_a_cluster_places_is_not_said_to_be_here(capsys: pytest.CaptureFixture[str]) -> None:
-    parallel = ParallelConfig(num_ranks=2, nodes=2, device="cuda")
-    trainer = TrainerConfig(parallel=parallel, model=TrainedModelConfig(dtype="bfloat16"))
-    gpus = tuple(Gpu(str(number)) for number in range(3))
-    print_table(
-        [
-            *planned_trainer(trainer, Placement(gpus[:2]), cluster="ray"),
-            planned_orchestrator(cluster="ray"),
-            planned_engine("inference", InferenceConfig(), gpus[2:], cluster="ray"),
-        ]
-    )
-    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header[:3] == ["process", "host", "devices"]
-    assert rows == [
-        ["trainer", "(2", "nodes)", "by", "ray", "2", "x", "GPU", "2", "-", "-", "bfloat16"],
-        ["orchestrator", "by", "ray", "CPU", "-", "-", "-"],
-        ["inference", "by", "ray", "1", "x", "GPU", "-", "-", "-"],
-    ]
-
-
-@pytest.mark.launch
-def test_an_engine_by_itself(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--engine.tensor-parallel-size", "2")
-    run = started("inference", tmp_path / "run", *flags, gpus=4, fault=GPU_VLLM)
-    assert run.code == 0 and "GPU 0,1" in run.log, run.log
-    assert resolved(tmp_path / "run", "inference")["model"]["dtype"] == "bfloat16"
-    refused = started("inference", tmp_path / "refused", *flags, gpus=1, fault=GPU_VLLM)
-    assert refused.code == 2 and "the engine is split over 2 GPUs" in refused.log
-
-
-@pytest.mark.launch
-def test_gpus_that_torch_cannot_use_end_the_command_before_anything_starts(tmp_path: Path) -> None:
-    run = started("sft", tmp_path / "run", *SFT, gpus=8, cuda=12080)
-    assert run.code == 2 and "Traceback" not in run.log
-    assert "this machine has 8 x NVIDIA H100 80GB HBM3, and its driver 580.65.06 runs CUDA up to 12.8" in run.log
-    assert "with --parallel.device cpu" in run.log and not (tmp_path / "run").exists()
 
 
 @pytest.mark.launch

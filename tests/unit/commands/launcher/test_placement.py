@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from holdfast.shared.config.trainer import ParallelConfig
 from holdfast.shared.errors import ConfigError
 from holdfast.shared.process.child import available_cores
 from holdfast.shared.process.gpus import Gpu, Inventory, TorchBuild
-from tests.conftest import ROOT
 
 TORCH = TorchBuild("2.13.0+cu130", "13.0")
 
@@ -65,26 +62,17 @@ def test_more_ranks_than_the_memory_of_the_cpu_holds_are_refused() -> None:
     assert not placed({**settings, "cluster": "ray"}, machine(0, engine="cpu")).trainer, "the memory is that of others"
 
 
-def test_many_more_ranks_than_cores_are_told(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    cores, model = available_cores(), ROOT / "examples" / "reverse_text"
-    few, many = 4 * cores, 4 * cores + 1
-    flags = ("--output-dir", tmp_path, "--dry-run", "--model.name", model / "model", "--data.name", model / "sft.jsonl")
-    code, out, _ = run_command("sft", *flags, "--parallel.num-ranks", str(few), "--data.batch-size", str(few))
-    assert code == 0 and "WARNING" not in out
-    code, out, _ = run_command("sft", *flags, "--parallel.num-ranks", str(many), "--data.batch-size", str(many))
-    assert (
-        code == 0 and f"WARNING: parallel.num_ranks = {many} on the CPU, and this command may use {cores} core" in out
-    )
-    assert f"longer than with --parallel.num-ranks {cores}," in out
-
-
-def test_more_ranks_than_cores_are_no_matter_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_more_ranks_than_cores_are_told_where_there_are_no_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     gpus = machine(4).inventory.gpus
     parallel = ParallelConfig(num_ranks=99_999)
     tell_of_turns(parallel, Placement(trainer=gpus))
+    cores = available_cores()
+    tell_of_turns(ParallelConfig(num_ranks=4 * cores), Placement())
     assert not capsys.readouterr().out
-    tell_of_turns(parallel, Placement(), key="trainer.parallel")
-    assert "--trainer.parallel.num-ranks" in capsys.readouterr().out
+    tell_of_turns(ParallelConfig(num_ranks=4 * cores + 1), Placement(), key="trainer.parallel")
+    said = capsys.readouterr().out
+    assert f"WARNING: trainer.parallel.num_ranks = {4 * cores + 1} on the CPU, and this command may use {cores}" in said
+    assert f"longer than with --trainer.parallel.num-ranks {cores}," in said
 
 
 def test_without_gpus_all_is_on_the_cpu() -> None:

@@ -83,13 +83,10 @@ def environment(identity: str, **args: object) -> tuple[str, str]:
 QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", str(free_port()))
 
 
-def test_environments_that_are_not_there(refused: Launch) -> None:
-    assert "there is no environment 'nope'" in refused(*QUICK_START, *environment("nope"))
-
-
 @pytest.mark.parametrize(
     ("identity", "args", "said"),
     [
+        ("nope", {}, "there is no environment 'nope'"),
         ("jsonl", {}, "Jsonl needs path"),
         ("jsonl", {"path": "no/file.jsonl"}, "no/file.jsonl cannot be read"),
         ("no_module:Class", {}, "there is no module 'no_module'"),

@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,6 +63,14 @@ class Launcher:
         return self.config.inference.server.port
 
 
+@contextmanager
+def offered(**told: Any) -> Iterator[tuple[FakeEngine, int, ExitStack]]:
+    """Serve an engine; give it, its port, and a stack for what launchers choose."""
+    engine = FakeEngine(**told)
+    with serving(engine), ExitStack() as stack:
+        yield engine, int(engine.url.rsplit(":", 1)[1]), stack
+
+
 def explicit(directory: Path, port: int) -> Launcher:
     launcher = Launcher(directory, port, "--inference.server.port", str(port))
     assert not launcher.picks
@@ -75,6 +84,8 @@ def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, fi
         assert [launcher.port for launcher in launchers] == [first_port, first_port + 1, first_port + 2]
         assert all(servers.starts_own for servers in chosen)
         assert chosen[0].line == ""
+        with pytest.raises(InferenceError, match=f":{first_port} is in use, by a run that starts"):
+            explicit(tmp_path / "another", first_port).choose(stack)
         assert chosen[1].line == (
             f"port {first_port} is not free (another run or program has it): the inference server of this run gets "
             f"{first_port + 1}"
@@ -219,9 +230,7 @@ def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_p
 
 
 def test_a_free_server_of_another_user_is_used_only_where_it_is_named(tmp_path: Path) -> None:
-    engine = FakeEngine(lie_uid=1)
-    with serving(engine), ExitStack() as stack:
-        port = int(engine.url.rsplit(":", 1)[1])
+    with offered(lie_uid=1) as (engine, port, stack):
         launcher = Launcher(tmp_path / "first", port)
         servers = launcher.choose(stack)
         assert servers.starts_own and launcher.port > port and engine.owner is None
@@ -284,20 +293,16 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
 
 
 def test_what_a_stranger_at_the_port_says_is_one_harmless_line(tmp_path: Path) -> None:
-    engine = FakeEngine(model="\x1b[2J\nerror: forged " + "x" * 5000)
-    with serving(engine), ExitStack() as stack:
-        line = Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack).line
+    with offered(model="\x1b[2J\nerror: forged " + "x" * 5000) as (_, port, stack):
+        line = Launcher(tmp_path, port).choose(stack).line
     assert "serves the model '" in line and line.isprintable() and len(line) < 1000
-    engine = FakeEngine(model="x" * (1 << 21))
-    with serving(engine), ExitStack() as stack:
-        line = Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack).line
+    with offered(model="x" * (1 << 21)) as (_, port, stack):
+        line = Launcher(tmp_path, port).choose(stack).line
     assert "is not an inference server of holdfast" in line, "what has no end is not read to it"
 
 
 def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
-    engine = FakeEngine(model="another/model")
-    with serving(engine), ExitStack() as stack:
-        port = int(engine.url.rsplit(":", 1)[1])
+    with offered(model="another/model") as (engine, port, stack):
         launcher = Launcher(tmp_path, port)
         assert "serves the model 'another/model'" in launcher.choose(stack).line
         assert launcher.port != port and engine.owner is None
@@ -327,21 +332,6 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, foreign: int) -
         assert no.value.exit_code == 2
 
 
-def test_a_program_that_speaks_no_http_is_passed_by(tmp_path: Path) -> None:
-    def answer() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-
-    with socket.create_server((HOST, 0)) as listener, ExitStack() as stack:
-        thread = threading.Thread(target=answer)
-        thread.start()
-        launcher = Launcher(tmp_path, listener.getsockname()[1])
-        assert "is not an inference server of holdfast (BadStatusLine" in launcher.choose(stack).line
-        thread.join()
-
-
 def test_addresses_of_servers(tmp_path: Path) -> None:
     for host, url in (("::1", "http://[::1]:8123"), ("::", "http://127.0.0.1:8123"), ("node", "http://node:8123")):
         flags = ("--inference.server.host", host, "--inference.server.port", "8123")
@@ -360,9 +350,8 @@ def test_a_launcher_that_finds_its_run_under_way_does_not_give_its_server_away(t
 
 def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.commands.launcher.servers._SIGN_OF_LIFE_S", 0.01)
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as stack:
-        Launcher(tmp_path, int(engine.url.rsplit(":", 1)[1])).choose(stack)
+    with offered() as (engine, port, stack):
+        Launcher(tmp_path, port).choose(stack)
 
         async def refuse_for_a_while() -> None:
             if engine.claims < 5:
@@ -417,9 +406,7 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
     async def loading() -> None:
         raise HTTPException(503, "loading")
 
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as stack:
-        port = int(engine.url.rsplit(":", 1)[1])
+    with offered() as (engine, port, stack):
         engine.token = "secret"
         with pytest.raises(InferenceError, match=r"asks for its admin token \(HOLDFAST_ADMIN_TOKEN\)"):
             explicit(tmp_path, port).choose(stack)
@@ -471,9 +458,7 @@ def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_onc
 
 
 def test_where_the_teacher_samples_no_server_is_chosen(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as stack:
-        port = int(engine.url.rsplit(":", 1)[1])
+    with offered() as (engine, port, stack):
         flags = ("--orchestrator.teacher.model", MODEL, "--orchestrator.teacher.urls", '["http://127.0.0.1:9"]')
         flags += ("--orchestrator.teacher.mode", "samples", "--trainer.loss.type", "sft")
         servers = Launcher(tmp_path, port, *flags).choose(stack)
@@ -494,9 +479,7 @@ def test_a_server_is_given_back_also_when_the_storage_is_away(tmp_path: Path) ->
 
 
 def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, first_port: int) -> None:
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as stack:
-        port = int(engine.url.rsplit(":", 1)[1])
+    with offered() as (engine, port, stack):
         teacher = ("--orchestrator.teacher.model", MODEL, "--orchestrator.teacher.urls")
         launcher = Launcher(tmp_path, port, *teacher, f'["{engine.url}/"]')
         assert launcher.choose(stack).starts_own and launcher.port > port and engine.owner is None
@@ -507,17 +490,8 @@ def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, f
             both.choose(stack)
 
 
-def test_a_port_that_was_asked_for_and_belongs_to_a_run_that_loads_is_refused(tmp_path: Path, first_port: int) -> None:
-    with ExitStack() as stack:
-        Launcher(tmp_path / "first", first_port).choose(stack)
-        with pytest.raises(InferenceError, match=f":{first_port} is in use, by a run that starts"):
-            explicit(tmp_path / "second", first_port).choose(stack)
-
-
 def test_a_dry_run_holds_nothing(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as stack:
-        port = int(engine.url.rsplit(":", 1)[1])
+    with offered() as (engine, port, stack):
         assert not Launcher(tmp_path, port, "--dry-run").choose(stack).starts_own
         assert engine.owner is None
 

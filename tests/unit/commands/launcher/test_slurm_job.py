@@ -224,57 +224,20 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ((), "--slurm needs checkpoints"),
-        (("--ckpt.interval", "5", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
-        (("--ckpt.interval", "5", "--clean"), "--clean with --slurm would remove the run"),
-        (
-            ("--ckpt.interval", "5", "--slurm.time", "00:02:00"),
-            "00:02:00 is over before .* 120 s",
-        ),
-    ],
-)
-def test_what_cannot_be_queued_again_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        launch_training(parsed_training("sft", tmp_path / "run", "--slurm", "--dry-run", *flags))
-
-
-def test_slurm_and_ray_are_two_places(tmp_path: Path) -> None:
-    flags = ("--slurm", "--dry-run", "--ckpt.interval", "5", "--cluster", "ray")
-    with pytest.raises(ConfigError, match="cluster = 'ray' and --slurm are two places"):
-        launch_rl(parsed(tmp_path / "run", *flags))
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
         (("--slurm",), "--slurm needs checkpoints"),
+        (("--slurm", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
         (("--slurm", "--ckpt", "--clean"), "--clean with --slurm would remove the run"),
-        (
-            ("--slurm.nodes", "2", "--ckpt", "--parallel.nodes", "4"),
-            r"parallel\.nodes = 4 and slurm\.nodes = 2: all nodes of the job train",
-        ),
-        (
-            ("--slurm", "--ckpt", "--parallel.rdzv-endpoint", "head:1"),
-            r"parallel\.rdzv_endpoint = head:1 names one machine, and SLURM chooses them",
-        ),
+        (("--ckpt", "--slurm.time", "00:02:00"), "00:02:00 is over before .* 120 s"),
+        (("--slurm.nodes", "2", "--ckpt", "--parallel.nodes", "4"), r"parallel\.nodes = 4 and slurm\.nodes = 2: all"),
+        (("--slurm", "--ckpt", "--parallel.rdzv-endpoint", "head:1"), r"rdzv_endpoint = head:1 names one machine"),
     ],
 )
-def test_what_no_job_of_a_trainer_can_be_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        launch_training(parsed_training("sft", tmp_path / "run", *flags))
-
-
-def test_a_trainer_is_submitted_with_what_the_user_has_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_what_no_job_of_a_trainer_can_be_is_refused(
+    flags: tuple[str, ...], reason: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 41\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    run = tmp_path / "run"
-    assert launch_training(parsed_training("sft", run, "--ckpt.interval", "5", "--slurm.nodes", "2")) == 0
-    assert f"submitted job 41; its output: {run}/slurm/job_41.out" in capsys.readouterr().out
-    told = read_toml(SftConfig, run / "slurm" / "sft.toml")
-    assert told == parsed_training("sft", run, "--ckpt.interval", "5")
+    with pytest.raises(ConfigError, match=reason):
+        launch_training(parsed_training("sft", tmp_path / "run", *flags, *more))
 
 
 @pytest.mark.parametrize(
@@ -296,6 +259,7 @@ def test_what_no_cluster_takes_is_refused(flags: tuple[str, ...], reason: str, t
 def test_places_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     cases: list[tuple[tuple[Any, ...], str]] = [
+        (("--slurm", "--ckpt", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
         (("--cluster", "slurm"), r"needs an allocation \(SLURM_JOB_NODELIST is not set\)"),
         (("--trainer.parallel.nodes", "2"), "without --cluster `rl` starts all on this machine"),
         (("--cluster", "ray://127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: .*refused"),

@@ -26,14 +26,11 @@ from holdfast.shared.errors import (
     TrainingError,
     is_storage_failure,
 )
-from holdfast.shared.files.metrics import MetricsWriter
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import _LossyFile
 from holdfast.shared.process.events import EVENTS_ENV, append, report
 from holdfast.shared.remote.object_store import _code
 from tests.runs.stand_ins import Stands
-
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
 
 
 def caused(error: Exception, cause: BaseException) -> Exception:
@@ -80,17 +77,15 @@ def test_other_errors_are_not(error: Exception) -> None:
     assert not is_storage_failure(caused(SaveError("not saved"), error))
 
 
-def test_an_error_that_is_its_own_cause_has_no_more_causes() -> None:
-    """`raise error from error` makes it so; the process that told of it never ended."""
+def test_an_error_that_is_its_own_cause_has_no_more_causes_and_a_flag_on_another_rank_counts() -> None:
+    # `raise error from error` makes it so; the process that told of it never ended.
     error, other = ValueError("no"), ValueError("neither")
     error.__cause__ = error
     assert not is_storage_failure(error)
     error.__cause__, other.__cause__ = other, error
     assert not is_storage_failure(caused(EnvironmentFailure("it raised"), error))
     assert _code(error) == ""
-
-
-def test_the_flag_of_a_failure_on_another_rank_counts() -> None:
+    # The flag of a failure on another rank counts.
     assert is_storage_failure(caused(SaveError("not saved"), flagged(SaveError("rank 1: No space left on device"))))
 
 
@@ -154,19 +149,6 @@ def test_output_that_is_closed_is_an_error(tmp_path: Path) -> None:
 def test_an_event_that_cannot_be_told_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EVENTS_ENV, "/dev/full")
     report("training", step=3)
-
-
-def test_metrics_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="No space left on device"):
-        writer.write(1, {"loss": 0.5})
-
-
-def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"phase": "a"}\n{"phase": "b", "ti{"phase": "c"}\n{"phase": "d"}\n{"phase"')
-    assert [event["phase"] for event in Tail(path, from_end=False)] == ["a", "d"]
 
 
 @pytest.fixture

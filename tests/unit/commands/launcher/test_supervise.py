@@ -93,6 +93,7 @@ def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path:
     signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may have it ignored
     with Supervisor() as supervisor:
         child = supervisor.start("worker", python("time.sleep(600)"), tmp_path / "w.log", environment={})
+        assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0), "Ctrl-C reaches the launcher alone"
         timer = threading.Thread(target=lambda: os.kill(os.getpid(), number))
         timer.start()
         assert supervisor.run(lambda: None) == number
@@ -159,22 +160,6 @@ def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends:
         grandchild = int(child.log.read_text().splitlines()[1])
         assert not ends(grandchild, within_s=0)
     assert ends(grandchild)
-
-
-def test_ctrl_c_in_the_terminal_reaches_the_launcher_alone(tmp_path: Path) -> None:
-    with Supervisor() as supervisor:
-        child = supervisor.start("worker", python("time.sleep(600)"), tmp_path / "w.log", environment={})
-        assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
-        supervisor.run(ready(supervisor, child))
-
-
-def test_a_log_is_appended_to(tmp_path: Path) -> None:
-    log = tmp_path / "deep" / "w.log"
-    for _ in range(2):
-        with Supervisor() as supervisor:
-            supervisor.start("worker", python(""), log, environment={})
-            assert supervisor.run(lambda: None) is None
-    assert log.read_text() == "ready\nready\n"
 
 
 def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:

@@ -16,7 +16,7 @@ import pytest
 from holdfast.commands.launcher import watch
 from holdfast.commands.live.output import as_json_lines, json_lines
 from holdfast.shared.config.rl import RlConfig, hand_down_shared
-from holdfast.shared.errors import STORAGE_FAILED, ConfigError, ProcessDied
+from holdfast.shared.errors import ConfigError, ProcessDied
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
 
@@ -78,19 +78,6 @@ def test_a_run_that_fails_says_why_and_what_is_left(stands: Stands, objects: Obj
     assert (last["process"], last["phase"], last["exit_code"], last["step"]) == ("launcher", "ended", 3, 1)
 
 
-@pytest.mark.usefixtures("restored_signals")
-def test_restarts_are_noted_for_who_looks_from_elsewhere(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
-    first = "Path('started').exists() or (Path('started').touch(), os.kill(os.getpid(), 9))"
-    orchestrator = "while not Path('started').exists(): time.sleep(0.02)\nif not Path('rollouts/step_1').exists(): "
-    code = stands.watch(
-        trainer=f"{first}\nmade('weights/step_1')", orchestrator=orchestrator + "made('rollouts/step_1')"
-    )
-    assert code == 0 and "starting it again" in capfd.readouterr().out
-    events = [json.loads(line) for line in (stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()]
-    (again,) = [event for event in events if event["phase"] == "starting again"]
-    assert (again["process"], again["restarted"], again["reason"]) == ("launcher", "trainer", "was killed by signal 9")
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -136,15 +123,3 @@ def test_an_error_that_nobody_expected_is_noted_as_the_end(stands: Stands, monke
         stands.watch(heals=False, trainer="time.sleep(600)")
     last = json.loads((stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()[-1])
     assert (last["phase"], last["exit_code"], last["error"]) == ("ended", 1, "a bug")
-
-
-@pytest.mark.usefixtures("restored_signals")
-def test_a_restart_after_a_failed_storage_is_noted(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
-    full = f"if not Path('full').exists(): Path('full').touch(); print('error: no space'); sys.exit({STORAGE_FAILED})"
-    orchestrator = "while not Path('full').exists(): time.sleep(0.02)\nif not Path('rollouts/step_1').exists(): "
-    orchestrator += "made('rollouts/step_1')"
-    code = stands.watch(trainer=f"{full}\nmade('weights/step_1')", orchestrator=orchestrator)
-    assert code == 0 and "waiting for storage" in capfd.readouterr().out
-    events = [json.loads(line) for line in (stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()]
-    (again,) = [event for event in events if event["phase"] == "starting again"]
-    assert (again["restarted"], again["reason"]) == ("trainer", "its storage failed")

@@ -61,31 +61,6 @@ def test_the_last_word_of_the_launcher_counts(run_command: Command, steps: RunDi
     assert document(run_command, steps)["status"] == status
 
 
-def test_a_failed_run_says_by_what_in_as_many_lines_as_that_takes(run_command: Command, steps: RunDir) -> None:
-    ended = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": 3}
-    events = steps.logs(1) / "events.jsonl"
-    events.parent.mkdir(parents=True)
-    for error, lines in (
-        ("trainer: step 2: loss is nan\n       log: trainer.log", ["error: trainer: step 2: loss is nan"]),
-        ("word " * 30, [f"error: {'word ' * 18}".strip(), ("word " * 12).strip()]),
-        ("word " * 1000, None),
-        (None, []),
-    ):
-        events.write_text(json.dumps({**ended, "error": error}) + "\n")
-        code, out, err = run_command("monitor", steps.path, "--once")
-        told = out[out.index("checkpoint") :].splitlines()[1:]
-        assert code == 0 and (told == lines if lines is not None else len(told) == 3 and told[-1].endswith(" …")), err
-    events.write_text(json.dumps({**ended, "error": "stopped", "exit_code": 143}) + "\n")
-    assert "error" not in run_command("monitor", steps.path, "--once")[1]
-
-
-def test_without_a_last_word_the_weights_of_the_last_step_say_it(run_command: Command, steps: RunDir) -> None:
-    with open(steps.metrics, "a") as file:
-        file.write('{"step": 4}\n')
-    steps.weights_of(4).mkdir(parents=True)
-    assert document(run_command, steps)["status"] == "finished"
-
-
 def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, steps: RunDir) -> None:
     (steps.path / "run.lock").write_text("1 another another/pid:[1]\n")
     told = document(run_command, steps)
@@ -165,11 +140,18 @@ def test_an_evaluation_is_shown_as_well(run_command: Command, tmp_path: Path) ->
     assert document(run_command, run_dir)["status"] == "finished"
 
 
-def test_several_runs_are_an_array_or_a_table(run_command: Command, steps: RunDir, tmp_path: Path) -> None:
+def test_without_a_last_word_the_weights_of_the_last_step_say_it_of_every_run(
+    run_command: Command, steps: RunDir, tmp_path: Path
+) -> None:
     code, out, _ = run_command("monitor", steps.path, steps.path, "--json")
     assert code == 0 and [one["step"] for one in json.loads(out)] == [3, 3]
     code, out, _ = run_command("monitor", steps.path, steps.path)
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["run", steps.path.name, steps.path.name]
+    # Without a last word the weights of the last step say it.
+    with open(steps.metrics, "a") as file:
+        file.write('{"step": 4}\n')
+    steps.weights_of(4).mkdir(parents=True)
+    assert document(run_command, steps)["status"] == "finished"
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,6 @@ def test_a_thinned_curve_keeps_its_ends_and_its_extremes(values: list[float], li
     assert (kept_x[0], kept_x[-1]) == (x[0], x[-1])
 
 
-def test_a_spike_of_one_step_among_ten_thousand_stays() -> None:
-    y = np.zeros(10_000)
-    y[7777] = 5.0
-    x, kept = thin_out(np.arange(10_000.0), y)
-    assert x[kept.argmax()] == 7777 and len(x) <= 1000
-
-
 def test_means_are_over_stretches_the_last_of_which_is_shorter() -> None:
     x, (mean,), size = means_of_stretches(np.arange(1.0, 8.0), [np.arange(7.0)], limit=3)
     assert size == 3 and x.tolist() == [1, 4, 7] and mean.tolist() == [1, 4, 6]

@@ -69,14 +69,6 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Run
     assert "ALERT: &lt;/script&gt;" in shown and 'note = "&lt;/script&gt;' in shown
 
 
-@pytest.mark.docs
-def test_a_page_that_did_not_escape_would_be_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(f"<!DOCTYPE html><html><body><script>console.error('heard')</script>{HOSTILE}</body></html>")
-    shown, said = opened(page, tmp_path / "profile")
-    assert 'data-hit="1"' in shown and "heard" in "".join(said)
-
-
 def test_the_page_names_no_place_to_load_from(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     assert run_command("report", run_dir.path)[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -187,16 +186,6 @@ def test_a_failed_run_says_by_what_and_one_without_steps_that_it_has_none(
     assert "<li>attempt 2 failed with exit code 5</li>" in text_of(run_dir.path / "report.html")
 
 
-def test_names_that_are_no_text_are_shown_escaped(run_command: RunCommand, tmp_path: Path) -> None:
-    names = [os.fsdecode(name) for name in (b"l\xffufe", b"l\xfeufe")]
-    runs = [make_run(tmp_path / name).path for name in names]
-    made(run_command, runs[0])
-    assert "l\\udcffufe" in text_of(runs[0] / "report.html")
-    made(run_command, *runs, "--to", tmp_path / "both.html", "--png", tmp_path / "png")
-    figures = figures_of(tmp_path / "both.html")
-    assert [curve["name"] for curve in figures["reward"]["data"]] == ["l\\udcffufe", "l\\udcfeufe"]
-
-
 def test_an_evaluation_alone_is_a_table(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "judged")
     evaluated(run_dir, 3)
@@ -226,27 +215,6 @@ def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path:
     assert "attempt 1 is not shown: settings were removed" in text_of(run_dir.path / "report.html")
 
 
-def test_only_processes_that_start_have_a_start_up(run_command: RunCommand, tmp_path: Path) -> None:
-    """Before, the launcher had a lane: from the restart of a process to the end of the run it seemed to start."""
-    run_dir = make_run(tmp_path / "run")
-    for process, phase, time in (
-        ("launcher", "starting again", 20.0), ("launcher", "ended", 90.0), ("wandb", "WARNING: no network", 30.0),
-        ("wandb", "WARNING: no network", 80.0),
-    ):  # fmt: skip
-        append_event(run_dir, process, phase, BEGIN + time)
-    append_event(run_dir, "trainer", "ALERT: in no year", 1e18)
-    made(run_command, run_dir.path)
-    lanes = figures_of(run_dir.path / "report.html")["timeline_0"]["layout"]["yaxis"]["categoryarray"]
-    assert set(lanes) == {"trainer", "trainer: checkpoints", "orchestrator", "inference"}
-    shown = text_of(run_dir.path / "report.html")
-    assert shown.count("WARNING: no network") == 2 and "<td>-</td><td>-</td><td>ALERT: in no year</td>" in shown
-
-
-def append_event(run_dir: RunDir, process: str, phase: str, time: float) -> None:
-    with open(run_dir.logs(1) / "events.jsonl", "a") as file:
-        file.write("\n" + json.dumps({"time": time, "process": process, "phase": phase}))
-
-
 def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Path) -> None:
     first, second = (make_run(tmp_path / name) for name in "ab")
     for number, run_dir in enumerate((first, second)):
@@ -256,19 +224,6 @@ def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Pa
     made(run_command, first.path, second.path)
     page = (first.path / "report.html").read_text()
     assert "hidden-" not in page and "s3://***@store/x" in page and "http://host/&lt;b&gt;" in page
-
-
-def test_what_is_left_out_of_long_lists_is_told_of_every_run(run_command: RunCommand, tmp_path: Path) -> None:
-    first, second = (make_run(tmp_path / name, metrics=130) for name in "ab")
-    for run_dir in (first, second):
-        for number in range(201):
-            append_event(run_dir, "trainer", f"WARNING: {run_dir.path.name} {number}!", BEGIN + number)
-    made(run_command, first.path, second.path)
-    shown = text_of(first.path / "report.html")
-    assert "WARNING: a 200!" in shown and "WARNING: b 200!" in shown and "WARNING: a 0!" not in shown
-    assert "the last 200 of a run; there are 404" in shown
-    assert "<summary>120 charts</summary>" in shown
-    assert re.search(r"\b(\d+) more metrics are not shown", shown)
 
 
 def test_pictures_are_written_beside_the_page(run_command: RunCommand, tmp_path: Path) -> None:

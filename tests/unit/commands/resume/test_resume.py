@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -20,7 +19,7 @@ import pytest
 from holdfast.commands import cli
 from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
 from holdfast.commands.resume.plan import prepare
-from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.shared.config import RlConfig, SftConfig
 from holdfast.shared.config.algorithm import KlConfig
 from holdfast.shared.config.base import CkptConfig
 from holdfast.shared.config.device_defaults import choose_for_training
@@ -34,8 +33,10 @@ from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.remote.object_store import StorageError
 from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
 from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan, encode_batch
+from tests.builders.checkpoint_files import commit
 
 Sft = Callable[..., tuple[int, str, str]]
+STATE = {"orchestrator/orchestrator.json": "{}"}
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_
     return command
 
 
-def config_of(run: RunDir, *, max_steps: int = 100, **ckpt: Any) -> SftConfig:
-    return SftConfig(output_dir=run.path, max_steps=max_steps, ckpt=CkptConfig(**ckpt))
+def config_of(run: RunDir, **ckpt: Any) -> SftConfig:
+    return SftConfig(output_dir=run.path, max_steps=100, ckpt=CkptConfig(**ckpt))
 
 
 def start(config: SftConfig, *, clean: bool = False, dry_run: bool = False) -> Attempt:
@@ -71,17 +72,13 @@ def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None, program: str | None = None) -> Path:
-    program = (
-        program if program is not None else ("rl" if files and "orchestrator/orchestrator.json" in files else "sft")
-    )
+    if program is None:
+        program = "rl" if files == STATE else "sft"
     directory = run.checkpoint(step)
     for name, content in {"trainer/.metadata": "index", "trainer/__0_0.distcp": f"{step}", **(files or {})}.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content)
-    listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, run_id=run.run_id(), program=program,
-                                files=manifest.describe_files(directory))  # fmt: skip
-    manifest.write_manifest(directory, listing)
-    return directory
+    return commit(directory, "checkpoint", step, run_id=run.run_id(), program=program)
 
 
 def add_weights(run: RunDir, version: int) -> Path:
@@ -90,10 +87,7 @@ def add_weights(run: RunDir, version: int) -> Path:
     (directory / "config.json").write_text("{}")
     header = json.dumps({f"weights_{version}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    files = manifest.describe_files(directory)
-    listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
-    manifest.write_manifest(directory, listing)
-    return directory
+    return commit(directory, "weights", version)
 
 
 def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollout] = ()) -> Path:
@@ -101,10 +95,7 @@ def add_batch(run: RunDir, step: int, *, version: int, rollouts: Sequence[Rollou
     directory.mkdir(parents=True)
     batch = Batch(step=step, policy_version=version, weights_digest="", rollouts=list(rollouts))
     (directory / "batch.msgpack").write_bytes(encode_batch(batch))
-    files = manifest.describe_files(directory)
-    listing = manifest.Manifest(kind="batch", step=step, policy_version=version, files=files)
-    manifest.write_manifest(directory, listing)
-    return directory
+    return commit(directory, "batch", step, policy_version=version)
 
 
 @pytest.fixture
@@ -124,9 +115,6 @@ def new(tmp_path: Path) -> RunDir:
 
 def tree(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-# Forking.
 
 
 def test_a_fork_begins_with_the_other_runs_checkpoint(
@@ -149,18 +137,6 @@ def test_a_fork_begins_with_the_other_runs_checkpoint(
     assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
 
 
-def test_a_fork_copies_where_the_filesystem_cannot_link(
-    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cross_device(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", cross_device)
-    start(config_of(new, resume_dir=other.checkpoint(5)))
-    assert tree(new.checkpoint(5)) == tree(other.checkpoint(5))
-    assert not (new.checkpoint(5) / "trainer/.metadata").samefile(other.checkpoint(5) / "trainer/.metadata")
-
-
 def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
     other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,26 +155,24 @@ def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
     assert start(config).resume_step == 5 and new.committed_steps() == [5]
 
 
-@pytest.mark.parametrize("step", [None, "auto"])
-def test_a_requeued_fork_goes_on_from_its_own_checkpoints(
-    step: Any, other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
+def test_a_fork_goes_on_from_checkpoints_of_its_own_and_another_run_must_be_asked_for_by_auto(
+    other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = config_of(new, resume_dir=other.checkpoint(5), resume_step=step)
-    start(config)
-    add_checkpoint(new, 7)
-    shutil.rmtree(other.path)
-    capsys.readouterr()
-    assert start(config).resume_step == 7
-    assert "has a checkpoint of its own (step 7): --ckpt.resume-dir" in capsys.readouterr().out
-
-
-def test_a_fork_into_a_directory_with_another_run_is_refused_unless_auto_is_asked(other: RunDir, new: RunDir) -> None:
+    source = other.checkpoint(5)
     new.create()
     add_checkpoint(new, 3)
     with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: resume it"):
-        start(config_of(new, resume_dir=other.checkpoint(5)))
-    assert start(config_of(new, resume_dir=other.checkpoint(5), resume_step="auto")).resume_step == 3
+        start(config_of(new, resume_dir=source))
+    assert start(config_of(new, resume_dir=source, resume_step="auto")).resume_step == 3
     assert new.forked_from() is None
+    start(config_of(new, resume_dir=source), clean=True)
+    assert new.committed_steps() == [5]
+    add_checkpoint(new, 7)
+    shutil.rmtree(other.path)
+    for step in (None, "auto"):
+        capsys.readouterr()
+        assert start(config_of(new, resume_dir=source, resume_step=step)).resume_step == 7
+        assert "has a checkpoint of its own (step 7): --ckpt.resume-dir" in capsys.readouterr().out
 
 
 def test_auto_forks_into_a_run_that_has_no_checkpoint_and_sets_its_traces_aside(other: RunDir, new: RunDir) -> None:
@@ -213,14 +187,12 @@ def test_auto_forks_into_a_run_that_has_no_checkpoint_and_sets_its_traces_aside(
     assert new.metrics.read_text() == "" and (new.discarded(2) / "weights" / "step_2").exists()
 
 
-def test_clean_forks_afresh_but_only_from_a_checkpoint_that_is_whole(other: RunDir, new: RunDir) -> None:
+def test_clean_removes_nothing_for_a_fork_that_is_refused(other: RunDir, new: RunDir) -> None:
     new.create()
     add_checkpoint(new, 3)
     with pytest.raises(CheckpointError, match="step_6"):
         start(config_of(new, resume_dir=other.checkpoint(6)), clean=True)
-    assert new.committed_steps() == [3], "nothing is removed for a start that is refused"
-    start(config_of(new, resume_dir=other.checkpoint(5)), clean=True)
-    assert new.committed_steps() == [5]
+    assert new.committed_steps() == [3]
 
 
 def test_a_dry_run_of_a_fork_checks_everything_and_touches_nothing(other: RunDir, sft: Sft, tmp_path: Path) -> None:
@@ -269,38 +241,27 @@ def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fi
         assert not RunDir(tmp_path / "new").holds_run()
 
 
-def test_a_batch_or_a_misnamed_step_is_no_checkpoint_to_fork(other: RunDir, sft: Sft) -> None:
-    code, _, err = sft("--ckpt.resume-dir", add_batch(other, 6, version=5))
-    assert code == 2 and "holds batch, not a checkpoint" in err
-    other.checkpoint(5).rename(other.checkpoint(7))
-    code, _, err = sft("--ckpt.resume-dir", other.checkpoint(7))
-    assert code == 2 and "manifest of step 5, not of step 7" in err
-
-
-def test_a_run_cannot_fork_itself(new: RunDir, sft: Sft) -> None:
+def test_a_batch_a_misnamed_step_an_own_one_and_one_behind_the_end_are_not_forked(
+    other: RunDir, new: RunDir, sft: Sft
+) -> None:
     new.create()
-    step = add_checkpoint(new, 5)
-    code, _, err = sft("--ckpt.resume-dir", step, "--clean")
-    assert code == 2 and "the run's own directory" in err and "--ckpt.resume-step N" in err
-    assert step.exists()
-
-
-def test_a_fork_must_lie_before_the_end(other: RunDir, sft: Sft) -> None:
-    code, _, err = sft("--ckpt.resume-dir", other.checkpoint(10), "--max-steps", 7)
-    assert code == 2 and "max_steps = 7 lies before step 10" in err and "Raise --max-steps." in err
+    own = add_checkpoint(new, 5)
+    misnamed = other.checkpoint(5).rename(other.checkpoint(7))
+    for path, flags, words in (
+        (add_batch(other, 6, version=5), (), ["holds batch, not a checkpoint"]),
+        (misnamed, (), ["manifest of step 5, not of step 7"]),
+        (own, (), ["the run's own directory", "--ckpt.resume-step N"]),
+        (other.checkpoint(10), ("--max-steps", 7), ["max_steps = 7 lies before step 10", "--max-steps."]),
+    ):
+        code, _, err = sft("--clean", "--ckpt.resume-dir", path, *flags)
+        assert code == 2 and all(word in err for word in words), err
+    assert own.exists()
 
 
 def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new: RunDir) -> None:
     with pytest.raises(CheckpointError, match="a checkpoint of sft, and rl cannot .*--ckpt.weights-only"):
         prepare(rl(new, resume_dir=other.checkpoint(5)).trainer, clean=False, dry_run=True)
-    both = add_checkpoint(other, 12, files={"orchestrator/orchestrator.json": "{}"})
-    with pytest.raises(CheckpointError, match="a checkpoint of rl, and sft cannot .*--ckpt.weights-only"):
-        start(config_of(new, resume_dir=both), dry_run=True)
-    for program, said in (
-        ("reward-model", "reward-model"),
-        ("dpo", "dpo"),
-        ("", "another training loop or an older version"),
-    ):
+    for program, said in (("rl", "rl"), ("dpo", "dpo"), ("", "another training loop or an older version")):
         saved = add_checkpoint(other, 13 + len(program), program=program)
         with pytest.raises(CheckpointError, match=f"a checkpoint of {said}, and sft cannot .*--ckpt.weights-only"):
             start(config_of(new, resume_dir=saved), dry_run=True)
@@ -310,12 +271,11 @@ def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new
 
 
 @pytest.mark.parametrize("flag", ["--ckpt.resume-dir", "--ckpt.weights-only"])
-@pytest.mark.parametrize("step", ["5", "latest", "-1"])
-def test_a_step_of_this_run_and_another_start_contradict_each_other(
-    flag: str, step: str, other: RunDir, sft: Sft
-) -> None:
-    code, _, err = sft(flag, other.checkpoint(5), "--ckpt.resume-step", step)
-    assert code == 2 and "give one of them" in err and f"--ckpt.resume-step auto {flag} {other.checkpoint(5)}" in err
+def test_a_step_of_this_run_and_another_start_contradict_each_other(flag: str, other: RunDir, sft: Sft) -> None:
+    for step in ("5", "latest", "-1"):
+        code, _, err = sft(flag, other.checkpoint(5), "--ckpt.resume-step", step)
+        assert code == 2 and "give one of them" in err
+        assert f"--ckpt.resume-step auto {flag} {other.checkpoint(5)}" in err
     code, out, _ = sft(flag, other.checkpoint(5), "--ckpt.resume-step", "auto")
     assert code == 0 and "would start" in out
 
@@ -494,17 +454,24 @@ def start_rl(config: RlConfig) -> Attempt:
     return attempt
 
 
-STATE = {"orchestrator/orchestrator.json": "{}"}
-
-
 @pytest.mark.parametrize(("async_level", "brought"), [(0, []), (1, [4]), (2, [3, 4]), (3, [3, 4])])
+@pytest.mark.parametrize("trainer_alone", [False, True])
 def test_a_fork_brings_the_older_weights_that_batches_need(
-    async_level: int, brought: list[int], other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
+    async_level: int,
+    brought: list[int],
+    trainer_alone: bool,
+    other: RunDir,
+    new: RunDir,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     add_checkpoint(other, 5, files=STATE)
     for version in (3, 4, 5):
         add_weights(other, version)
-    start_rl(rl(new, async_level=async_level, resume_dir=other.checkpoint(5)))
+    config = rl(new, async_level=async_level, resume_dir=other.checkpoint(5))
+    if trainer_alone:
+        prepare(config.trainer, clean=False, dry_run=False)
+    else:
+        start_rl(config)
     assert new.published_weights() == brought
     for version in brought:
         assert tree(new.weights_of(version)) == tree(other.weights_of(version))
@@ -545,9 +512,16 @@ def replayed(run: RunDir, resume_step: Any = "latest", **changes: Any) -> list[i
     return [step for step in run.published_batches() if step > attempt.resume_step]
 
 
-def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_run_trains_its_journal_again_and_not_what_was_trained(
+    killed: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 5):
+        add_batch(killed, step, version=step - 2)
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
     assert "batches 7 to 9 are in the journal: they are trained again" in capsys.readouterr().out
+    assert killed.published_batches() == list(range(1, 10)), "they stay where they are"
+    assert replayed(killed, resume_step=4) == [] and killed.published_batches() == [1, 2, 3, 4]
+    assert not killed.generations(10).exists() and (killed.discarded(3) / "rollouts" / "step_9").exists()
 
 
 @pytest.mark.parametrize(
@@ -558,33 +532,13 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
     killed: RunDir, token_id: int, logprob: float, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A version that checked less may have journaled it, and a trainer that reads it dies at every start."""
-    rollout = Rollout(
-        environment="a",
-        task_id=0,
-        sample_index=0,
-        token_ids=TokenIds([1, token_id]),
-        loss_mask=LossMask([0, 1]),
-        logprobs=Logprobs([0.0, logprob]),
-        versions=[VersionSpan(6, 1, 2)],
-        reward=0.0,
-        truncated=False,
-        metrics={},
-    )
+    tokens, mask, logprobs = TokenIds([1, token_id]), LossMask([0, 1]), Logprobs([0.0, logprob])
+    rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
+                      logprobs=logprobs, versions=[VersionSpan(6, 1, 2)])  # fmt: skip
     shutil.rmtree(killed.batch(8))
     add_batch(killed, 8, version=6, rollouts=[rollout])
     assert replayed(killed) == [7]
     assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
-
-
-def test_batches_that_were_trained_and_kept_are_not_trained_again(
-    killed: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in range(1, 5):
-        add_batch(killed, step, version=step - 2)
-    assert replayed(killed) == [7, 8, 9]
-    assert "batches 7 to 9 are in the journal" in capsys.readouterr().out
-    assert killed.published_batches() == list(range(1, 10)), "they stay where they are"
-    assert replayed(killed, resume_step=4) == [] and killed.published_batches() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "manifest.json"])
@@ -594,23 +548,14 @@ def test_falling_back_past_damage_keeps_the_journal(killed: RunDir, file: str) -
     assert killed.committed_steps() == [4] and (killed.discarded(2) / "checkpoints" / "step_6").exists()
 
 
-@pytest.mark.parametrize("written", [(), ("trainer.toml",)])
-def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch(
+@pytest.mark.parametrize("written", [(), ("trainer.toml",), ("trainer.toml", "orchestrator.toml")])
+def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch_and_no_settings_of_the_engine(
     killed: RunDir, written: tuple[str, ...]
 ) -> None:
     killed.configs(2).mkdir()
     for name in written:
         shutil.copy(killed.configs(1) / name, killed.configs(2))
-    assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
-
-
-def test_the_settings_of_the_engine_outlive_starts_that_were_killed_before_they_wrote_their_own(killed: RunDir) -> None:
-    killed.configs(2).mkdir()
-    for name in ("trainer.toml", "orchestrator.toml"):
-        shutil.copy(killed.configs(1) / name, killed.configs(2))
-    config = rl(killed, resume_step="latest")
-    config.trainer.keep_attempts = 1
-    start_rl(config)
+    assert replayed(killed, trainer__keep_attempts=1) == [7, 8, 9] and killed.generations(10).exists()
     assert (killed.configs(1) / "inference.toml").exists()
 
 
@@ -677,35 +622,25 @@ def test_a_run_from_other_weights_must_name_its_reference(other: RunDir, new: Ru
     assert start_rl(config).resume_step is None
 
 
-def test_going_back_on_purpose_makes_the_batches_again(killed: RunDir) -> None:
-    assert replayed(killed, resume_step=4) == []
-    assert not killed.generations(10).exists() and (killed.discarded(2) / "rollouts" / "step_9").exists()
-
-
-def test_asking_for_the_newest_by_number_keeps_the_journal(killed: RunDir) -> None:
-    assert replayed(killed, resume_step=6) == [7, 8, 9]
-
-
-def test_what_makes_other_batches_makes_them_all_again(killed: RunDir) -> None:
-    assert replayed(killed, orchestrator__group_size=4) == []
-    assert not killed.generations(10).exists()
-
-
-def test_what_an_engine_computes_otherwise_makes_the_batches_again(killed: RunDir) -> None:
-    moved = {"inference__server__port": 8017, "inference__engine__max_num_seqs": 3, "inference__engines": 2}
-    assert replayed(killed, **moved) == [7, 8, 9]
-    assert replayed(killed, inference__model__dtype="bfloat16") == []
-
-
-def test_what_changes_the_weights_keeps_batches_of_older_versions_only(killed: RunDir) -> None:
-    """Versions after 6 come out differently at another learning rate; batch 9 was sampled by version 7."""
-    assert replayed(killed, trainer__optim__lr=0.1) == [7, 8]
-    assert killed.published_batches() == [5, 6, 7, 8] and not killed.generations(10).exists()
-
-
-def test_settings_that_compute_nothing_keep_the_journal(killed: RunDir) -> None:
-    changes = {"trainer__max_steps": 200, "orchestrator__max_steps": 200, "orchestrator__client__timeout_s": 5.0}
-    assert replayed(killed, **changes) == [7, 8, 9]
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"resume_step": 6}, [7, 8, 9]),
+        ({"trainer__max_steps": 200, "orchestrator__max_steps": 200}, [7, 8, 9]),
+        ({"orchestrator__client__timeout_s": 5.0, "inference__engines": 2}, [7, 8, 9]),
+        ({"inference__server__port": 8017, "inference__engine__max_num_seqs": 3}, [7, 8, 9]),
+        ({"orchestrator__group_size": 4}, []),
+        ({"inference__model__dtype": "bfloat16"}, []),
+        # Versions after 6 come out differently at another learning rate; batch 9 was sampled by version 7.
+        ({"trainer__optim__lr": 0.1}, [7, 8]),
+    ],
+    ids=str,
+)
+def test_what_makes_other_batches_makes_them_all_again_and_other_weights_those_behind_them(
+    killed: RunDir, changes: dict[str, Any], kept: list[int]
+) -> None:
+    assert replayed(killed, **changes) == kept
+    assert killed.generations(10).exists() is (kept == [7, 8, 9])
 
 
 def test_a_stretched_schedule_changes_the_weights(tmp_path: Path) -> None:
@@ -746,23 +681,14 @@ def test_an_orchestrator_alone_does_not_fork(tmp_path: Path, other: RunDir) -> N
         launch_orchestrator(config)
 
 
-def test_a_trainer_alone_brings_the_weights_that_its_async_level_needs(other: RunDir, new: RunDir) -> None:
-    add_checkpoint(other, 5, files=STATE)
-    add_weights(other, 4)
-    config = TrainerConfig(output_dir=new.path, ckpt=CkptConfig(resume_dir=other.checkpoint(5)))
-    prepare(config, clean=False, dry_run=False)
-    assert new.published_weights() == [4]
-
-
-def test_old_attempts_leave_nothing_behind(new: RunDir) -> None:
+def test_old_attempts_leave_nothing_behind_but_the_settings_that_a_start_compares_its_own_with(new: RunDir) -> None:
     new.create()
     add_checkpoint(new, 3)
     for number in range(1, 8):
         for directory in (new.configs(number), new.logs(number), new.discarded(number)):
             directory.mkdir(parents=True)
             (directory / "something").touch()
-    add_batch(new, 3, version=1)
-    config = SftConfig(output_dir=new.path, keep_attempts=3, ckpt=CkptConfig(resume_step="latest"))
+    config = config_of(new, resume_step="latest").model_copy(update={"keep_attempts": 3})
     assert start(config).number == 8
     left = {parent: sorted(path.name for path in (new.path / parent).iterdir()) for parent in ("logs", "configs")}
     assert left == {"logs": ["attempt_6", "attempt_7"], "configs": ["attempt_6", "attempt_7"]}
@@ -770,15 +696,8 @@ def test_old_attempts_leave_nothing_behind(new: RunDir) -> None:
     (new.configs(8)).mkdir()
     start(config.model_copy(update={"keep_attempts": "all"}))
     assert new.logs(6).exists()
-
-
-def test_the_settings_that_a_start_compares_its_own_with_stay(new: RunDir) -> None:
-    """The launchers of the attempts since may all have been killed before they started anything."""
-    new.create()
-    add_checkpoint(new, 3)
-    for number in range(1, 8):
-        new.configs(number).mkdir(parents=True)
+    # The launchers of the attempts since may all have been killed before they started anything.
     for name in ("trainer", "orchestrator"):
-        (new.configs(2) / f"{name}.toml").touch()
-    start(SftConfig(output_dir=new.path, keep_attempts=1, ckpt=CkptConfig(resume_step="latest")))
-    assert not new.configs(1).exists() and new.configs(2).exists()
+        (new.configs(6) / f"{name}.toml").touch()
+    start(config.model_copy(update={"keep_attempts": 1}))
+    assert new.configs(6).exists() and new.configs(7).exists()

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from holdfast.commands.track.lines import Lines
 from holdfast.commands.track.main import main as track
 from holdfast.commands.track.sending import Sending, TrackerFailed
 from holdfast.commands.track.settings import without_secrets
-from holdfast.commands.track.temporary_files import temporary_files_of
 from holdfast.commands.track.trackers import BUILT_IN, check_tracker
 from holdfast.shared.config import SftConfig
 from holdfast.shared.config.tracking import TrackingConfig
@@ -225,21 +223,6 @@ def test_a_tracker_that_cannot_be_started_once_more_is_told(
 
 
 @pytest.mark.launch
-def test_temporary_files_of_a_tracker_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
-    run.train(1, 2)
-    with short_directory() as temporary:
-        run.environment["TMPDIR"] = str(temporary)
-        process = run.start("tensorboard")
-        run.wait_for(process, "tensorboard", 2)
-        process.kill()
-        process.wait()
-        (left,) = temporary.iterdir()
-        assert left.name.startswith(scratch_name())
-        run.end(run.start("tensorboard"), "tensorboard")
-        assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.launch
 def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: TrackedDirectory) -> None:
     run.train(1, 2)
     argv = [sys.executable, "-m", "holdfast", "track", str(run.run_dir.path), "--to"]
@@ -255,21 +238,6 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
         assert left.name.startswith(scratch_name())
         done = subprocess.run([*argv, "tensorboard", "wandb"], env=environment, timeout=HANG_S, check=False)
         assert done.returncode == 0 and list(temporary.iterdir()) == []
-
-
-def test_temporary_files_of_a_users_tracker_stay_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    with short_directory() as temporary:
-        for before in (str(temporary), None):
-            monkeypatch.setattr(tempfile, "tempdir", None)
-            monkeypatch.delenv("TMPDIR", raising=False)
-            if before is not None:
-                monkeypatch.setenv("TMPDIR", before)
-            home = tempfile.gettempdir()
-            with temporary_files_of("my:Tracker"):
-                assert tempfile.gettempdir() == home
-            with temporary_files_of("wandb"):
-                assert Path(tempfile.gettempdir()).name.startswith(scratch_name())
-            assert tempfile.gettempdir() == home and os.environ.get("TMPDIR") == before
 
 
 def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files import durable, manifest
@@ -20,11 +17,10 @@ from holdfast.shared.files.journal import STATE_NAME
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
 from holdfast.trainer.checkpoints.commit import Identity, fingerprint_tensors
-from holdfast.trainer.checkpoints.index import IndexReader
 from holdfast.trainer.checkpoints.random_state import capture_random_state, seed_everything
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.session.train_state import TrainState
-from tests.builders.train_states import MakeState, copied, draw, local_part, same, train
+from tests.builders.train_states import MakeState, copied, draw, same, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 
@@ -65,25 +61,6 @@ def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir
     assert same(copied(resumed.tensors()), straight), "the next steps are the same steps"
 
 
-def test_the_state_has_every_parameter_with_both_moments(make_state: MakeState) -> None:
-    state = make_state(steps=1, tied=True)
-    names = state.tensors().keys()
-    parameters = [name for name, _ in state.policy.hf_model.named_parameters()]
-    assert "lm_head.weight" not in parameters and len(parameters) > 20
-    assert set(names) == {f"model.{name}" for name in parameters} | {
-        f"optim.{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    moments = [tensor for name, tensor in state.tensors().items() if name.endswith("exp_avg")]
-    assert all(torch.count_nonzero(local_part(tensor)) for tensor in moments)
-
-
-def test_state_made_for_loading_is_what_adamw_would_make(make_state: MakeState) -> None:
-    empty, stepped = make_state(), make_state(steps=1)
-    for (name, made), real in zip(empty.tensors().items(), stepped.tensors().values(), strict=True):
-        assert (made.shape, made.dtype, type(made)) == (real.shape, real.dtype, type(real)), name
-        assert made.stride() == real.stride(), name
-
-
 @both
 def test_a_resume_before_the_first_step(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
     seed_everything(0, step=0, rank=0)
@@ -101,12 +78,10 @@ def test_a_resume_before_the_first_step(make_state: MakeState, run_dir: RunDir, 
     ("saved", "loaded"),
     [
         ({"num_hidden_layers": 3}, {}),
-        ({}, {"num_hidden_layers": 3}),
         ({"intermediate_size": 48}, {}),
         ({"tied": False}, {"tied": True}),
-        ({"kind": "llama"}, {"kind": "qwen3"}),
     ],
-    ids=["more layers", "fewer layers", "other width", "untied", "other kind"],
+    ids=["more layers", "other width", "untied"],
 )
 def test_another_model_is_refused_and_nothing_is_touched(
     saved: dict[str, Any], loaded: dict[str, Any], make_state: MakeState, run_dir: RunDir
@@ -189,21 +164,6 @@ def test_latest_falls_back_past_damage_and_says_so(
     assert state.progress.step == 2
 
 
-def test_loading_reads_the_index_once(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of hundreds of ranks it is read for seconds."""
-    state, read, paths = make_state(steps=1), IndexReader._read_index, []
-    save(run_dir, state)
-
-    def noting(reader: IndexReader, path: Path) -> Metadata:
-        paths.append(path)
-        return read(reader, path)
-
-    monkeypatch.setattr(IndexReader, "_read_index", noting)
-    with Checkpointer(run_dir.checkpoints, make_state()) as checkpointer:
-        checkpointer.load()
-    assert paths == [run_dir.checkpoint(1) / TRAINER_DIR / ".metadata"]
-
-
 def test_auto_starts_afresh_where_latest_is_refused(make_state: MakeState, run_dir: RunDir) -> None:
     state = make_state(steps=1)
     before = copied(state.tensors())
@@ -221,19 +181,6 @@ def test_a_load_waits_for_the_save_before_it(make_state: MakeState, run_dir: Run
             checkpointer.save(state.progress.step)
             assert checkpointer.load() == state.progress.step
             train(state, 1)
-
-
-@both
-def test_only_the_newest_are_kept(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
-    state = make_state()
-    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=save_async, retention=Retention(keep=2))
-    for step in range(1, 5):
-        train(state, 1)
-        checkpointer.save(step)
-        checkpointer.wait()
-        assert run_dir.committed_steps() == list(range(max(1, step - 1), step + 1))
-    checkpointer.close()
-    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_3", "step_4"]
 
 
 def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
@@ -330,11 +277,3 @@ def test_seeds_differ_by_seed_step_and_rank() -> None:
         seed_everything(seed, step=step, rank=rank)
         drawn.append(draw())
     assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
-
-
-def test_a_save_that_nothing_disturbs_warns_of_nothing(
-    make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        save(run_dir, make_state(steps=1))
-    assert not caplog.records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -17,12 +16,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from holdfast.shared.errors import CheckpointError, SaveError
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints import commit
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.dcp import ShardWriter
 from holdfast.trainer.checkpoints.plain_state import ObjectsState
 from holdfast.trainer.checkpoints.staging import Stager
-from tests.builders.train_states import MakeState, copied, draw, held_writes, local_part, same, train
+from tests.builders.train_states import MakeState, copied, draw, held_writes, same, train
 from tests.runs.processes import HANG_S
 
 STEPS_MEANWHILE = 3
@@ -124,30 +121,6 @@ def test_a_copy_that_fails_fails_the_save_and_holds_no_step_back(
     assert run_dir.committed_steps() == []
 
 
-def test_only_staging_is_on_the_caller(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, set[threading.Thread]] = {}
-
-    def note(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(*args: Any, **options: Any) -> Any:
-            threads.setdefault(name, set()).add(threading.current_thread())
-            return original(*args, **options)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    for owner, name in (
-        (Stager, "stage"), (ShardWriter, "write"), (durable, "fsync_tree"), (durable, "publish_directory"),
-        (manifest, "write_manifest"), (manifest, "describe_files"),
-    ):  # fmt: skip
-        note(owner, name)
-    with Checkpointer(run_dir.checkpoints, make_state(steps=1)) as checkpointer:
-        checkpointer.save(1)
-    assert threads.pop("stage") == {threading.main_thread()}
-    assert len(threads) == 5
-    assert all(threading.main_thread() not in seen for seen in threads.values()), threads
-
-
 def test_the_second_save_waits_for_the_first_and_says_so(
     make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,30 +167,6 @@ def test_a_save_is_left_out_by_policy_unless_it_is_urgent(
     assert run_dir.committed_steps() == [1, 3, 4]
 
 
-def test_every_commit_is_told_once_also_one_that_the_next_save_waited_for(
-    make_state: MakeState, run_dir: RunDir
-) -> None:
-    with Checkpointer(run_dir.checkpoints, make_state(steps=1)) as checkpointer:
-        assert checkpointer.in_flight is None
-        checkpointer.save(1)
-        checkpointer.wait()
-        checkpointer.save(2)
-        checkpointer.save(3)
-        assert checkpointer.in_flight == 3
-        assert checkpointer.wait()
-        assert checkpointer.poll() == [1, 2, 3]
-        assert checkpointer.poll() == [] and checkpointer.in_flight is None
-
-
-def test_waiting_has_a_limit(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_writes(monkeypatch) as held, Checkpointer(run_dir.checkpoints, make_state()) as checkpointer:
-        assert checkpointer.wait(0)
-        checkpointer.save(0)
-        assert checkpointer.wait(0.01) is False
-        held.release()
-        assert checkpointer.wait(HANG_S) is True
-
-
 @pytest.mark.parametrize("surfaces_in", ["poll", "save", "close"])
 def test_a_failure_surfaces_at_the_next_call(
     surfaces_in: str, make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
@@ -237,73 +186,11 @@ def test_a_failure_surfaces_at_the_next_call(
         assert run_dir.committed_steps() == [2]
 
 
-def test_with_warn_training_goes_on_and_the_next_save_succeeds(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = make_state(steps=1)
-    checkpointer = Checkpointer(run_dir.checkpoints, state, on_failure="warn")
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write_manifest", no_space)
-        checkpointer.save(1)
-        checkpointer.wait()
-        assert leftovers(run_dir) == []
-    assert checkpointer.poll() == []
-    assert [record.levelno for record in caplog.records] == [logging.ERROR] and "No space left" in caplog.text
-    train(state, 1)
-    checkpointer.save(2)
-    checkpointer.wait()
-    assert checkpointer.poll() == [2] == run_dir.committed_steps()
-    with monkeypatch.context() as patch:
-        patch.setattr(commit.durable, "publish_directory", no_space)
-        checkpointer.save(3)
-        with pytest.raises(SaveError, match="step 3 could not be saved"):
-            checkpointer.close()  # there is no later save to make good for it
-    assert run_dir.committed_steps() == [2] and leftovers(run_dir) == []
-
-
 def test_what_was_being_written_when_a_loop_fails_is_committed(make_state: MakeState, run_dir: RunDir) -> None:
     with pytest.raises(ZeroDivisionError), Checkpointer(run_dir.checkpoints, make_state()) as checkpointer:
         checkpointer.save(0)
         _ = 1 / 0
     assert run_dir.committed_steps() == [0]
-
-
-def test_buffers_are_reused_and_no_second_plan_is_made(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans: list[int] = []
-    make_plan = DefaultSavePlanner.create_global_plan
-
-    def counted(planner: DefaultSavePlanner, all_plans: Any) -> Any:
-        plans.append(len(all_plans))
-        return make_plan(planner, all_plans)
-
-    pointers: list[set[int]] = []
-    write = ShardWriter.write
-
-    def noted(writer: ShardWriter, tensors: Mapping[str, Tensor], directory: Path) -> Any:
-        pointers.append(pointers_of(tensors))
-        return write(writer, tensors, directory)
-
-    monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", counted)
-    monkeypatch.setattr(ShardWriter, "write", noted)
-    state = make_state(steps=1)
-    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
-        checkpointer.save(1)
-        train(state, 1)
-        checkpointer.save(2)
-        train(state, 1)
-        saved = copied(state.tensors())
-        checkpointer.save(3)
-        train(state, 1)
-    assert plans == [1]
-    assert pointers[0] == pointers[1] == pointers[2] and len(pointers[0]) > 20
-    assert not pointers[0] & pointers_of(state.tensors())
-    assert same(loaded(run_dir, make_state, 3), saved)
-
-
-def pointers_of(tensors: Mapping[str, Tensor]) -> set[int]:
-    return {local_part(tensor).data_ptr() for tensor in tensors.values()}
 
 
 def test_other_tensors_are_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,25 +196,6 @@ def test_leftovers_of_a_killed_save_are_replaced(make_state: MakeState, run_dir:
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_1"]
 
 
-def test_the_disk_works_while_the_rest_of_a_shard_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-    advise = os.posix_fadvise
-
-    def note(descriptor: int, offset: int, size: int, advice: int) -> None:
-        advise(descriptor, offset, size, advice)
-        told.append((offset, size))
-
-    monkeypatch.setattr(dcp, "_WRITEBACK_BYTES", 1000)
-    monkeypatch.setattr(dcp, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(os, "posix_fadvise", note)
-    with dcp._DigestStream(tmp_path / "shard") as stream:
-        assert stream.writable()
-        for _ in range(5):
-            stream.write(b"x" * 600)
-    assert told == [(0, 1200), (1200, 1200)]
-    assert (tmp_path / "shard").read_bytes() == b"x" * 3000
-
-
 def test_what_a_save_before_has_left_is_no_part_of_the_next(tmp_path: Path) -> None:
     left = tmp_path / "step_1"
     left.mkdir()

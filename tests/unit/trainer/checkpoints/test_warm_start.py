@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from holdfast.shared.config.lora import LoraConfig
 from holdfast.shared.config.trainer import TrainedModelConfig
 from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import kind_of
 from holdfast.shared.files.warm_start import check_warm_start
 from holdfast.trainer.checkpoints.warm_start import load_weights_only
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.models.pretrained import trained_tensors
+from tests.builders.checkpoint_files import commit
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -57,18 +57,12 @@ def assert_loaded(path: Path, model: Path) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-def commit(directory: Path, kind: Any, step: int = 3) -> Path:
-    files = manifest.describe_files(directory)
-    manifest.write_manifest(directory, manifest.Manifest(kind=kind, step=step, policy_version=step, files=files))
-    return directory
-
-
 def make_checkpoint(model: Path, directory: Path) -> Path:
     weights = weights_of(model)
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
     tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in weights.items()}
     dcp.save(tensors, checkpoint_id=directory / "trainer", no_dist=True)
-    return commit(directory, "checkpoint")
+    return commit(directory, "checkpoint", 3)
 
 
 def as_hugging_face(model: Path, directory: Path) -> Path:
@@ -82,7 +76,7 @@ def as_shards(model: Path, directory: Path) -> Path:
 
 
 def as_published_weights(model: Path, directory: Path) -> Path:
-    return commit(as_hugging_face(model, directory), "weights")
+    return commit(as_hugging_face(model, directory), "weights", 3)
 
 
 def as_bin(model: Path, directory: Path) -> Path:
@@ -213,10 +207,14 @@ def test_a_tied_model_takes_either_name_or_both(tiny_model: ModelFactory, tmp_pa
             load_weights_only(empty(model), different)
 
 
-def test_numbers_of_an_unknown_kind_are_refused(model: Path, tmp_path: Path) -> None:
+def test_numbers_of_an_unknown_kind_and_quantized_weights_are_refused(model: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "odd.safetensors", weights_of(model) | {"odd": torch.ones(2, dtype=torch.uint64)})
     with pytest.raises(CheckpointError, match=f"{file}: odd has the dtype U64, which is not known"):
         load_weights_only(empty(model), file)
+    # Quantized weights are refused.
+    weights = weights_of(model) | {EMBEDDING: torch.zeros(128, 32, dtype=torch.int8)}
+    with pytest.raises(CheckpointError, match="torch.int8 there"):
+        load_weights_only(empty(model), written(tmp_path / "q.safetensors", weights))
 
 
 def test_an_untied_model_does_not_take_the_weights_of_a_tied_one(tiny_model: ModelFactory) -> None:
@@ -245,12 +243,6 @@ def test_another_model_is_refused_before_a_tensor_is_touched(
         assert all(tensor.isnan().all() for tensor in tensors.values())
     with pytest.raises(CheckpointError, match="has besides model.layers.1"):
         load_weights_only(empty(tiny_model(num_hidden_layers=1)), tiny_model(num_hidden_layers=2))
-
-
-def test_quantized_weights_are_refused(model: Path, tmp_path: Path) -> None:
-    weights = weights_of(model) | {EMBEDDING: torch.zeros(128, 32, dtype=torch.int8)}
-    with pytest.raises(CheckpointError, match="torch.int8 there"):
-        load_weights_only(empty(model), written(tmp_path / "q.safetensors", weights))
 
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_published_weights])
@@ -284,12 +276,18 @@ def test_a_cut_file_is_one_message_that_names_it(
         load_weights_only(empty(model), source)
 
 
-def test_a_missing_file_of_an_index_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_missing_file_of_an_index_and_what_holds_no_weights_are_named(model: Path, tmp_path: Path) -> None:
     source = as_shards(model, tmp_path / "source")
     gone = sorted(source.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointError, match=f"{gone} cannot be read"):
         load_weights_only(empty(model), source)
+    # What holds no weights is named.
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    for name, found in (("empty", "an empty directory"), ("notes.txt", "a file of no known kind"), ("no", "nothing:")):
+        with pytest.raises(CheckpointError, match=f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint"):
+            load_weights_only(empty(model), tmp_path / name)
 
 
 class Malicious:
@@ -308,14 +306,6 @@ def test_a_file_without_tensors_is_refused_and_runs_no_code(
     torch.save(content, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=text):
         load_weights_only(empty(model), tmp_path / "state.pt")
-
-
-def test_what_holds_no_weights_is_named(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "notes.txt").write_text("")
-    for name, found in (("empty", "an empty directory"), ("notes.txt", "a file of no known kind"), ("no", "nothing:")):
-        with pytest.raises(CheckpointError, match=f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint"):
-            load_weights_only(empty(model), tmp_path / name)
 
 
 def refusal(path: Path, model: Path | str, **changes: Any) -> str:

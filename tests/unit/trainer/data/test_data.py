@@ -56,40 +56,6 @@ def load(path: Path, tokenizer: Tokenizer, **config: Any) -> list[Sample]:
     return load_samples(SftDataConfig(name=str(path), **config), tokenizer, seed=0)[0]
 
 
-def test_prompt_and_completion_as_text(tokenizer: Tokenizer) -> None:
-    sample = tokenize_row({"prompt": "ab", "completion": "cd"}, tokenizer)
-    assert whole_text(sample, tokenizer) == "abcd<|end|>"
-    assert trained_text(sample, tokenizer) == "cd<|end|>"
-
-
-def test_prompt_and_completion_as_messages(tokenizer: Tokenizer) -> None:
-    sample = tokenize_row({"prompt": [USER], "completion": [HELLO]}, tokenizer)
-    assert whole_text(sample, tokenizer) == "<|user|>ab<|end|><|assistant|>ba<|end|>"
-    assert trained_text(sample, tokenizer) == "ba<|end|>"
-
-
-def test_an_assistant_turn_of_the_prompt_is_not_trained(tokenizer: Tokenizer) -> None:
-    row = {"prompt": [USER, {"role": "assistant", "content": "no"}, USER], "completion": [HELLO]}
-    sample = tokenize_row(row, tokenizer)
-    assert trained_text(sample, tokenizer) == "ba<|end|>"
-    assert "no<|end|>" in whole_text(sample, tokenizer)
-
-
-def test_only_the_assistant_is_trained_over_many_turns(tokenizer: Tokenizer) -> None:
-    messages = [USER, HELLO, {"role": "user", "content": "cd"}, {"role": "assistant", "content": "dc"}]
-    sample = tokenize_row({"messages": messages}, tokenizer)
-    assert whole_text(sample, tokenizer) == (
-        "<|user|>ab<|end|><|assistant|>ba<|end|><|user|>cd<|end|><|assistant|>dc<|end|>"
-    )
-    assert trained_text(sample, tokenizer) == "ba<|end|>dc<|end|>"
-    assert not sample.loss_mask[0]
-
-
-def test_a_last_user_turn_has_nothing_to_train(tokenizer: Tokenizer) -> None:
-    sample = tokenize_row({"messages": [USER, HELLO, USER]}, tokenizer)
-    assert whole_text(sample, tokenizer).endswith("ba<|end|>"), "what follows the last answer is left out"
-
-
 @given(prompt=st.text("abc ", max_size=6), completion=st.text("xyz", min_size=1, max_size=6))
 def test_the_prompt_has_the_tokens_that_it_has_at_inference(prompt: str, completion: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[4] / "examples/reverse_text/base")

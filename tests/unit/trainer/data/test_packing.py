@@ -50,14 +50,6 @@ def test_a_packed_micro_batch_by_hand() -> None:
     assert micro.packed_index is not None and micro.packed_index.cu_seqlens.tolist() == [0, 3, 7]
 
 
-def test_an_unpacked_micro_batch_by_hand() -> None:
-    micro = build_micro_batch(SAMPLES, [0, 1], pack=False, device=CPU)
-    assert micro.input_ids_BL.tolist() == [[11, 12, 13, 14], [21, 22, 0, 0]]
-    assert micro.predict_index_N.tolist() == [1, 2, 4]
-    assert micro.target_ids_N.tolist() == [13, 14, 22]
-    assert micro.sample_index_N.tolist() == [0, 0, 1] and micro.packed_index is None
-
-
 @given(data=st.data(), pack=st.booleans())
 def test_the_token_before_predicts_each_target(data: st.DataObject, pack: bool) -> None:
     samples = [

@@ -23,12 +23,18 @@ from tests.unit.trainer.data.test_data import load, refused, tokenize_row, train
 
 Tokenizer = PreTrainedTokenizerBase
 USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
-CHAT = "<|user|>ab<|end|><|assistant|>ba<|end|>"
+BYE = {"role": "assistant", "content": "dc"}
+CHAT, OTHER = "<|user|>ab<|end|><|assistant|>ba<|end|>", "<|user|>ab<|end|><|assistant|>dc<|end|>"
 
 
 @pytest.mark.parametrize(
     ("row", "text", "trained"),
     [
+        ({"prompt": "ab", "completion": "cd"}, "abcd<|end|>", "cd<|end|>"),
+        ({"prompt": [USER], "completion": [HELLO]}, CHAT, "ba<|end|>"),
+        ({"prompt": [USER, BYE, USER], "completion": [HELLO]}, OTHER + CHAT, "ba<|end|>"),
+        ({"messages": [USER, HELLO, USER, BYE]}, CHAT + OTHER, "ba<|end|>dc<|end|>"),
+        ({"messages": [USER, HELLO, USER]}, CHAT, "ba<|end|>"),  # nothing answers the last turn
         ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]}, CHAT, "ba<|end|>"),
         ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
         ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),

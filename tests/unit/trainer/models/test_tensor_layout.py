@@ -120,16 +120,6 @@ def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
         assert torch.equal(tensor, local_part(expected[name])), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_an_engine_takes_what_is_published_for_a_mixture_of_experts(
-    family: str, publish: Publish, tiny_model: ModelFactory, tmp_path: Path
-) -> None:
-    model = original_of(family, tiny_model, tmp_path)
-    directory, _ = publish(model, dtype="bfloat16")
-    checked = read_weights(directory, read_architecture(model), dtype=torch.bfloat16, version=3)
-    assert checked.tensors.keys() == tensors_of(model).keys()
-
-
 @pytest.mark.parametrize(
     ("family", "extra"),
     [

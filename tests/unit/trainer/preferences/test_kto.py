@@ -27,6 +27,7 @@ from holdfast.trainer.preferences.labelled import LabelledAnswer, following_othe
 from holdfast.trainer.preferences.losses import kto_loss
 from holdfast.trainer.preferences.pairs import fingerprint_preferences, load_pairs, split_preferences
 from holdfast.trainer.preferences.reference import Reference, reference_logprobs
+from tests.builders.preference_steps import check_splits, taken_gradients
 from tests.models.plain_logprobs import answer_logprob
 
 ROWS = [
@@ -227,18 +228,12 @@ def objective_of(
     return KtoObjective(config, Reference(reference_logprobs(policy, answers, config.data, mesh) + noise, {}), mesh)
 
 
-def gradients_of(policy: Policy) -> Tensor:
-    found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
-    policy.zero_grad(set_to_none=True)
-    return found
-
-
 @pytest.mark.parametrize("offset", [2.5, -2.5], ids=["above the reference", "below it, where z is 0"])
 def test_a_step_is_what_transformers_logits_and_the_formula_give(offset: float, policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(5)
     objective = objective_of(policy, mesh, answers, offset=offset)
     metrics = objective.accumulate_gradients(policy, answers)
-    found = gradients_of(policy)
+    found = taken_gradients(policy)
     reference = objective.reference.logprobs_P2
     with torch.no_grad():
         ratios = [answer_logprob(policy, a.mismatched).item() - reference[a.number, 1] for a in answers]
@@ -251,24 +246,20 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(offset: float, 
         loss = loss + (1.2 if answer.is_desirable else 0.8) * (1 - torch.sigmoid(gain)) / 5
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    torch.testing.assert_close(found, gradients_of(policy), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, taken_gradients(policy), rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(12)
-    objective = objective_of(policy, mesh, answers, offset=1.0, micro_batch_size=12)
-    metrics, whole = objective.accumulate_gradients(policy, answers), gradients_of(policy)
-    assert whole.norm() > 1e-3 and metrics["kl"] > 0.1 and metrics["desirable"] == pytest.approx(2 / 3)
-    for pieces in (
-        {"micro_batch_size": 1},
-        {"micro_batch_size": 3, "pack": False},
-        {"micro_batch_size": 1, "pack": False},
-    ):
-        other = objective_of(policy, mesh, answers, offset=1.0, **pieces)
-        assert other.accumulate_gradients(policy, answers) == pytest.approx(metrics, rel=1e-5, abs=1e-6), pieces
-        torch.testing.assert_close(gradients_of(policy), whole, rtol=1e-4, atol=1e-6)
-    assert policy.training
-    assert objective.measure(policy, answers) == pytest.approx(metrics, rel=1e-6)
+
+    def step(**data: Any) -> tuple[dict[str, float], Tensor]:
+        objective = objective_of(policy, mesh, answers, offset=1.0, **data)
+        return objective.accumulate_gradients(policy, answers), taken_gradients(policy)
+
+    metrics = check_splits(step)
+    assert metrics["kl"] > 0.1 and metrics["desirable"] == pytest.approx(2 / 3) and policy.training
+    whole = objective_of(policy, mesh, answers, offset=1.0, micro_batch_size=12)
+    assert whole.measure(policy, answers) == pytest.approx(metrics, rel=1e-6)
 
 
 def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mesh: Mesh) -> None:
@@ -296,4 +287,4 @@ def test_a_rank_without_answers_takes_part_with_a_gradient_of_zero(policy: Polic
     assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
     policy.zero_grad(set_to_none=True)
     columns["loss"].sum().backward()
-    assert not gradients_of(policy).any()
+    assert not taken_gradients(policy).any()

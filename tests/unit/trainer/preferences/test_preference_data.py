@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from holdfast.trainer.preferences.reference import (
 from holdfast.trainer.preferences.reference import _read as read_reference
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
+from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 from tests.models.plain_logprobs import answer_logprob
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
@@ -67,12 +69,18 @@ def trained(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def test_rows_of_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rows_of_text_have_a_fingerprint_that_tells_the_sides_apart(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     pairs = load_pairs(settings(tmp_path, TEXTS), tokenizer)
     assert [trained(tokenizer, pair) for pair in pairs] == [("ba", "ab done"), ("edc", "c")]
     assert [pair.number for pair in pairs] == [0, 1]
     for pair in pairs:
         assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum(), "both follow the same prompt"
+    # The fingerprint tells the sides apart.
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
+    straight = fingerprint_preferences(load_pairs(settings(tmp_path, TEXTS), tokenizer))
+    assert fingerprint_preferences(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
 
 
 def test_messages_and_whole_conversations_give_the_same_pairs(
@@ -90,24 +98,6 @@ def test_messages_and_whole_conversations_give_the_same_pairs(
     assert fingerprint_preferences(load_pairs(settings(tmp_path, [named]), tokenizer)) == fingerprint_preferences(
         expected
     )
-
-
-def test_parquet_gives_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    import datasets
-
-    config = settings(tmp_path, TEXTS)
-    parquet = tmp_path / "pairs.parquet"
-    datasets.Dataset.from_list(TEXTS).to_parquet(parquet)
-    other = config.model_copy(update={"name": str(parquet)})
-    assert fingerprint_preferences(load_pairs(other, tokenizer)) == fingerprint_preferences(
-        load_pairs(config, tokenizer)
-    )
-
-
-def test_the_fingerprint_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
-    straight = fingerprint_preferences(load_pairs(settings(tmp_path, TEXTS), tokenizer))
-    assert fingerprint_preferences(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
 
 
 def test_margins_are_read_by_who_asks_for_them(
@@ -248,23 +238,6 @@ def test_rows_that_are_no_pairs_are_refused(
     assert caught.value.exit_code == 2
 
 
-def ragged_pairs(count: int) -> list[Pair]:
-    """Return pairs of random tokens and lengths."""
-    from holdfast.trainer.data.packing import Sample
-
-    random = np.random.default_rng(0)
-    pairs = []
-    for number in range(count):
-        prompt = random.integers(5, 40, random.integers(1, 6))
-        sides = []
-        for _ in range(2):
-            answer = random.integers(5, 40, random.integers(1, 9))
-            mask = np.repeat([False, True], [len(prompt), len(answer)])
-            sides.append(Sample(np.concatenate([prompt, answer]).astype(np.int32), mask))
-        pairs.append(Pair(sides[0], sides[1], number=number))
-    return pairs
-
-
 def test_held_out_pairs_keep_their_numbers() -> None:
     pairs = ragged_pairs(20)
     training, held_out = split_preferences(pairs, 0.25, seed=1)
@@ -298,25 +271,14 @@ def step_of(policy: Policy, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple
     config = DpoConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"beta": 0.3}})
     offsets = np.random.default_rng(1).normal(size=(len(pairs), 2))
     reference = Reference(reference_logprobs(policy, pairs, config.data, mesh) + offsets, {})
-    policy.zero_grad(set_to_none=True)
     metrics = dpo_objective(config, reference, mesh).accumulate_gradients(policy, pairs)
-    gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
-    return metrics, torch.cat(gradients)
+    return metrics, taken_gradients(policy)
 
 
 def test_a_step_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
-    pairs = ragged_pairs(12)
-    metrics, gradients = step_of(policy, mesh, pairs, micro_batch_size=12)
-    assert gradients.norm() > 1e-3 and 0 < metrics["rewards/accuracies"] < 1
+    metrics = check_splits(partial(step_of, policy, mesh, ragged_pairs(12)))
+    assert 0 < metrics["rewards/accuracies"] < 1
     assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
-    for split in (
-        {"micro_batch_size": 1},
-        {"micro_batch_size": 5, "pack": False},
-        {"micro_batch_size": 1, "pack": False},
-    ):
-        other_metrics, other = step_of(policy, mesh, pairs, **split)
-        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), split
-        torch.testing.assert_close(other, gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy, mesh: Mesh) -> None:
@@ -324,16 +286,14 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy,
     metrics, gradients = step_of(policy, mesh, pairs)
     offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
 
-    policy.zero_grad(set_to_none=True)
     loss = torch.zeros((), dtype=torch.float64)
     for pair, offset in zip(pairs, offsets, strict=True):
         w, l = (answer_logprob(policy, side) for side in pair.sides)  # noqa: E741
         h = 0.3 * ((w - (w.detach() + offset[0])) - (l - (l.detach() + offset[1])))
         loss = loss - torch.log(torch.sigmoid(h)) / 4
     loss.backward()
-    slow = torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients, taken_gradients(policy), rtol=1e-4, atol=1e-6)
 
 
 def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy: Policy, mesh: Mesh) -> None:

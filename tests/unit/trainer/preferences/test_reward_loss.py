@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model
 from holdfast.trainer.preferences.losses import reward_loss
 from holdfast.trainer.preferences.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
+from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 
 SETTINGS = [RewardLossConfig(), RewardLossConfig(center_coef=0.1)]
 
@@ -67,30 +69,9 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
         RewardTrainingConfig.model_validate(settings)
 
 
-def ragged_pairs(count: int) -> list[Pair]:
-    generator = np.random.default_rng(0)
-    pairs = []
-    for number in range(count):
-        prompt = generator.integers(5, 40, generator.integers(1, 6))
-        answers = [generator.integers(5, 40, generator.integers(1, 9)) for _ in range(2)]
-        masks = [np.repeat([False, True], [len(prompt), len(answer)]) for answer in answers]
-        sides = [
-            Sample(np.concatenate([prompt, answer]).astype(np.int32), mask, value=0.3 * number)
-            for answer, mask in zip(answers, masks, strict=True)
-        ]
-        pairs.append(Pair(sides[0], sides[1], number=number))
-    return pairs
-
-
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., Path], mesh: Mesh) -> ScalarModel:
     return build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
-
-
-def gradients(model: ScalarModel) -> Tensor:
-    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -115,11 +96,11 @@ def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrain
 def step_of(model: ScalarModel, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
     config = RewardTrainingConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"center_coef": 0.05}})
     metrics = reward_objective(config, mesh).accumulate_gradients(model, pairs)
-    return metrics, gradients(model)
+    return metrics, taken_gradients(model)
 
 
 def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, mesh: Mesh) -> None:
-    pairs = ragged_pairs(5)
+    pairs = ragged_pairs(5, margin=0.3)
     metrics, got = step_of(model, mesh, pairs)
     rewards_P2 = torch.stack([
         torch.stack([model.hf_model(torch.from_numpy(side.token_ids)[None].long()).logits[0, 0] for side in pair.sides])
@@ -129,7 +110,7 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, me
     margins_P = 0.3 * torch.arange(5)
     loss = (torch.log(1 + torch.exp(-(w_P - l_P - margins_P))) + 0.05 * (w_P + l_P) ** 2).mean()
     loss.backward()
-    torch.testing.assert_close(got, gradients(model), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got, taken_gradients(model), rtol=1e-4, atol=1e-6)
     rewards_P2, w_P, l_P = rewards_P2.detach(), w_P.detach(), l_P.detach()
     expected = {
         "loss": loss.item(),
@@ -144,21 +125,12 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, me
 
 
 def test_a_step_is_the_same_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:
-    pairs = ragged_pairs(12)
-    metrics, whole = step_of(model, mesh, pairs, micro_batch_size=12)
-    assert whole.norm() > 1e-3 and 0 < metrics["rewards/accuracies"] < 1
-    for split in (
-        {"micro_batch_size": 1},
-        {"micro_batch_size": 5, "pack": False},
-        {"micro_batch_size": 1, "pack": False},
-    ):
-        other_metrics, other = step_of(model, mesh, pairs, **split)
-        assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5), split
-        torch.testing.assert_close(other, whole, rtol=1e-4, atol=1e-5)
+    metrics = check_splits(partial(step_of, model, mesh, ragged_pairs(12, margin=0.3)), rel=1e-4)
+    assert 0 < metrics["rewards/accuracies"] < 1
 
 
 def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
-    pairs = ragged_pairs(4)
+    pairs = ragged_pairs(4, margin=0.3)
     dropping = build_scalar_model(TrainedModelConfig(name=str(tiny_model(attention_dropout=0.5))), mesh, seed=0)
     objective = reward_objective(RewardTrainingConfig.model_validate({"data": {"seq_len": 16}}), mesh)
     assert objective.measure(dropping, pairs) == objective.measure(dropping, pairs)

@@ -188,15 +188,6 @@ def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_pa
     train("dpo", tmp_path / "free", free, until=2, resume=1)
 
 
-@pytest.mark.parametrize(("one", "other"), [("sft", "dpo"), ("dpo", "reward-model"), ("reward-model", "sft")])
-def test_no_program_goes_on_from_a_checkpoint_of_another(
-    one: str, other: str, programs: Programs, tmp_path: Path
-) -> None:
-    shutil.copytree(programs.half(one).path, tmp_path / "run")
-    with pytest.raises(HoldfastError, match=f"a checkpoint of {one}, and {other} cannot go on from it"):
-        train(other, tmp_path / "run", programs.settings(other), until=STEPS, resume=HALF)
-
-
 def test_weights_of_another_kind_of_model_are_refused(programs: Programs, tmp_path: Path) -> None:
     scores, sft = programs.half("reward-model"), programs.settings("sft")
     with pytest.raises(HoldfastError, match=r"does not fit this model(.|\n)*score\.weight"):

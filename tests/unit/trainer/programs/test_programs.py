@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from holdfast.shared.errors import HoldfastError, TrainingError
+from holdfast.shared.errors import TrainingError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import REFERENCE_NAME, RunDir
@@ -20,7 +20,7 @@ from holdfast.trainer.mesh import Mesh
 from tests.conftest import ROOT, ModelFactory
 from tests.runs.rl import EVERYTHING
 from tests.runs.training import PAIRS
-from tests.unit.trainer.programs.cases import PREFERENCES, SFT, Programs
+from tests.unit.trainer.programs.cases import PREFERENCES, Programs
 from tests.unit.trainer.programs.in_process import train
 
 EXAMPLE = {"model": {"name": str(ROOT / "examples" / "reverse_text" / "model")}}
@@ -88,15 +88,6 @@ def test_without_keep_all_stay_and_a_metric_that_is_not_there_is_named_once(
     assert run_dir.committed_steps() == [1, 2, 3]
     said = caplog.text
     assert said.count("has no metric") == 1 and "step 1 has no metric 'val/los' (ckpt.keep_best)" in said
-
-
-def test_weights_and_tokenizer_are_published_as_transformers_loads_them(programs: Programs, tmp_path: Path) -> None:
-    run_dir = train("sft", tmp_path / "run", programs.settings("sft"), until=1)
-    directory = run_dir.weights_of(1)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    with torch.no_grad():
-        logits = model(torch.tensor([tokenizer("abc>")["input_ids"]])).logits
-    assert logits.shape == (1, 4, 128) and torch.isfinite(logits).all()
 
 
 def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(programs: Programs, tmp_path: Path) -> None:
@@ -174,23 +165,3 @@ def test_a_reward_model_learns_to_score_the_chosen_side_higher_and_transformers_
 
     right = sum(score(row, "chosen") > score(row, "rejected") for row in rows)
     assert right / len(rows) > 0.75
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("sft", {"seq_len": 6}, r"samples\.jsonl, row (.|\n)*data\.seq_len is 6"),
-        ("dpo", {"name": "no.jsonl"}, "no such file"),
-        ("reward-model", {"name": SFT["name"]}, "rows need `prompt`, `chosen` and `rejected`"),
-    ],
-)
-def test_rows_that_cannot_be_trained_are_named(
-    name: str, data: dict[str, Any], message: str, programs: Programs, sft_data: Path, tmp_path: Path
-) -> None:
-    settings = programs.settings(name)
-    settings["data"] |= data
-    if settings["data"]["name"] == SFT["name"]:
-        settings["data"]["name"] = str(sft_data)
-    with pytest.raises(HoldfastError, match=message):
-        train(name, tmp_path / "run", settings, until=1)
-    assert RunDir(tmp_path / "run").committed_steps() == []

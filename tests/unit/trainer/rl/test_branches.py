@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from holdfast.shared.wire.rollouts import Batch, Rollout, StepRewards, VersionSp
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import PACKED, Layout
+from holdfast.trainer.models.layout import PACKED
 from holdfast.trainer.models.logprobs import Reading
 from holdfast.trainer.models.policy import Policy, build_policy
 from holdfast.trainer.rl.advantages.assign import assign_advantages
@@ -46,7 +45,6 @@ from tests.builders.train_states import local_part
 # Tokens of each branch, by rollout: (prompt, sampled) of its turns, one after the other.
 ROLLOUTS = ([[3, 4], [6, 2, 2, 5]], [[2, 3]], [[4, 1], [5, 2], [7, 6]])
 TEMPERATURE = 0.8
-SINGLE_ROWS = Layout(packs=False, attention="eager")
 
 
 def make_rollouts() -> list[Rollout]:
@@ -148,22 +146,6 @@ def test_loss_and_gradients_are_those_of_the_branches_read_alone(
         assert loss == pytest.approx(expected_loss, rel=1e-4)
         for label, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[label], rtol=1e-3, atol=1e-6, msg=label)
-
-
-def test_ranks_deal_out_whole_rollouts(mesh: Mesh) -> None:
-    samples = to_samples(make_rollouts(), trained_version=3)
-    for layout in (PACKED, SINGLE_ROWS):
-        dealt = [
-            indices
-            for rank in range(2)
-            for epoch in plan_epochs(
-                samples, UpdatesConfig(), row_tokens=20, mesh=replace(mesh, rank=rank, world_size=2), seed=0, step=1,
-                layout=layout,
-            )
-            for minibatch in epoch
-            for indices in minibatch.micro_batches
-        ]  # fmt: skip
-        assert sorted(index for indices in dealt for index in indices) == [0, 1, 2]
 
 
 def test_branches_that_do_not_fit_the_tokens_are_refused() -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,30 +64,6 @@ def test_exactly_the_steps_asked_for_are_recorded_with_both_clocks_one(run_dir: 
     check_clocks(profile, "forward_backward")
     arrows = [one for one in profile.events if one["ph"] in "sf"]
     assert arrows and {one["pid"] for one in arrows} == {1000}
-
-
-def test_writing_a_profile_counts_to_no_step(run_dir: RunDir, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiler = Profiler(ProfiledSteps(1, 1), run_dir, mesh, done=0)
-    stopwatch = _train(profiler, range(1, 2))
-    end_of = profiler._end_of
-
-    def slow(last: int) -> None:
-        end_of(last)
-        time.sleep(1.0)
-
-    monkeypatch.setattr(profiler, "_end_of", slow)
-    begin = time.perf_counter()
-    stopwatch.begin_step(2)
-    spent = time.perf_counter() - begin
-    assert stopwatch.take()["time/step"] < spent - 0.9
-
-
-def test_the_last_step_of_a_run_may_be_profiled_and_the_first(run_dir: RunDir, mesh: Mesh) -> None:
-    profiler = Profiler(ProfiledSteps(1, 2), run_dir, mesh, done=0)
-    stopwatch = _train(profiler, range(1, 3))
-    assert _left(run_dir) == []
-    stopwatch.end()
-    assert Profile.read(*run_dir.profiles()).marked_steps(0) == ["ProfilerStep#1", "ProfilerStep#2"]
 
 
 def test_a_run_that_goes_on_within_the_steps_profiles_the_rest(run_dir: RunDir, mesh: Mesh) -> None:

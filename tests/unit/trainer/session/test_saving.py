@@ -33,6 +33,10 @@ from tests.runs.processes import HANG_S
 MAX_STEPS = 7
 
 
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 class Clock:
     """A monotonic clock that stands still until it is told to go on."""
 
@@ -228,11 +232,8 @@ def test_a_step_whose_save_failed_is_saved_again_before_the_stop(
     """Before, the failure of the earlier save was raised in place of the new one."""
     loop = start(interval=1, save_async=save_async, on_failure="warn")
 
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write_manifest", fails)
+        patch.setattr(manifest, "write_manifest", no_space)
         loop.step()
         loop.settle()
     loop.stop.ask(signal.SIGTERM)
@@ -264,10 +265,7 @@ def test_a_last_save_that_fails_is_no_stop(
     loop = start(on_failure=on_failure)
     loop.step()
 
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(manifest, "write_manifest", fails)
+    monkeypatch.setattr(manifest, "write_manifest", no_space)
     loop.stop.ask(signal.SIGTERM)
     with pytest.raises(SaveError, match="step 1 could not be saved.*No space left"):
         loop.step()
@@ -314,10 +312,7 @@ def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
 def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(
     start: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(manifest, "write_manifest", fails)
+    monkeypatch.setattr(manifest, "write_manifest", no_space)
     loop = start(interval=2)
     with pytest.raises(SaveError, match="No space left"):
         for _ in range(4):

@@ -1,78 +1,18 @@
-"""Losses against values worked out by hand, and their gradients."""
+"""Cross-entropy and k3 against values worked out by hand, and rollouts as samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor
 
-from holdfast.shared.config.losses import PolicyLossConfig
 from holdfast.shared.errors import DataError
 from holdfast.shared.wire.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.rl.advantages.assign import assign_advantages
 from holdfast.trainer.rl.batches.per_token import ADVANTAGE, AGE, SAMPLER_LOGPROB
 from holdfast.trainer.rl.batches.samples import to_samples
-from holdfast.trainer.rl.losses.base import PolicyLossInput
-from holdfast.trainer.rl.losses.build import build_policy_loss
 from holdfast.trainer.rl.regularization.kl import k3
 from holdfast.trainer.supervised.loss import cross_entropy
-from tests.builders.policy_inputs import policy_input
-
-CLIP = PolicyLossConfig(type="grpo", clip_low=0.2, clip_high=0.3)
-
-
-def one_sequence(logprobs: Tensor, sampler: Tensor, advantages: Tensor, weights: Tensor) -> PolicyLossInput:
-    """Return the input of a step with these tokens as its one sequence."""
-    return policy_input(
-        logprobs,
-        old_logprobs_N=logprobs.detach(),
-        sampler_logprobs_N=sampler,
-        advantages_N=advantages,
-        weights_N=weights,
-        sequence_N=torch.zeros(len(logprobs), dtype=torch.long),
-        step_sequences=1,
-        step_tokens=len(logprobs),
-    )
-
-
-def grpo(
-    ratios: Sequence[float], advantages: Sequence[float], weights: Sequence[float] | None = None
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return loss, counts and the gradient with respect to the log-probabilities at these ratios."""
-    sampler = torch.linspace(-3, -1, len(ratios), dtype=torch.float64)
-    logprobs = (sampler + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    weights_N = torch.tensor(weights or [1.0] * len(ratios), dtype=torch.float64)
-    data = one_sequence(logprobs, sampler, torch.tensor(advantages, dtype=torch.float64), weights_N)
-    loss, counts = build_policy_loss(CLIP)(data)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    return loss.detach(), counts, gradient
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        # The objective is min(rho A, clip(rho, 0.8, 1.3) A); the gradient of rho A in log rho is rho A.
-        (1.0, 2.0, -2.0, -2.0),
-        (1.0, -2.0, 2.0, 2.0),
-        (1.2, 2.0, -2.4, -2.4),
-        (1.5, 2.0, -2.6, 0.0),  # too likely already and good: clipped, no gradient
-        (1.5, -2.0, 3.0, 3.0),  # too likely and bad: must still be pushed down
-        (0.5, 2.0, -1.0, -1.0),  # too unlikely and good: must still be pushed up
-        (0.5, 0.5, -0.25, -0.25),
-        (0.5, -2.0, 1.6, 0.0),  # too unlikely already and bad: clipped, no gradient
-        (0.9, -2.0, 1.8, 1.8),
-        (1.5, 0.0, 0.0, 0.0),
-    ],
-)
-def test_grpo_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    got, counts, got_gradient = grpo([ratio], [advantage])
-    assert got.item() == pytest.approx(loss, abs=1e-12)
-    assert got_gradient.item() == pytest.approx(gradient, abs=1e-12)
-    assert counts["clip_fraction/high"].item() == (ratio == 1.5 and advantage > 0)
-    assert counts["clip_fraction/low"].item() == (ratio == 0.5 and advantage < 0)
 
 
 def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:

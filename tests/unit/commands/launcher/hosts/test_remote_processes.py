@@ -1,4 +1,4 @@
-"""A process behind an agent, as the launcher sees it: real agents, over pipes of this machine."""
+"""Processes as the launcher sees them: on this machine, and behind real agents, over pipes of this machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.commands.launcher.hosts import pipe
 from holdfast.commands.launcher.hosts.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
+from holdfast.commands.launcher.hosts.local import THIS_MACHINE
 from holdfast.commands.launcher.hosts.pipe import PipeWire, agent_command
 from holdfast.commands.launcher.hosts.place import travelling
 from holdfast.commands.launcher.hosts.remote import HostLost, RemoteHost, RemoteProcess
@@ -153,3 +154,14 @@ def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
         assert wire.is_lost
     finally:
         wire.close()
+
+
+def test_a_process_on_this_machine(tmp_path: Path) -> None:
+    code = "import os, time; print(os.environ['NAME'], flush=True); time.sleep(600)"
+    process = THIS_MACHINE.start([sys.executable, "-c", code], tmp_path / "logs" / "a.log", {"NAME": "value"})
+    assert process.wait(0.01) is None is process.poll() is process.returncode
+    process.signal(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM == process.poll() == process.returncode
+    process.signal(signal.SIGTERM)  # nobody's any more
+    process.kill()
+    assert process.loss is None and THIS_MACHINE.name == "this machine"

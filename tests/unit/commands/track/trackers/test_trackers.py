@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
 from tests.builders.evaluations import evaluated
-from tests.runs.trackers import BUILT_IN, TrackedDirectory, short_directory, wait_until
+from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
 
 pytestmark = [
     pytest.mark.launch,
@@ -62,20 +61,6 @@ def test_each_step_is_there_once_after_kills_and_a_step_back(tracker: str, home:
     for path in kept:
         if not path.is_relative_to(run.run_dir.path / "configs"):
             assert b"hidden-word" not in path.read_bytes(), path
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_another_way_is_a_run_of_its_own_with_the_steps_before(tracker: str, home: Path, tmp_path: Path) -> None:
-    run = _begin(tmp_path, home, tracker, 8)
-    run.end(run.start(tracker), tracker)
-    run.go_back(5)
-    run.run_dir.note_rewind(5)
-    run.train(6, 7, offset=0.5)
-    run.end(run.start(tracker), tracker)
-    (first_id, first), (second_id, second) = run.steps(tracker).items()
-    assert first == [(step, float(step)) for step in range(1, 9)]
-    assert second == [*((step, float(step)) for step in range(1, 6)), (6, 6.5), (7, 7.5)]
-    assert first_id != second_id and second_id.endswith("2")
 
 
 @pytest.mark.parametrize("tracker", BUILT_IN)
@@ -151,33 +136,6 @@ def test_values_that_tensorboard_would_have_as_infinity_are_left_out_and_told(ho
     assert [step for step, _ in run.steps("tensorboard", "lr")["history_1"]] == [1, 2, 3, 4, 5]
     (event,) = map(json.loads, (run.run_dir.logs(1) / "events.jsonl").read_text().splitlines())
     assert event["phase"].startswith("WARNING: loss of step 2 is 1e+39, more than a float32 holds")
-
-
-def test_temporary_files_of_wandb_go_with_the_next_tracker(home: Path, tmp_path: Path) -> None:
-    run = TrackedDirectory(tmp_path / "run", home)
-    run.train(1, 2)
-    with short_directory() as temporary:
-        run.environment["TMPDIR"] = str(temporary)
-        process = run.start("wandb")
-        run.wait_for(process, "wandb", 2)
-        (scratch,) = temporary.iterdir()
-        assert len(list(scratch.iterdir())) > 1, "W&B puts nothing there any more"
-        process.kill()
-        process.wait()
-        run.end(run.start("tensorboard"), "tensorboard")
-        assert list(temporary.iterdir()) == []
-
-
-def test_clean_forgets_what_was_sent(home: Path, tmp_path: Path) -> None:
-    run = _begin(tmp_path, home, "tensorboard", 3)
-    before = run.run_dir.run_id()
-    run.run_dir.remove_run()
-    assert not run.run_dir.tracking.exists() and not (run.run_dir.path / "tensorboard").exists()
-    again = TrackedDirectory(run.run_dir.path, home)
-    again.train(1, 2)
-    again.end(again.start("tensorboard"), "tensorboard")
-    assert RunDir(run.run_dir.path).run_id() != before
-    assert again.steps("tensorboard") == {"history_1": [(1, 1.0), (2, 2.0)]}
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])

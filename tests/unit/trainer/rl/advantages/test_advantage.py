@@ -167,26 +167,6 @@ def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: f
     assert by_token(name, empty) == [[], []]
 
 
-@pytest.mark.parametrize("k", [2, 3, 5, 6])
-def test_pass_at_k_is_the_mean_over_all_sets(k: int) -> None:
-    generator = np.random.default_rng(k)
-    for _ in range(20):
-        rewards = generator.integers(0, 4, 6).astype(float).tolist()
-        expected = [slow_pass_at_k(rewards, index, k) for index in range(6)]
-        assert pass_at_k(rewards, k=k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_reward_with_the_largest_spread_does_not_drown_the_others_in_gdpo() -> None:
-    weights = {"rewards": {"weights": {"reward": 1.0, "other": 1.0}}}
-    groups = [
-        [scored_rollout(reward, metrics={"other": other}) for reward, other in ((1.0, 0.0), (0.0, 1000.0))],
-        [scored_rollout(0.0, metrics={"other": 0.0}), scored_rollout(1.0, metrics={"other": 0.0})],
-    ]
-    ((first, second), (bad, good)) = advantage_of("gdpo", **weights)(groups)
-    assert first == pytest.approx(0.0, abs=1e-5) and second == pytest.approx(0.0, abs=1e-5)
-    assert good == pytest.approx(math.sqrt(1.5), rel=1e-4) and bad == pytest.approx(-good)
-
-
 def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
     groups = scored_groups([[1.0, 2.0], [3.0, 6.0]])
     std = math.sqrt(14 / 3) + 1e-6
@@ -284,12 +264,6 @@ def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
         require_siblings(groups[:1], name)
     for name in (*SINGLE_ADVANTAGES, "own:advantage"):
         require_siblings(groups, name)
-
-
-def test_reinforce_pp_learns_from_groups_of_one() -> None:
-    # Three tokens each: mean 2, sample variance 6 / 5.
-    ((bad,), (good,)) = reinforce_pp(scored_groups([[1.0], [3.0]]))
-    assert good.tolist() == pytest.approx([1 / math.sqrt(1.2 + 1e-8)] * 3) and bad.tolist() == (-good).tolist()
 
 
 def rollout(task_id: int, reward: float) -> Rollout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,8 +13,6 @@ from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
 from holdfast.shared.wire.rollouts import Rollout, StepRewards, VersionSpan
 from holdfast.shared.wire.sampling import Sampling
 from holdfast.trainer.rl.batches.replay import ReplayBuffer
-
-Resume = Callable[[ReplayBuffer, ReplayBuffer], None]
 
 
 def group(task_id: int, *, size: int = 2) -> list[Rollout]:
@@ -55,21 +52,27 @@ def test_groups_come_back_whole_and_at_most_once() -> None:
     assert all(rollouts == group(rollouts[0].task_id) for rollouts in got)
 
 
-def test_fewer_groups_than_asked_for_are_all_returned() -> None:
+def test_fewer_groups_than_asked_for_are_all_returned_and_over_capacity_the_oldest_go_first() -> None:
     assert sorted(sampled(buffer_of([0, 1]), 2, 5)) == [0, 1]
     assert sampled(ReplayBuffer(3, max_age=1, seed=0), 1, 5) == []
     assert sampled(buffer_of([0, 1]), 2, 0) == []
+    # Over capacity the oldest go first.
+    buffer = buffer_of([0, 1], [2, 3], [4], capacity=3)
+    assert len(buffer) == 3 and sorted(sampled(buffer, 4)) == [2, 3, 4]
+    assert len(buffer_of([0, 1, 2], capacity=0)) == 0
+    # A smaller capacity keeps the newest of a checkpoint.
+    resumed = ReplayBuffer(2, max_age=10, seed=7)
+    resumed.decode(buffer_of([0, 1], [2, 3]).encode())
+    assert sorted(sampled(resumed, 3)) == [2, 3]
 
 
-def test_only_groups_of_one_to_max_age_steps_are_sampled() -> None:
+def test_only_groups_of_one_to_max_age_steps_are_sampled_and_older_ones_forgotten() -> None:
     buffer = buffer_of([1], [2], [3], [4], max_age=2)
     assert sorted(sampled(buffer, 4)) == [2, 3]  # those of step 4 itself are no replay, those of step 1 too old
     assert sorted(sampled(buffer, 5)) == [3, 4]
     assert sampled(buffer, 6) == [4]
     assert sampled(buffer, 7) == []
-
-
-def test_what_is_too_old_is_forgotten() -> None:
+    # What is too old is forgotten.
     buffer = buffer_of([1], [2], [3], max_age=2)
     buffer.add(5, [group(5)])
     assert len(buffer) == 2 and sampled(buffer, 5) == [3] and sampled(buffer, 6) == [5]
@@ -79,12 +82,6 @@ def test_a_step_samples_the_same_before_and_after_its_own_batch_is_added() -> No
     before, after = (buffer_of([1, 2], [3, 4], max_age=2) for _ in range(2))
     after.add(3, [group(5)])
     assert sampled(before, 3, 3) == sampled(after, 3, 3)
-
-
-def test_over_capacity_the_oldest_go_first() -> None:
-    buffer = buffer_of([0, 1], [2, 3], [4], capacity=3)
-    assert len(buffer) == 3 and sorted(sampled(buffer, 4)) == [2, 3, 4]
-    assert len(buffer_of([0, 1, 2], capacity=0)) == 0
 
 
 def test_the_choice_depends_on_seed_and_step_and_not_on_earlier_choices() -> None:
@@ -107,22 +104,6 @@ def test_every_group_is_as_likely_as_any_other() -> None:
     counts = Counter(task for step in range(2, 4002) for task in sampled(buffer, step, 3))
     # 4000 draws of 3 of 10: 1200 each, standard deviation sqrt(4000 * .3 * .7) = 29.
     assert len(counts) == 10 and all(abs(count - 1200) < 5 * 29 for count in counts.values())
-
-
-def test_a_buffer_saved_between_two_steps_goes_on_exactly() -> None:
-    straight = buffer_of([0, 1, 2], [3, 4], capacity=6)
-    resumed = ReplayBuffer(6, max_age=10, seed=7)
-    resumed.decode(straight.encode())
-    for buffer in (straight, resumed):
-        buffer.add(3, [group(5), group(6)])
-    assert resumed.encode() == straight.encode()
-    assert resumed.sample(4, 3) == straight.sample(4, 3)
-
-
-def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint() -> None:
-    resumed = ReplayBuffer(2, max_age=10, seed=7)
-    resumed.decode(buffer_of([0, 1], [2, 3]).encode())
-    assert sorted(sampled(resumed, 3)) == [2, 3]
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode([{"step": "x", "rollouts": []}])])

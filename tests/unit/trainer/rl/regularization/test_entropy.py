@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -31,16 +30,7 @@ def test_a_steered_coefficient_is_that_of_the_slow_one() -> None:
         coefficient.update(last)
 
 
-def test_a_coefficient_saved_at_any_step_goes_on_exactly() -> None:
-    straight, resumed = EntropyCoefficient(STEERED), EntropyCoefficient(STEERED)
-    for entropy in (0.3, 0.5, 0.9, 0.1, 0.1, 0.1, 0.7):
-        saved = json.loads(json.dumps(straight.values()))
-        resumed = EntropyCoefficient(STEERED)
-        resumed.restore(saved)
-        assert resumed.coef == straight.coef and resumed.values() == straight.values()
-        straight.update(entropy)
-        resumed.update(entropy)
-        assert resumed.values() == straight.values()
+def test_what_is_configured_wins_over_the_checkpoint() -> None:
     lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
     lower.restore({"steered": 0.02, "last": 0.1})
-    assert lower.coef == 0.001, "what is configured wins"
+    assert lower.coef == 0.001

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,6 @@ from holdfast.trainer.rl.regularization.kl import KlEstimator, estimate_kl
 ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.2, -1.5, -0.5], dtype=torch.float64)
-
-
-def through_json(values: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(values))
 
 
 @pytest.mark.parametrize(("estimator", "mean"), [("k1", -0.1), ("k2", 0.0483333), ("k3", 0.0558173)])
@@ -92,18 +86,6 @@ def test_a_divergence_that_is_no_number_changes_nothing_and_is_told(kl: float) -
     with pytest.raises(TrainingError, match=f"divergence from the reference is {kl}"):
         coefficient.update(kl, 256)
     assert (coefficient.coef, coefficient.num_updates) == (0.2, 0)
-
-
-def test_a_coefficient_saved_between_two_updates_goes_on_exactly() -> None:
-    straight, broken_off = (KlCoefficient(0.1, target=0.7, horizon=321) for _ in range(2))
-    straight.update(1.3, 77)
-    broken_off.update(1.3, 77)
-    resumed = KlCoefficient(0.1, target=0.7, horizon=321)
-    resumed.restore(through_json(broken_off.values()))
-    straight.update(0.61, 33)
-    resumed.update(0.61, 33)
-    assert resumed.values() == straight.values() and straight.num_updates == 2
-    assert resumed.tensors() == {}
 
 
 def test_what_is_configured_wins_over_the_checkpoint() -> None:
