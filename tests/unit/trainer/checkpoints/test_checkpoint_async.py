@@ -17,9 +17,10 @@ from holdfast.shared.errors import CheckpointError, SaveError
 from holdfast.shared.files import durable, manifest
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoints.dcp import ShardWriter
 from holdfast.trainer.checkpoints.plain_state import ObjectsState
 from holdfast.trainer.checkpoints.staging import Stager
-from tests.builders.train_states import MakeState, copied, draw, held_writes, same, train
+from tests.builders.train_states import MakeState, copied, draw, held_writes, local_part, same, train
 from tests.runs.processes import HANG_S
 
 STEPS_MEANWHILE = 3
@@ -272,3 +273,65 @@ def test_a_save_leaves_the_gpus_alone(make_state: MakeState, run_dir: RunDir, mo
         checkpointer.save(1)
         checkpointer.wait()
         assert checkpointer.poll() == [1]
+
+
+def test_only_staging_is_on_the_caller(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, set[threading.Thread]] = {}
+
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread())
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in (
+        (Stager, "stage"), (ShardWriter, "write"), (durable, "fsync_tree"), (durable, "publish_directory"),
+        (manifest, "write_manifest"), (manifest, "describe_files"),
+    ):  # fmt: skip
+        note(owner, name)
+    with Checkpointer(run_dir.checkpoints, make_state(steps=1)) as checkpointer:
+        checkpointer.save(1)
+    assert threads.pop("stage") == {threading.main_thread()}
+    assert len(threads) == 5
+    assert all(threading.main_thread() not in seen for seen in threads.values()), threads
+
+
+def test_buffers_are_reused_and_no_second_plan_is_made(
+    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[int] = []
+    make_plan = DefaultSavePlanner.create_global_plan
+
+    def counted(planner: DefaultSavePlanner, all_plans: Any) -> Any:
+        plans.append(len(all_plans))
+        return make_plan(planner, all_plans)
+
+    pointers: list[set[int]] = []
+    write = ShardWriter.write
+
+    def noted(writer: ShardWriter, tensors: Mapping[str, Tensor], directory: Path) -> Any:
+        pointers.append(pointers_of(tensors))
+        return write(writer, tensors, directory)
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", counted)
+    monkeypatch.setattr(ShardWriter, "write", noted)
+    state = make_state(steps=1)
+    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
+        checkpointer.save(1)
+        train(state, 1)
+        checkpointer.save(2)
+        train(state, 1)
+        saved = copied(state.tensors())
+        checkpointer.save(3)
+        train(state, 1)
+    assert plans == [1]
+    assert pointers[0] == pointers[1] == pointers[2] and len(pointers[0]) > 20
+    assert not pointers[0] & pointers_of(state.tensors())
+    assert same(loaded(run_dir, make_state, 3), saved)
+
+
+def pointers_of(tensors: Mapping[str, Tensor]) -> set[int]:
+    return {local_part(tensor).data_ptr() for tensor in tensors.values()}
