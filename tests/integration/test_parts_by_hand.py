@@ -19,7 +19,7 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.rl import SMALL_BATCH, assert_same, exact_metrics, last_step, outcome, succeeded
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.launch]
 
 _STEPS = 20
 _INFERENCE, _TRAINER, _ORCHESTRATOR, _TRAINER_AGAIN, _ORCHESTRATOR_AGAIN = range(5)

@@ -39,7 +39,7 @@ def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> N
     assert place.figures
 
 
-@pytest.mark.clock
+@pytest.mark.launch
 @pytest.mark.parametrize(
     "check",
     [
