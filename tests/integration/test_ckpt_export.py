@@ -239,16 +239,19 @@ def export_tensors(run_dir: RunDir, step: int, scratch: Path) -> dict[str, torch
 
 
 @pytest.mark.launch
-def test_a_pickled_model_becomes_a_warm_start(
+def test_a_file_of_weights_becomes_a_warm_start(
     run_dir: RunDir, model: Path, masters: Path, sft_data: Path, tmp_path: Path
 ) -> None:
     weights: dict[str, Any] = dict(load_file(masters / "model.safetensors"))
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # as torch.save of a tied model has it
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()  # as other programs write a tied model
+    save_file(weights, tmp_path / "tied.safetensors")
     torch.save(weights, tmp_path / "pytorch_model.bin")
     done = ckpt("import", tmp_path / "pytorch_model.bin", "--to", tmp_path / "warm", code=2)
+    assert "is a pickle, which may hold code and is never loaded. Convert it: python -c" in done.stderr
+    done = ckpt("import", tmp_path / "tied.safetensors", "--to", tmp_path / "warm", code=2)
     assert "comes without a config.json: say with --model" in done.stderr
     target = tmp_path / "warm"
-    ckpt("import", tmp_path / "pytorch_model.bin", "--to", target, "--model", model)
+    ckpt("import", tmp_path / "tied.safetensors", "--to", target, "--model", model)
     assert (target / "model.safetensors").read_bytes() == (masters / "model.safetensors").read_bytes()
     assert manifest.verify(target).kind == "weights"
     assert AutoTokenizer.from_pretrained(target)("abc")["input_ids"]

@@ -48,12 +48,12 @@ def commit(directory: Path, step: int, kind: str = "checkpoint", **fields: objec
         (["manifest.json"], Kind.CHECKPOINT),
         ([".metadata", "__0_0.distcp"], Kind.DCP),
         ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
-        ([".metadata", "pytorch_model.bin"], Kind.AMBIGUOUS),
+        ([".metadata", "pytorch_model.bin"], Kind.DCP),
         (["trainer/.metadata", "manifest.json", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
         (["config.json", "model.safetensors", "manifest.json"], Kind.WEIGHTS),
         (["config.json", "model.safetensors"], Kind.HUGGING_FACE),
         (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], Kind.HUGGING_FACE),
-        (["config.json", "pytorch_model.bin"], Kind.HUGGING_FACE),
+        (["config.json", "pytorch_model.bin"], Kind.PICKLED),
         (["config.json"], Kind.UNKNOWN),
         (["model.safetensors"], Kind.UNKNOWN),
         (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
@@ -65,7 +65,7 @@ def test_kinds_are_told_apart_by_names(names: list[str], kind: Kind, tmp_path: P
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("a.safetensors", Kind.TENSORS), ("a.bin", Kind.TENSORS), ("a.pt", Kind.TENSORS), ("a.txt", Kind.UNKNOWN)],
+    [("a.safetensors", Kind.TENSORS), ("a.bin", Kind.PICKLED), ("a.pt", Kind.PICKLED), ("a.txt", Kind.UNKNOWN)],
 )
 def test_files_are_told_apart_by_their_endings(name: str, kind: Kind, tmp_path: Path) -> None:
     assert kind_of(write(tmp_path, name) / name) is kind
