@@ -41,7 +41,12 @@ def configured(
     output_dir: Path, model: Path, engine: FakeEngine, *, workers: int = 0, **more: Any
 ) -> OrchestratorConfig:
     engine.model = str(model)
-    section = {"id": "guess_number", "args": {"turns": TURNS, "high": 9}, "workers": workers}
+    section = {
+        "id": "examples.environments.guess_number:GuessNumber",
+        "name": "guess_number",
+        "args": {"turns": TURNS, "high": 9},
+        "workers": workers,
+    }
     return make_config(output_dir, engine, max_steps=STEPS, model={"name": str(model)}, environments=[section], **more)
 
 

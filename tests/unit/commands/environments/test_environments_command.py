@@ -195,7 +195,7 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
     entries = {"sound": "faults:Sound", "broken": "broken_faults:Sound", "mute": "faults:Mute", "a:b": "faults:Sound"}
-    lines = [f"{name} = {target}" for name, target in {**entries, "addition": "faults:Sound"}.items()]
+    lines = [f"{name} = {target}" for name, target in {**entries, "python_code": "faults:Sound"}.items()]
     (info / "entry_points.txt").write_text("\n".join(["[holdfast.environments]", *lines, ""]))
     sys.path += [str(info.parent), str(tmp_path)]
     code, out, _ = environments("ls", "--json")
@@ -206,13 +206,13 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
         "reasoning_gym:NAME",
         "verifiers:ID",
     }
-    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "addition")
+    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "python_code")
     assert listed["sound", "games 1.0"] == {
         "id": "sound", "from": "games 1.0", "about": "Nothing is wrong with it.", "error": "",
     }  # fmt: skip
     assert listed["mute", "games 1.0"]["about"] == ""
     assert "there is no module 'broken_faults'" in listed["broken", "games 1.0"]["error"]
-    assert "is an environment of holdfast itself and of games 1.0" in listed["addition", "games 1.0"]["error"]
+    assert "is an environment of holdfast itself and of games 1.0" in listed["python_code", "games 1.0"]["error"]
     assert "read as module:Class" in listed["a:b", "games 1.0"]["error"]
     code, out, _ = environments("ls")
     assert "\nsound " in out and "('broken': there is no module 'broken_faults'" in out
@@ -352,11 +352,11 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
     [
         (["check", "faults:Sound", "--num-tasks", "0"], "must be a number from 1 on, got '0'"),
         (["check", "faults:Sound", "--num-tasks", "-1"], "must be a number from 0 on, got '-1'"),
-        (["check", "addition", "--args", "{digits}"], "is not JSON"),
-        (["check", "addition", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
-        (["check", "addition", "--args", '{"max_digit": 1}'], "Did you mean 'max_digits'?"),
-        (["check", "adition"], "Did you mean 'addition'?"),
-        (["check", "addition", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
+        (["check", "reverse_text", "--args", "{digits}"], "is not JSON"),
+        (["check", "reverse_text", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
+        (["check", "reverse_text", "--args", '{"max_lenght": 1}'], "Did you mean 'max_length'?"),
+        (["check", "revers_text"], "Did you mean 'reverse_text'?"),
+        (["check", "reverse_text", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
         (["show"], "unknown subcommand 'show'"),
     ],
 )

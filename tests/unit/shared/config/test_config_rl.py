@@ -371,7 +371,7 @@ def test_a_divergence_is_not_taken_between_distributions_that_have_different_tok
 
 def mixed(own: dict[str, Any], *flags: str) -> RlConfig:
     """A run with an environment as all are, and one with settings of its own."""
-    return rl("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "addition"} | own]), *flags)
+    return rl("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "python_code"} | own]), *flags)
 
 
 def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
@@ -383,11 +383,11 @@ def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
     assert orchestrator.largest_group == 4 and not makes_same_batches(orchestrator, mixed({}).orchestrator)
     longest = mixed({"sampling": {"max_tokens": 300}}, "--trainer.loss.type", "dr_grpo")
     assert longest.trainer.loss.constant_tokens == 300
-    mixed({"group_size": 1}, "--trainer.environments", '{"addition": {"advantage": "reinforce_pp"}}')
+    mixed({"group_size": 1}, "--trainer.environments", '{"python_code": {"advantage": "reinforce_pp"}}')
     mixed(
         {"group_size": 9},
         "--trainer.environments",
-        '{"addition": {"advantage": "pass_at_k"}}',
+        '{"python_code": {"advantage": "pass_at_k"}}',
         "--trainer.advantage-k",
         "9",
     )
@@ -397,15 +397,15 @@ def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
 @pytest.mark.parametrize(
     ("own", "flags", "says"),
     [
-        ({"seq_len": 1025}, (), "environment 'addition': seq_len = 1025 is more than the seq_len = 1024 of all"),
-        ({"group_size": 1}, (), "gives each of environment 'addition' a single one"),
-        ({"group_size": 1}, DYNAMIC, "every group of one is (environment 'addition'): set group_size to 2"),
+        ({"seq_len": 1025}, (), "environment 'python_code': seq_len = 1025 is more than the seq_len = 1024 of all"),
+        ({"group_size": 1}, (), "gives each of environment 'python_code' a single one"),
+        ({"group_size": 1}, DYNAMIC, "every group of one is (environment 'python_code'): set group_size to 2"),
         ({"group_size": 2}, ("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "3"),
-         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'addition'"),
-        ({"sampling": {"top_k": 5}}, ("--trainer.kl",), "(temperature 1, top_k 5, environment 'addition')"),
+         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'python_code'"),
+        ({"sampling": {"top_k": 5}}, ("--trainer.kl",), "(temperature 1, top_k 5, environment 'python_code')"),
         ({"sampling": {"top_k": 1}}, (), "1 leaves one token to choose from"),
         ({"sampling": {"temperature": 0.5}}, (*TEACHER, "--trainer.advantage", "distillation"),
-         "sampling of environment 'addition' at temperature 0.5"),
+         "sampling of environment 'python_code' at temperature 0.5"),
     ],
 )  # fmt: skip
 def test_what_one_environment_cannot_have_is_refused_by_its_name(
@@ -417,8 +417,8 @@ def test_what_one_environment_cannot_have_is_refused_by_its_name(
 
 
 def test_an_evaluation_has_a_number_of_samples_of_its_own() -> None:
-    with pytest.raises(ValueError, match="'addition': group_size = 2 means nothing in an evaluation"):
-        EvalConfig.model_validate({"environments": [{"id": "addition", "group_size": 2}]})
+    with pytest.raises(ValueError, match="'python_code': group_size = 2 means nothing in an evaluation"):
+        EvalConfig.model_validate({"environments": [{"id": "python_code", "group_size": 2}]})
 
 
 def test_a_length_that_branches_or_tools_can_reach_is_taken() -> None:
