@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Message, Task
-from holdfast.commands.environments import check, play
+from holdfast.commands.environments import check
 from holdfast.commands.environments.fingerprint import canonical, parts_of
 from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
@@ -26,7 +22,6 @@ from tests.models.chat_templates import QWEN_3, write_tokenizer
 from tests.runs.terminal import Terminal
 
 Command = Callable[..., tuple[int, str, str]]
-Played = Callable[[list[object], str], tuple[int, str, str]]
 FAULTS = '''
 """Environments with one fault each."""
 
@@ -363,80 +358,6 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
 def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, environments: Command) -> None:
     code, out, err = environments(*words)
     assert (code, out) == (2, "") and message in err
-
-
-@pytest.fixture
-def played(environments: Command, monkeypatch: pytest.MonkeyPatch) -> Played:
-    """Play with what is typed."""
-
-    def play(words: list[object], typed: str) -> tuple[int, str, str]:
-        given = io.BytesIO(typed.encode(errors="surrogateescape"))
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(given, encoding="utf-8"))
-        return environments("play", *words)
-
-    return play
-
-
-def test_a_person_plays_and_sees_the_score(played: Played) -> None:
-    code, out, err = played(["faults:ByTurn", "--model.name", BASE, "--index", "3"], "ab\n")
-    assert code == 0, err
-    lines = [line.split() for line in out.splitlines()]
-    assert ["reward", "1"] in lines and ["exact", "1"] in lines and ["turn_rewards", "0.5"] in lines
-
-
-def test_a_person_calls_tools_and_sees_what_a_template_writes_anew(played: Played, thinking: Path) -> None:
-    call = '<tool_call>{"name": "look_up", "arguments": {"word": "w\\u001b[2J"}}</tool_call>\n'
-    code, out, err = played(["faults:Tooled"], call + "red\n")
-    assert code == 0, err
-    assert "<|im_start|>tool\nw\\x1b[2J<|im_end|>" in out and "\x1b" not in out and "tools/calls" in out
-    code, out, err = played(["faults:Asking", "--model.name", thinking], "<think>Hm</think>ab\ncd\n")
-    assert code == 0, err
-    anew = out.split("> ")[1]
-    assert "ab<|im_end|>" in anew and "Sure?" in anew and "Hm" not in anew
-
-
-@pytest.mark.parametrize(("typed", "message"), [("", "the input ended"), ("\udcff\n", "the input is not utf-8")])
-def test_an_input_that_is_none_ends_the_play(typed: str, message: str, played: Played) -> None:
-    code, _, err = played(["faults:Sound"], typed)
-    assert code == 2 and err.startswith("error: ") and message in err and "Traceback" not in err
-
-
-@pytest.mark.launch
-def test_ctrl_c_ends_the_play_at_once(environments: Command, tmp_path: Path) -> None:
-    argv = [sys.executable, "-u", "-m", "holdfast", "environments", "play", "faults:Sound"]
-    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
-    assert child.stdout is not None
-    said = b""
-    while not said.endswith(b"> "):  # it waits for a line
-        more = os.read(child.stdout.fileno(), 1)
-        assert more, said
-        said += more
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate()
-    assert child.returncode == 128 + signal.SIGINT and err == b""
-
-
-def test_ctrl_c_beside_the_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(io.StringIO):
-        def flush(self) -> None:
-            raise KeyboardInterrupt
-
-    async def at_the_prompt() -> None:
-        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-            context.setattr("sys.stdout", Interrupted())
-            play._typed_line()
-
-    async def a_moment_before() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()  # as asyncio's own handler does
-        play._typed_line()
-
-    monkeypatch.setattr("sys.stdin", io.StringIO("a line\n"))
-    asyncio.run(at_the_prompt())
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(a_moment_before())
-    assert sys.stdin.read() == "a line\n" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:
