@@ -142,8 +142,6 @@ def loss_input(model: PreTrainedModel, sessions: list[Session], advantages_B: li
         entropy_N=-(logprobs_NV.exp() * logprobs_NV).sum(-1),
         weights_N=1 / (len(sessions) * is_sampled_BT.sum(1)[sequence_N]),
         correction_N=ones_N,
-        selected_N=ones_N,
-        high_covariance_N=0 * ones_N,
         sequence_N=sequence_N,
         step_sequences=len(sessions),
         step_tokens=len(sequence_N),

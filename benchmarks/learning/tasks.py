@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.learning.commands import environment_of
+from examples.environments.guess_number import Secret
+from examples.environments.ledger import Books
 from holdfast import Message, Task, TaskSeed
 from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.guess_number import Secret
-from holdfast.orchestrator.environments.ledger import Books
 from holdfast.orchestrator.environments.python_code import Program
 from holdfast.shared.config.environments import EnvironmentConfig
 

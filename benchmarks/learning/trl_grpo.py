@@ -20,8 +20,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.commands import recipe
+from examples.environments.sort_letters import SortLetters
 from holdfast import Message, TaskSeed
-from holdfast.orchestrator.environments.sort_letters import SortLetters
 
 # TRL is not made for the vLLM that is installed beside it, and generates with transformers here.
 setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False)  # noqa: B010

@@ -22,7 +22,7 @@ from holdfast.shared.wire.rollouts import Rollout
 MODEL = Path("examples/reverse_text/base")
 TEMPLATE = Path(__file__).with_name("tools.jinja")
 TOOL_CALL = '<tool_call>\n{"name": "look_up", "arguments": {"account": "rent"}}\n</tool_call>'
-ENVIRONMENTS = {"single": "benchmarks.journal.environment:Nothing", "tool": "ledger"}
+ENVIRONMENTS = {"single": "benchmarks.journal.environment:Nothing", "tool": "examples.environments.ledger:Ledger"}
 """By the kind of session: one turn; and one in which a tool of the built-in environment is called, and another one."""
 _PROMPT_TOKENS = 2048
 # In the example's vocabulary every character is a token, and digits follow one another.

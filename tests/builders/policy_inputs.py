@@ -11,9 +11,7 @@ from holdfast.trainer.rl.losses.base import PolicyLossInput
 
 
 def policy_input(logprobs_N: Tensor, **given: Any) -> PolicyLossInput:
-    """Return the input with what is `given`; tokens are else selected, uncorrected and of entropy 0."""
+    """Return the input with what is `given`; tokens are else uncorrected and of entropy 0."""
     one_N = torch.ones_like(logprobs_N).detach()
-    none_N = torch.zeros_like(one_N)
-    plain: dict[str, Any] = {"correction_N": one_N, "selected_N": one_N}
-    plain |= {"entropy_N": none_N, "high_covariance_N": none_N}
+    plain: dict[str, Any] = {"correction_N": one_N, "entropy_N": torch.zeros_like(one_N)}
     return PolicyLossInput(logprobs_N=logprobs_N, **(plain | given))

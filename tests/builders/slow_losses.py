@@ -72,12 +72,7 @@ def slow_objective(sequence: list[Token], held: list[Token], place: int, config:
             mean = sum(bounded(t["new"] - t[base]) for t in held) / len(held)
             ratio = math.exp(mean) * math.exp(token["new"] - held[place]["new"])
         case _:
-            assert config.type in ("grpo", "dr_grpo", "dapo", "ppo", "clip_cov", "kl_cov")
-    if token.get("covariant", 0.0) and config.type == "clip_cov":
-        return 0.0
-    if token.get("covariant", 0.0) and config.type == "kl_cov":
-        penalty = (config.covariance.coef or 0.0) * abs(bounded(token["new"] - token[base]))
-        return clipped_surrogate(ratio, advantage, config) - penalty
+            assert config.type in ("grpo", "dr_grpo", "dapo", "ppo")
     return clipped_surrogate(ratio, advantage, config)
 
 
@@ -94,7 +89,7 @@ def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences)
             else:
                 assert config.constant_tokens is not None
                 weight = 1 / len(sequences) / config.constant_tokens
-            weight *= factor(sequence, token, config.correction) * token["selected"]
+            weight *= factor(sequence, token, config.correction)
             total -= weight * slow_objective(sequence, held, place, config)
     return total
 
@@ -124,9 +119,7 @@ def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1
             old = sampler + generator.gauss(0, spread)
             own = generator.choice([advantage, generator.gauss(0, 1), 0.0]) if seed % 2 else advantage
             new = old + generator.gauss(0, spread)
-            selected = float(generator.random() < 0.8)
-            token = {"sampler": sampler, "old": old, "new": new, "advantage": own, "selected": selected}
-            sequence.append(token | {"covariant": float(generator.random() < 0.3)})
+            sequence.append({"sampler": sampler, "old": old, "new": new, "advantage": own})
         sequences.append(sequence)
     return sequences
 
@@ -134,8 +127,8 @@ def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1
 def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> PolicyLossInput:
     tokens = [token for sequence in sequences for token in sequence]
 
-    def tensor(name: str, default: float = 1.0) -> Tensor:
-        return torch.tensor([token.get(name, default) for token in tokens], dtype=dtype)
+    def tensor(name: str) -> Tensor:
+        return torch.tensor([token[name] for token in tokens], dtype=dtype)
 
     shares = [1 / len(sequences) / len(sequence) for sequence in sequences for _ in sequence]
     return policy_input(
@@ -143,8 +136,6 @@ def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> Pol
         old_logprobs_N=tensor("old"),
         sampler_logprobs_N=tensor("sampler"),
         advantages_N=tensor("advantage"),
-        selected_N=tensor("selected"),
-        high_covariance_N=tensor("covariant", 0.0),
         weights_N=torch.tensor(shares, dtype=dtype),
         sequence_N=torch.tensor([index for index, sequence in enumerate(sequences) for _ in sequence]),
         step_sequences=len(sequences),

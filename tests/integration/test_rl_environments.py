@@ -22,14 +22,17 @@ _VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/environments/verifiers_pla
 _REASONS = ("environment_error", "crash", "timeout", "memory")
 _ENVIRONMENTS = """
 [[environments]]
-id = "sort_letters"
+id = "examples.environments.sort_letters:SortLetters"
+name = "sort_letters"
 
 [[environments]]
-id = "addition"
+id = "examples.environments.addition:Addition"
+name = "addition"
 args = { working = true, max_digits = 2 }
 
 [[environments]]
-id = "guess_number"
+id = "examples.environments.guess_number:GuessNumber"
+name = "guess_number"
 args = { turns = 2, high = 9 }
 
 [[environments]]

@@ -33,7 +33,8 @@ window = 6
 advance_reward = 0.01
 
 [[environments]]
-id = "sort_letters"
+id = "examples.environments.sort_letters:SortLetters"
+name = "sort_letters"
 group_size = 3
 
 [environments.curriculum]

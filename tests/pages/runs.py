@@ -128,10 +128,8 @@ class Checkout:
 
     def _run(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
         program = str(Path(sys.executable).with_name(command.words[0]))
-        # What somebody types who plays: a turn each line, more of them than any game on the pages has.
-        typed = "7\n" * 50 if command.words[:2] == ["environments", "play"] else ""
         done = subprocess.run(
-            [program, *command.words[1:], *extra], cwd=self.path, input=typed, stdout=subprocess.PIPE,
+            [program, *command.words[1:], *extra], cwd=self.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, timeout=timeout_s, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         return done.returncode, done.stdout
@@ -182,13 +180,13 @@ class Checkout:
             assert run in self.made, f"{command.where}: {command.line}\nnobody has made {run}"
 
     def _check_environments(self, command: Command) -> None:
-        """Check the arguments of `environments`, and that what it plays or checks is there."""
+        """Check the arguments of `environments`, and that what it checks is there."""
         from holdfast.commands.environments.main import parse
         from holdfast.orchestrator.environments import find_environment
         from holdfast.shared.config.environments import EnvironmentConfig
 
         arguments = parse(command.words[1:])
-        if arguments.command in ("check", "play"):
+        if arguments.command == "check":
             find_environment(EnvironmentConfig(id=arguments.id, args=arguments.args), key="environments[0]")
 
     def _check_evaluation(self, command: Command, run: Callable[..., tuple[int, str, str]]) -> None:

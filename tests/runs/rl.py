@@ -33,7 +33,7 @@ POLL_S = 0.01
 EVERYTHING: dict[str, Any] = {
     "advantage": "gae",
     "loss": {"type": "ppo", "correction": {"type": "truncate"}},
-    "kl": {"coef": 0.1, "place": "reward", "target": 0.05, "horizon": 100, "refresh_interval": 3, "refresh_mixup": 0.6},
+    "kl": {"coef": 0.1, "place": "reward", "target": 0.05, "horizon": 100, "refresh_interval": 3},
     "critic": {"optim": {"lr": 1e-3}, "warmup_steps": 1},
     "rewards": {"scale": "running", "clip": 0.9},
     "updates": {"epochs": 2, "minibatches": 2},

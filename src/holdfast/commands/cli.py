@@ -57,7 +57,7 @@ COMMANDS = {
         "environments.main:main",
         None,
     ),
-    "monitor": ("What runs are doing, from their files alone: a live view for a terminal.", "monitor:main", None),
+    "monitor": ("What runs are doing, from their files alone.", "monitor:main", None),
     "track": ("Send a run to experiment trackers, or what they lack of it.", "track.main:main", None),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
     "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "report.main:main", None),

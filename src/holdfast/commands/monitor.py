@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import sys
-import termios
 import time
-import tty
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from rich.text import Text
-
-from holdfast.commands.live.charts import glyphs_for
 from holdfast.commands.live.observe import ObservedRun
-from holdfast.commands.live.region import Region, cut, is_terminal, terminal_size
-from holdfast.commands.live.view import run_view, table_view
+from holdfast.commands.live.view import run_lines, table_of_runs
 from holdfast.commands.subcommands import Parser, add_json
+from holdfast.commands.tables import Grid, print_parts
 from holdfast.shared.errors import ConfigError, DataError
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.process.child import make_output_lossy
 
-_PLAIN_WIDTH, _MOST_LINES = 100, 1000
-_KEYS_S = 0.1
-_LOCAL_MODES = 3  # in what termios.tcgetattr returns
+_SIGNALS_S = 0.1
 
 
 def main(argv: list[str]) -> int:
-    """Show one run or several until Ctrl-C or `q`; return the exit code, 0.
+    """Show one run or several until Ctrl-C; return the exit code, 0.
 
     Raises:
         ConfigError, DataError: a mistake on the command line, or a directory that holds no run.
@@ -44,7 +35,7 @@ def main(argv: list[str]) -> int:
         for path in arguments.runs:
             _require_run(path)
     runs = [ObservedRun(RunDir(path), name) for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)]
-    if arguments.once or arguments.json or not is_terminal(sys.stdout):
+    if arguments.once or arguments.json or not sys.stdout.isatty():
         return _print(runs, arguments)
     make_output_lossy()
     return _watch(runs, arguments)
@@ -54,8 +45,8 @@ def _parse(argv: list[str]) -> Namespace:
     parser = Parser(
         prog="monitor",
         allow_abbrev=False,
-        description="Show what runs are doing, from their files alone: nothing is written, no lock is taken. Ctrl-C or "
-        "q ends it, which does nothing to the runs. See docs/console.md.",
+        description="Show what runs are doing, from their files alone: nothing is written, no lock is taken. Ctrl-C "
+        "ends it, which does nothing to the runs. See docs/console.md.",
     )
     parser.add_argument(
         "runs", nargs="*", type=Path, metavar="RUN", help="run directories; several are rows of a table"
@@ -108,8 +99,7 @@ def _print(runs: Sequence[ObservedRun], arguments: Namespace) -> int:
         documents = [run.document() for run in runs]
         print(json.dumps(documents[0] if len(documents) == 1 else documents, default=str))
         return 0
-    width = terminal_size(sys.stdout)[0] if sys.stdout.isatty() else _PLAIN_WIDTH
-    _print_lines(_lines(runs, width=width, height=_MOST_LINES))
+    print_parts(_parts(runs))
     return 0
 
 
@@ -117,26 +107,22 @@ def _sleep(seconds: float, ended: Sequence[int]) -> None:
     """Wait, until a signal at most: Python goes on sleeping after one that is only noted."""
     until = time.monotonic() + seconds
     while not ended and (left := until - time.monotonic()) > 0:
-        time.sleep(min(_KEYS_S, left))
+        time.sleep(min(_SIGNALS_S, left))
 
 
 def _watch(runs: Sequence[ObservedRun], arguments: Namespace) -> int:
-    """Draw what is known again and again, until a key or a signal."""
-    stream = sys.stdout
-    glyphs = glyphs_for(getattr(stream, "encoding", None))
-    last: list[Text] = []
-    with _ended_by_signals() as ended, _keys() as pressed, Region(stream, glyphs) as region:
-        looked = -arguments.interval
+    """Show what is known again and again, until a signal; what was known last stays."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    with _ended_by_signals() as ended, Live(console=console, auto_refresh=False) as live:
         while not ended:
-            if time.monotonic() - looked >= arguments.interval:
-                _look(runs)
-                looked = time.monotonic()
-            width, height = region.size
-            last = _lines(runs, width=width - 1, height=max(1, height - 2))
-            region.draw(last)
-            if pressed(_KEYS_S) in ("q", "Q"):
-                break
-    _print_lines(last)  # what was known last stays
+            _look(runs)
+            parts = [part.fitted(console) if isinstance(part, Grid) else Text(part) for part in _parts(runs)]
+            live.update(Group(*parts), refresh=True)
+            _sleep(arguments.interval, ended)
     return 0
 
 
@@ -145,19 +131,9 @@ def _look(runs: Sequence[ObservedRun]) -> None:
         run.look()
 
 
-def _lines(runs: Sequence[ObservedRun], *, width: int, height: int) -> list[Text]:
-    glyphs = glyphs_for(getattr(sys.stdout, "encoding", None))
+def _parts(runs: Sequence[ObservedRun]) -> list[Grid | str]:
     shown, now = [run.shown() for run in runs], time.time()
-    if len(shown) == 1:
-        return run_view(shown[0], width=width, height=height, glyphs=glyphs, now=now)
-    return table_view(shown, width=width, height=height, glyphs=glyphs, now=now)
-
-
-def _print_lines(lines: Sequence[Text]) -> None:
-    glyphs = glyphs_for(getattr(sys.stdout, "encoding", None))
-    for line in lines:
-        # Texts of files may hold what a terminal would act on.
-        print(cut(line, len(line.plain) * 2, glyphs).plain.rstrip())
+    return [*run_lines(shown[0], now=now)] if len(shown) == 1 else [table_of_runs(shown, now=now)]
 
 
 @contextmanager
@@ -174,40 +150,3 @@ def _ended_by_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _keys() -> Iterator[Any]:
-    """Give a function that waits for a key for some seconds, and returns it; keys are not shown meanwhile."""
-    # Whoever closes stdin (`<&-`) leaves none at all.
-    if sys.stdin is None or not sys.stdin.isatty():  # pyright: ignore[reportUnnecessaryComparison]
-        yield lambda seconds: time.sleep(seconds) or ""
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor) if _is_in_front(descriptor) else None
-
-    def pressed(seconds: float) -> str:
-        nonlocal before
-        if not _is_in_front(descriptor):  # who sets a terminal, or reads it, from the background is stopped
-            time.sleep(seconds)
-            return ""
-        modes = termios.tcgetattr(descriptor)
-        if modes[_LOCAL_MODES] & (termios.ICANON | termios.ECHO):  # at the begin, and after Ctrl-Z and `fg`
-            before = before or modes
-            tty.setcbreak(descriptor)
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
-
-    try:
-        yield pressed
-    finally:
-        if before is not None and _is_in_front(descriptor):
-            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _is_in_front(descriptor: int) -> bool:
-    """Whether the keys of a terminal are for this process."""
-    try:
-        return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # it is not the terminal that controls this process
-        return False

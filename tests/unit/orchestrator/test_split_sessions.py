@@ -44,7 +44,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configured(output_dir: Path, model: Path, engine: FakeEngine, **more: Any) -> OrchestratorConfig:
     engine.model = str(model)
-    section = {"id": "guess_number", "args": {"turns": TURNS, "high": 9}}
+    section = {
+        "id": "examples.environments.guess_number:GuessNumber",
+        "name": "guess_number",
+        "args": {"turns": TURNS, "high": 9},
+    }
     return make_config(output_dir, engine, max_steps=STEPS, model={"name": str(model)}, environments=[section], **more)
 
 

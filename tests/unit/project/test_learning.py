@@ -135,6 +135,7 @@ def test_recipes_can_be_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "gsm8k_train.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
     (tmp_path / "gsm8k_test.jsonl").write_text('{"prompt": "2+3", "answer": "5"}\n')
     if path.stem == "verifiers_sort":

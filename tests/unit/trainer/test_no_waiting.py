@@ -192,8 +192,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": {"correction": {"type": "mask", "level": "geometric", "low": 0.5, "high": 2.0, "veto": 0.01}},
     "gspo_token": {"correction": {"type": "truncate", "level": "sequence"}},
-    "dapo": {"top_entropy_share": 0.5},
-    "clip_cov": {},
+    "dapo": {},
     "cispo": {"correction": {"type": "truncate"}},
 }
 

@@ -30,10 +30,6 @@ def _subcommands() -> Subcommands:
     add = subcommands.add
     _add_looking(add("ls", "List steps and exports."), add("verify", "Check every byte against the manifests."))
     add("show", "Show what one step holds.").add_argument("step", metavar="STEP")
-    diff = add("diff", "Compare two steps: settings, counters, parameters.")
-    diff.add_argument("before", metavar="A", help="step or path")
-    diff.add_argument("after", metavar="B", help="step or path")
-    diff.add_argument("--top", type=_positive, default=20, metavar="K", help="most different parameters to show (20)")
     export = add("export", "Write a step's model as a Hugging Face directory.")
     export.add_argument("step", metavar="STEP")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")

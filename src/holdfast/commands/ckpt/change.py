@@ -17,7 +17,15 @@ from holdfast.commands.ckpt.tensor_work import tensor_work
 from holdfast.commands.tables import Grid, Report, size
 from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.shared.files import durable
-from holdfast.shared.files.checkpoints import BestMetric, Entry, Kind, Retention, describe_found, kind_of
+from holdfast.shared.files.checkpoints import (
+    BestMetric,
+    Entry,
+    Kind,
+    Retention,
+    describe_found,
+    kind_of,
+    to_safetensors,
+)
 from holdfast.shared.files.lock import is_directory_locked
 from holdfast.shared.process.child import heavy_imports
 
@@ -68,10 +76,12 @@ def promote(
 def import_weights(dirs: CheckpointDirs, *, source: str, to: Path, model: str | None) -> Report:
     """Turn weights of any kind into a new directory for `--ckpt.weights-only` and `--model.name`."""
     path = Path(source) if Path(source).exists() or not source.isdecimal() else dirs.step_directory(source)
-    if kind_of(path) == Kind.UNKNOWN:
+    if kind_of(path) is Kind.PICKLED:
+        raise CheckpointError(f"no weights can be imported from {path}: it {to_safetensors(path)}")
+    if kind_of(path) is Kind.UNKNOWN:
         raise CheckpointError(
-            f"no weights can be imported from {path}: it is {describe_found(path)}. Needed: a .safetensors, .bin or "
-            ".pt file, a Hugging Face directory, a checkpoint, or a torch.distributed.checkpoint directory."
+            f"no weights can be imported from {path}: it is {describe_found(path)}. Needed: a .safetensors "
+            "file, a Hugging Face directory, a checkpoint, or a torch.distributed.checkpoint directory."
         )
     _refuse_existing(to, "--to")
     with tensor_work("reading and writing tensors"):

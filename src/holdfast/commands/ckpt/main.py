@@ -7,7 +7,6 @@ from collections.abc import Callable
 from holdfast.commands.ckpt.arguments import parse
 from holdfast.commands.ckpt.change import export, import_weights, promote, prune
 from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
-from holdfast.commands.ckpt.comparing import diff
 from holdfast.commands.ckpt.inspecting import show, verify
 from holdfast.commands.ckpt.listing import ls
 from holdfast.commands.ckpt.tensor_work import TensorWorkFailed
@@ -17,7 +16,6 @@ _ACTIONS: dict[str, Callable[..., Report]] = {
     "ls": ls,
     "verify": verify,
     "show": show,
-    "diff": diff,
     "export": export,
     "promote": promote,
     "prune": prune,

@@ -1,1 +1,1 @@
-"""The command `environments`: list environments, begin a new one, check one, and play one of its tasks."""
+"""The command `environments`: list environments, begin a new one, and check one."""

@@ -1,6 +1,6 @@
-"""The command `environments`: list environments, begin a new one, check one, and play one of its tasks.
+"""The command `environments`: list environments, begin a new one, and check one.
 
-`ls`, `init NAME`, `check ID` and `play ID`. ID is what `id` is in `[[orchestrator.environments]]`.
+`ls`, `init NAME` and `check ID`. ID is what `id` is in `[[orchestrator.environments]]`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from holdfast.commands.subcommands import Parser, Subcommands, add_json
+from holdfast.commands.subcommands import Subcommands, add_json
 
 _EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."
 
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Run one subcommand; return 0, or 1 where `check` has found something.
 
     Raises:
-        HoldfastError: a mistake in the command, or an environment that cannot be loaded or played.
+        HoldfastError: a mistake in the command, or an environment that cannot be loaded.
     """
     arguments = parse(argv)
     if arguments.command == "ls":
@@ -35,27 +35,13 @@ def main(argv: list[str]) -> int:
     from holdfast.shared.config.environments import EnvironmentConfig
 
     settings = EnvironmentConfig(id=arguments.id, args=arguments.args, history=arguments.history)
-    if arguments.command == "check":
-        from holdfast.commands.environments.check import check
+    from holdfast.commands.environments.check import check
 
-        report = check(
-            settings,
-            num_tasks=arguments.num_tasks,
-            seed=arguments.seed,
-            model=arguments.model,
-            seq_len=arguments.seq_len,
-        )
-        report.print(as_json=arguments.json)
-        return report.exit_code
-    from holdfast.commands.environments.play import play
-
-    return play(
-        settings,
-        seed=arguments.seed,
-        index=arguments.index,
-        model=arguments.model,
-        seq_len=arguments.seq_len,
+    report = check(
+        settings, num_tasks=arguments.num_tasks, seed=arguments.seed, model=arguments.model, seq_len=arguments.seq_len
     )
+    report.print(as_json=arguments.json)
+    return report.exit_code
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -68,33 +54,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _subcommands() -> Subcommands:
-    subcommands = Subcommands("environments", "Environments of rl: list, begin, check, play.", _EPILOG, of_a_run=False)
+    subcommands = Subcommands("environments", "Environments of rl: list, begin, check.", _EPILOG, of_a_run=False)
     add_json(subcommands.add("ls", "List what is built in and what installed packages bring."))
     init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
     init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
-    _add_environment(check)
-    check.add_argument("--num-tasks", type=_positive, default=32, metavar="N", help="tasks that are made (32)")
-    check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
-    add_json(check)
-    play = subcommands.add("play", "Play one task: type the answers.")
-    _add_environment(play)
-    play.add_argument("--index", type=_natural, default=0, metavar="N", help="which task, from 0 (0)")
-    play.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
-    return subcommands
-
-
-def _add_environment(parser: Parser) -> None:
-    parser.add_argument("id", metavar="ID")
-    parser.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
-    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="the seed of the run (0)")
-    parser.add_argument("--seq-len", type=_positive, default=1024, metavar="N", help="most tokens of a session (1024)")
-    parser.add_argument(
+    check.add_argument("id", metavar="ID")
+    check.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
+    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="the seed of the run (0)")
+    check.add_argument("--seq-len", type=_positive, default=1024, metavar="N", help="most tokens of a session (1024)")
+    check.add_argument(
         "--history",
         choices=("split", "keep"),
         default="split",
         help="where the template would rewrite earlier turns: as in the settings of a run (split)",
     )
+    check.add_argument("--num-tasks", type=_positive, default=32, metavar="N", help="tasks that are made (32)")
+    check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
+    add_json(check)
+    return subcommands
 
 
 def _object(text: str) -> dict[str, Any]:

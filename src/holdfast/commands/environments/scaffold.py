@@ -154,7 +154,6 @@ def create(name: str, directory: Path) -> Report:
         f"wrote {', '.join(path.name for path in paths)}. What comes next:",
         f"  {'uv run --with pytest pytest' if run else 'python -m pytest'} test_{name}.py",
         f"  {run}environments check {name}:{cls}",
-        f"  {run}environments play {name}:{cls}",
         f"  {run}rl @ {name}.toml",
     ]
     return Report({}, lines)

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: start-up phases, one line per step, and on a terminal a live view below them.
+"""What a user sees while a run goes on: one line per phase and per step, and on a terminal what is waited for.
 
 Reads what the processes write (`events.jsonl`, `metrics.jsonl`), so it can neither slow them down
 nor disagree with what is on disk.
@@ -6,27 +6,25 @@ nor disagree with what is on disk.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from holdfast.commands.live.charts import glyphs_for
 from holdfast.commands.live.follow import Follower, Stepped
 from holdfast.commands.live.output import json_lines
-from holdfast.commands.live.plain import event_line, step_line
-from holdfast.commands.live.region import Region, is_terminal
+from holdfast.commands.live.plain import ENDS, event_line, phase_text, step_line
 from holdfast.commands.live.state import LAUNCHER
-from holdfast.commands.live.time_left import duration
-from holdfast.commands.live.view import Shown, run_view
 from holdfast.shared.files.run_dir import RunDir
+from holdfast.shared.printable import printable
 from holdfast.shared.process import events
 
-_log = logging.getLogger("holdfast")
-_DRAW_S = 0.25
-# The rest of the terminal is for lines.
-_MOST_OF_TERMINAL = 2 / 3
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.spinner import Spinner
+
+# Shorter ones are told by their lines alone.
+_SHORTEST_PHASE_S = 1.0
 
 
 class Console:
@@ -58,27 +56,22 @@ class Console:
             state.begin_attempt(attempt, unix_s=time.time())
         state.first_step = first_step
         self._started = time.monotonic()
-        self._drawn = 0.0
         self._json = json_lines()
-        self._glyphs = glyphs_for(getattr(sys.stdout, "encoding", None))
-        is_live = self._json is None and is_terminal(sys.stdout)
-        self._region = Region(sys.stdout, self._glyphs) if is_live else None
+        self._spinner = _Spinner() if self._json is None and _can_be_drawn_on(sys.stderr) else None
         self.last_step = first_step
 
     def __enter__(self) -> Console:
-        if self._region is not None:
-            self._region.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self.refresh()
         finally:
-            if self._region is not None:
-                self._region.__exit__()
+            if self._spinner is not None:
+                self._spinner.show([])
 
     def say(self, text: str) -> None:
-        """Print a line, above the live view where there is one."""
+        """Print a line."""
         print(text, flush=True)
 
     def note(self, what: str, **fields: Any) -> None:
@@ -92,30 +85,57 @@ class Console:
             if self._json is not None:
                 self._json.tell_news(news, max_steps=self._max_steps)
             elif isinstance(news, Stepped):
-                width = self._region.size[0] if self._region is not None else None
-                self.say(step_line(news.metrics, self._max_steps, left_s=news.left_s, width=width))
+                self.say(step_line(news.metrics, self._max_steps, left_s=news.left_s))
             else:
                 self.say(event_line(news, seconds=time.monotonic() - self._started))
         # Also of steps that the storage gave too late for news; but those before the attempt are not its own.
         self.last_step = max(self.last_step, self._follower.state.step)
-        if self._region is not None and time.monotonic() - self._drawn >= _DRAW_S:
-            self._drawn = time.monotonic()
-            try:
-                self._draw(self._region)
-            except Exception:  # noqa: BLE001 - a bug in what is drawn; said once
-                region, self._region = self._region, None
-                region.__exit__()
-                _log.warning("nothing is drawn any more; the run goes on, and its steps are told", exc_info=True)
+        if self._spinner is not None:
+            now = time.time()
+            phases = [phase for phase in self._follower.state.starting() if phase.name not in ENDS]
+            lasting = [phase for phase in phases if now - phase.since_unix_s >= _SHORTEST_PHASE_S]
+            self._spinner.show([phase_text(phase, now=now) for phase in lasting])
 
-    def _draw(self, region: Region) -> None:
-        width, height = region.size
-        shown = Shown(
-            str(self._run_dir.path.name),
-            "running",
-            self._follower.state,
-            self._follower.checkpoints,
-            since=duration(time.monotonic() - self._started),
+
+def _can_be_drawn_on(stream: TextIO | None) -> bool:
+    """Whether `stream` is a terminal with this process in front; None is one that is closed (`2>&-`)."""
+    try:
+        return (
+            stream is not None
+            and stream.isatty()
+            and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+            and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
         )
-        # One line stays empty.
-        room = max(1, int(height * _MOST_OF_TERMINAL) - 1)
-        region.draw(run_view(shown, width=width - 1, height=room, glyphs=self._glyphs, now=time.time()))
+    except (OSError, ValueError):  # it is closed, or not the terminal that controls this process
+        return False
+
+
+class _Spinner:
+    """A line below the others, on the terminal of stderr, while anything is waited for."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._spinner: Spinner | None = None
+
+    def show(self, phases: list[str]) -> None:
+        """Show what is waited for; with nothing, nothing is left of the line."""
+        if not phases:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            return
+        from rich.console import Console as Terminal
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        if self._live is None or self._spinner is None:
+            # soft_wrap: lines that are printed meanwhile are broken by the terminal alone, as at other times.
+            terminal = Terminal(stderr=True, highlight=False, soft_wrap=True)
+            spinner = Spinner("line")  # ASCII: for any locale
+            live = Live(spinner, console=terminal, transient=True, redirect_stdout=sys.stdout.isatty())
+            live.start()
+            terminal.show_cursor()  # a launcher that is killed leaves it as it is
+            self._live, self._spinner = live, spinner
+        words = printable(" | ".join(" ".join(phase.split()) for phase in phases))
+        self._spinner.update(text=Text(words[: max(0, self._live.console.width - 4)], "dim"))

@@ -1,4 +1,4 @@
-"""Lines of text about what goes on, the same in a file, in a pipe and above the live view."""
+"""Lines of text about what goes on, the same in a file, in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ USUAL_TIMES = {
     "loading model": "seconds for small models",
 }
 """How long what a process begins with usually takes."""
+ENDS = ("ready", "finished", "stopped")
+"""Phases that nothing goes on in."""
 
-# Metric, how it is shown, and its rank when there is no room for all: the highest go first.
-_COLUMNS = (
-    ("reward/mean", "reward {:6.3f}", 1),
-    ("loss", "loss {:8.4f}", 0),
-    ("val/loss", "val {:7.4f}", 2),
-    ("grad_norm", "grad {:7.3f}", 5),
-    ("mismatch_kl", "mismatch {:8.1e}", 7),
-    ("lr", "lr {:.1e}", 8),
-    ("tokens_per_s", "{:7,.0f} tok/s", 4),
-    ("time/step", "{:6.2f} s", 3),
-    ("time/wait_for_batch", "wait {:5.2f} s", 6),
-    ("memory_gib", "{:5.2f} GiB", 9),
-)
+_COLUMNS = {
+    "reward/mean": "reward {:6.3f}",
+    "loss": "loss {:8.4f}",
+    "val/loss": "val {:7.4f}",
+    "grad_norm": "grad {:7.3f}",
+    "mismatch_kl": "mismatch {:8.1e}",
+    "lr": "lr {:.1e}",
+    "tokens_per_s": "{:7,.0f} tok/s",
+    "time/step": "{:6.2f} s",
+    "time/wait_for_batch": "wait {:5.2f} s",
+    "memory_gib": "{:5.2f} GiB",
+}
 
 
-def step_line(
-    metrics: Mapping[str, Any], max_steps: int, *, left_s: float | None = None, width: int | None = None
-) -> str:
-    """Return the one line that a step gets; columns that a program lacks are left out.
-
-    Args:
-        width: of the terminal: columns that do not fit are left out, too.
-    """
-    digits = len(str(max_steps))
-    head = f"step {int(metrics['step']):>{digits}}/{max_steps}"
-    columns = [
-        (rank, template.format(value))
-        for name, template, rank in _COLUMNS
+def step_line(metrics: Mapping[str, Any], max_steps: int | None, *, left_s: float | None = None) -> str:
+    """Return the one line that a step gets; columns that a program lacks are left out."""
+    step = int(metrics["step"])
+    parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}" if max_steps else f"step {step}"]
+    parts += [
+        template.format(value)
+        for name, template in _COLUMNS.items()
         if isinstance(value := metrics.get(name), int | float)
     ]
-    if left_s:
-        columns.append((2, f"left {duration(left_s)}"))
-    while True:
-        line = "  ".join([head, *(text for _, text in columns)])
-        if width is None or len(line) <= width or not columns:
-            return line
-        columns.remove(max(columns))
+    return "  ".join([*parts, *([f"left {duration(left_s)}"] if left_s else [])])
+
+
+def phase_text(phase: Phase, *, now: float) -> str:
+    """Return what a process does, for how long, and how long it usually takes.
+
+    Args:
+        now: in unix seconds.
+    """
+    usual = f", {USUAL_TIMES[phase.name]}" if phase.name in USUAL_TIMES else ""
+    lasts = "" if phase.name in ENDS else f" ({duration(now - phase.since_unix_s)}{usual})"
+    return f"{phase.process:<12} {phase.name}{lasts}"
 
 
 def event_line(told: Phase | Alarm, *, seconds: float) -> str:

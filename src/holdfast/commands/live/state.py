@@ -9,8 +9,6 @@ from typing import Any
 from holdfast.commands.live.bottleneck import Bottleneck, find_bottleneck
 
 _RECENT_STEPS = 10
-CURVES = ("reward/mean", "val/loss", "loss")
-"""Metrics whose course is kept, the most telling first."""
 LAUNCHER = "launcher"
 """Process of the events that the launcher itself writes: `starting`, `starting again`, `ended`."""
 # What a trainer says when it is about to take its first step.
@@ -78,42 +76,29 @@ class RunState:
     stepped_unix_s: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     evaluated: dict[str, Any] = field(default_factory=dict)
-    curves: dict[str, list[float]] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     alarms: list[Alarm] = field(default_factory=list)
     num_alarms: Counter[str] = field(default_factory=Counter)
     ended: dict[str, Any] | None = None
     left_s: float | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    _places: dict[str, list[int]] = field(default_factory=dict)
 
     def forget_steps(self) -> None:
         """Know no steps: they are read anew."""
         self.step, self.metrics, self.left_s, self.stepped_unix_s = 0, {}, None, None
         self.evaluated.clear()
-        self.curves.clear()
-        self._places.clear()
         self.recent.clear()
 
     def take_step(self, metrics: dict[str, Any], *, now: float) -> None:
         """Take one line of `metrics.jsonl`; a step that comes again replaces itself and what came after it."""
         step = int(metrics["step"])
         if step <= self.step:
-            for name, places in self._places.items():
-                while places and places[-1] >= step:
-                    places.pop()
-                    self.curves[name].pop()
             kept = [line for line in self.recent if line["step"] < step]
             self.recent.clear()
             self.recent.extend(kept)
         self.step, self.metrics, self.stepped_unix_s = step, metrics, now
         self.recent.append(metrics)
         self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(_NOW_AND_THEN)}
-        for name in CURVES:
-            value = metrics.get(name)
-            if isinstance(value, int | float):  # null: a NaN
-                self.curves.setdefault(name, []).append(float(value))
-                self._places.setdefault(name, []).append(step)
 
     def begin_attempt(self, attempt: int, *, unix_s: float) -> None:
         """Begin attempt number `attempt`: what the processes of the one before did is over."""

@@ -25,10 +25,6 @@ from holdfast.shared.process.import_path import import_users
 
 BUILT_IN = {
     "reverse_text": "holdfast.orchestrator.environments.reverse_text:ReverseText",
-    "sort_letters": "holdfast.orchestrator.environments.sort_letters:SortLetters",
-    "addition": "holdfast.orchestrator.environments.addition:Addition",
-    "guess_number": "holdfast.orchestrator.environments.guess_number:GuessNumber",
-    "ledger": "holdfast.orchestrator.environments.ledger:Ledger",
     "python_code": "holdfast.orchestrator.environments.python_code:PythonCode",
     "jsonl": "holdfast.orchestrator.environments.jsonl:Jsonl",
 }

@@ -118,7 +118,6 @@ def _check_online_dpo(config: TrainerConfig) -> None:
     for name, is_on in (
         ("updates of more than one epoch or minibatch", config.updates.epochs * config.updates.minibatches > 1),
         ("kl.coef above 0 (advantage_beta is the tie to the reference)", config.kl.coef > 0),
-        ("loss.top_entropy_share, which would leave half answers", loss.top_entropy_share < 1),
         ("rewards.truncated = 'mask', which would leave half pairs", config.rewards.truncated == "mask"),
     ):
         if is_on:

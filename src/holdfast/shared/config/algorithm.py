@@ -20,9 +20,6 @@ class KlConfig(Section):
     refresh_interval: int | None = Field(default=None, ge=1)
     """After every this many steps the reference takes over the weights of the policy; unset: it stays as it is."""
 
-    refresh_mixup: float = Field(default=1.0, gt=0, le=1)
-    """Share of the policy in the new reference, the rest being the old one."""
-
     coef: float = Field(default=0.0, ge=0)
     """Weight of the penalty; 0: `ref_kld` is measured, nothing is penalised."""
 
@@ -30,12 +27,8 @@ class KlConfig(Section):
     """A term of the loss (GRPO), or taken from the reward of each token before advantages (PPO, RLOO)."""
 
     estimator: Literal["k1", "k2", "k3"] | None = None
-    """Per-token estimator; unset: `k3` in the loss, `k1` in the reward. `k1` in the loss is refused unless it is
-    `unbiased`: its gradient is zero on average."""
-
-    unbiased: bool = False
-    """As a term of the loss, multiply the estimate of a token by its ratio of policy to sampler: then `k1` and `k3`
-    have the gradient of KL(policy || reference), also on rollouts of older weights."""
+    """Per-token estimator; unset: `k3` in the loss, `k1` in the reward. `k1` in the loss is refused: its
+    gradient is zero on average."""
 
     target: float | None = Field(default=None, gt=0)
     """Steer the coefficient towards this divergence, in nats per sequence (Ziegler et al. 2019); unset: it
@@ -48,15 +41,11 @@ class KlConfig(Section):
     def _has_an_effect(self) -> KlConfig:
         if self.estimator is None:
             self.estimator = "k3" if self.place == "loss" else "k1"
-        if self.estimator == "k1" and self.place == "loss" and self.coef > 0 and not self.unbiased:
+        if self.estimator == "k1" and self.place == "loss" and self.coef > 0:
             raise ValueError(
                 "estimator = 'k1' with place = 'loss' has a gradient that is zero on average: take 'k2' or 'k3', "
-                "unbiased = true, or place = 'reward'"
+                "or place = 'reward'"
             )
-        if self.unbiased and (self.place == "reward" or self.coef == 0):
-            raise ValueError("unbiased is about a term of the loss: set place = 'loss' and coef, or leave it out")
-        if self.refresh_interval is None and self.refresh_mixup != 1.0:
-            raise ValueError(f"refresh_mixup = {self.refresh_mixup:g} has no effect without refresh_interval: set both")
         if self.target is not None and self.coef == 0:
             raise ValueError("target steers coef by multiplying it: set coef above 0 (0.2 is usual)")
         return self

@@ -111,8 +111,8 @@ class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str = "reverse_text"
-    """A built-in environment (`reverse_text`, `sort_letters`, `addition`, `guess_number`, `ledger`,
-    `python_code`, `jsonl`), one of an installed package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
+    """A built-in environment (`reverse_text`, `python_code`, `jsonl`), one of an installed package,
+    `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""

@@ -84,39 +84,6 @@ class EntropyConfig(Section):
         return self
 
 
-class CovarianceConfig(Section):
-    """The tokens that `clip_cov` and `kl_cov` hold back: by the covariance of log-probability and advantage."""
-
-    share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the tokens of an update that are held back, at least one. Unset: 2e-4; the authors take 2e-3 for KL-Cov
-    on 7B models."""
-
-    low: float | None = None
-    """`clip_cov` chooses among tokens with a covariance above this. Unset: 1."""
-
-    high: float | None = None
-    """`clip_cov` chooses among tokens with a covariance below this. Unset: 5."""
-
-    coef: float | None = Field(default=None, gt=0)
-    """`kl_cov`: weight of the penalty. Unset: 1."""
-
-    def filled(self, kind: str) -> CovarianceConfig:
-        """Return it with what is unset for a loss of type `kind`.
-
-        Raises:
-            ValueError: a setting has no effect, or no covariance is between the bounds.
-        """
-        defaults = POLICY_LOSSES[kind].covariance if kind in POLICY_LOSSES else {}
-        for name in ("share", "low", "high", "coef"):
-            if getattr(self, name) is not None and name not in defaults:
-                raise ValueError(f"covariance.{name} has no effect with type = '{kind}': leave it out")
-        unset = [name for name in defaults if getattr(self, name) is None]
-        filled = self.model_copy(update={name: defaults[name] for name in unset})
-        if filled.low is not None and filled.high is not None and filled.low >= filled.high:
-            raise ValueError(f"covariance.low = {filled.low:g} must be below covariance.high = {filled.high:g}")
-        return filled
-
-
 class PolicyLossConfig(Section):
     """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
 
@@ -158,12 +125,6 @@ class PolicyLossConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     """Importance weights between sampler and trainer."""
 
-    top_entropy_share: float = Field(default=1.0, gt=0, le=1)
-    """Train on this share of the tokens of an update, those with the highest entropy; 0.2 is usual."""
-
-    covariance: CovarianceConfig = CovarianceConfig()
-    """What `clip_cov` and `kl_cov` hold back."""
-
     entropy: EntropyConfig = EntropyConfig()
     """A bonus for the policy's entropy."""
 
@@ -179,7 +140,6 @@ class PolicyLossConfig(Section):
     def _with_defaults(self) -> PolicyLossConfig:
         defaults = POLICY_LOSSES[self.type].defaults if self.type in POLICY_LOSSES else {}
         self._settle_ratio(defaults)
-        self.covariance = self.covariance.filled(self.type)
         for name in ("clip_low", "clip_high", "dual_clip", "ratio_max", "ratio_to", "aggregation"):
             if getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
@@ -204,11 +164,6 @@ class PolicyLossConfig(Section):
             )
         if "ratio_to" in defaults:
             self.ratio_to = "old"
-
-    @property
-    def selects_tokens(self) -> bool:
-        """Whether tokens are chosen by what is measured before the step."""
-        return self.top_entropy_share < 1 or self.covariance.share is not None
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -24,7 +24,6 @@ class BuiltInPolicyLoss:
 
     Attributes:
         function: `module:function` in `holdfast.trainer.rl.losses`, from settings to objective.
-        covariance: defaults of `loss.covariance`, for losses that hold tokens back by it.
     """
 
     function: str
@@ -34,12 +33,11 @@ class BuiltInPolicyLoss:
     clip_high: float | None = None
     dual_clip: float | None = None
     ratio_max: float | None = None
-    covariance: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The settings of `PolicyLossConfig` that act on this loss, and no others."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)[1:-1]}
+        values = {one.name: getattr(self, one.name) for one in fields(self)[1:]}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -55,12 +53,6 @@ POLICY_LOSSES = {
                               clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
     "gspo_token": BuiltInPolicyLoss(function="clipped:gspo_token_objective", aggregation="sequence", ratio_to="old",
                                     clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
-    "clip_cov": BuiltInPolicyLoss(function="covariance:clip_cov_objective", aggregation="token", ratio_to="sampler",
-                                  clip_low=1.0, clip_high=1.0, dual_clip=3.0,
-                                  covariance={"share": 2e-4, "low": 1.0, "high": 5.0}),
-    "kl_cov": BuiltInPolicyLoss(function="covariance:kl_cov_objective", aggregation="token", ratio_to="sampler",
-                                clip_low=1.0, clip_high=1.0, dual_clip=3.0,
-                                covariance={"share": 2e-4, "coef": 1.0}),
     "cispo": BuiltInPolicyLoss(function="policy_gradient:cispo_objective", aggregation="token", ratio_to="sampler",
                                clip_low=1.0, clip_high=4.0),
     "dppo": BuiltInPolicyLoss(function="policy_gradient:dppo_objective", aggregation="token", ratio_to="sampler",

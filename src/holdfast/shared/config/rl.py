@@ -99,7 +99,7 @@ class RlConfig(Command):
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
     log_format: LogFormat = "text"
-    """What goes to stdout: lines for people, with a live view on a terminal, or `json`: one JSON object a line, see
+    """What goes to stdout: lines for people, or `json`: one JSON object a line, see
     docs/console.md."""
 
     clean: bool = False

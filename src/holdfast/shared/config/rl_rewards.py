@@ -8,7 +8,7 @@ from holdfast.shared.config.rl_trainer import TrainerConfig
 from holdfast.shared.errors import ConfigError, nearest
 
 # Environments with one sampled turn; those of users may have several.
-_SINGLE_TURN = ("reverse_text", "sort_letters", "addition", "python_code", "jsonl")
+_SINGLE_TURN = ("reverse_text", "python_code", "jsonl")
 
 
 def check_rewards(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:

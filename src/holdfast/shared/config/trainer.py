@@ -255,7 +255,7 @@ class TrainingCommand(Command):
     On CPU all do, and this changes nothing."""
 
     log_format: LogFormat = "text"
-    """What goes to stdout: lines for people, with a live view on a terminal, or `json`: one JSON object a line, see
+    """What goes to stdout: lines for people, or `json`: one JSON object a line, see
     docs/console.md."""
 
     keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20

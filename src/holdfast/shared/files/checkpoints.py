@@ -29,6 +29,13 @@ _STEP = re.compile(r"step_(0|[1-9]\d*)")
 _TORN_STEP = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}step_(\d+)")
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|kl|mismatch")
 
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLED_FILES = "pytorch_model*.bin"
+_TO_SAFETENSORS = (
+    "python -c 'import sys, torch, safetensors.torch as s; [s.save_file({k: v.contiguous().clone() for k, v in "
+    'torch.load(f, map_location="cpu").items()}, f.rsplit(".", 1)[0] + ".safetensors") for f in sys.argv[1:]]\''
+)
+
 
 class Kind(StrEnum):
     """What a directory holds, by the files in it."""
@@ -40,11 +47,13 @@ class Kind(StrEnum):
     WEIGHTS = "weights snapshot"
     """Published weights of a run: Hugging Face files with a manifest."""
     HUGGING_FACE = "Hugging Face directory"
-    """config.json with safetensors or pytorch_model.bin."""
+    """config.json with safetensors."""
     ADAPTER = "LoRA adapter"
     """adapter_config.json with adapter_model.safetensors, ours or of peft."""
     TENSORS = "weights file"
-    """One .safetensors, .bin or .pt file."""
+    """One .safetensors file."""
+    PICKLED = "pickle of torch.save"
+    """A .bin, .pt, .pth or .ckpt file, or a directory of pytorch_model*.bin without safetensors: never read."""
     AMBIGUOUS = "directory of two kinds at once"
     """Weights files beside the index of sharded tensors: which of them are meant is a guess."""
     UNKNOWN = "nothing known"
@@ -54,10 +63,12 @@ class Kind(StrEnum):
 def kind_of(path: Path) -> Kind:
     """Tell what `path` holds from the names of its files alone."""
     if path.is_file():
-        return Kind.TENSORS if path.suffix in (".safetensors", ".bin", ".pt") else Kind.UNKNOWN
+        if path.suffix in _PICKLES:
+            return Kind.PICKLED
+        return Kind.TENSORS if path.suffix == ".safetensors" else Kind.UNKNOWN
     if not path.is_dir():
         return Kind.UNKNOWN
-    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    has_weights = any(path.glob("*.safetensors"))
     for index, kind in ((path / TRAINER_DIR / ".metadata", Kind.CHECKPOINT), (path / ".metadata", Kind.DCP)):
         if index.exists():
             return Kind.AMBIGUOUS if has_weights else kind
@@ -68,7 +79,7 @@ def kind_of(path: Path) -> Kind:
     # One that lost its index: verifying it then names the missing file.
     if (path / MANIFEST_NAME).exists():
         return Kind.CHECKPOINT
-    return Kind.UNKNOWN
+    return Kind.PICKLED if any(path.glob(_PICKLED_FILES)) else Kind.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,7 @@ def describe_found(path: Path) -> str:
     """Say in a few words what lies at `path`, for errors; for runs and directories of checkpoints, which steps."""
     kind = kind_of(path)
     if kind is Kind.AMBIGUOUS:
-        return f"a {kind} (.metadata beside *.safetensors or *.bin): move away what is not meant"
+        return f"a {kind} (.metadata beside *.safetensors): move away what is not meant"
     if kind is not Kind.UNKNOWN:
         return f"a {kind}"
     if not path.exists():
@@ -206,6 +217,12 @@ def describe_found(path: Path) -> str:
     return "a directory of no known kind" if any(path.iterdir()) else "an empty directory"
 
 
+def to_safetensors(path: Path) -> str:
+    """Say that `path` is pickled, and the command that writes its tensors into safetensors beside it."""
+    files = path if path.is_file() else path / _PICKLED_FILES
+    return f"is a pickle, which may hold code and is never loaded. Convert it: {_TO_SAFETENSORS} {files}"
+
+
 def require_weights(path: Path) -> Kind:
     """Return what kind of weights `path` holds, by the names of its files.
 
@@ -213,12 +230,14 @@ def require_weights(path: Path) -> Kind:
         CheckpointError: none: says what was found, what is needed and what to give.
     """
     kind = kind_of(path)
-    if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS):
+    if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS, Kind.PICKLED):
         return kind
+    if kind is Kind.PICKLED:
+        raise CheckpointError(f"no weights can be taken from {path} (ckpt.weights_only): it {to_safetensors(path)}")
     raise CheckpointError(
         f"no weights can be taken from {path} (ckpt.weights_only): it is {describe_found(path)}. Needed: a checkpoint "
         "(OTHER/checkpoints/step_N), a torch.distributed.checkpoint directory, a Hugging Face directory with weights, "
-        "or a .safetensors, .bin or .pt file. A model that is to be used by its name is given as --model.name."
+        "or a .safetensors file. A model that is to be used by its name is given as --model.name."
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.shared.errors import ConfigError, DataError, ReadError
+from holdfast.shared.files.checkpoints import Kind, kind_of, to_safetensors
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
@@ -106,6 +107,8 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
         )
     if any(path.glob("*.gguf")):
         return f"has no *.safetensors. {_what_to_give(path)}"
+    if kind_of(path) is Kind.PICKLED:
+        return f"{to_safetensors(path)}; then `ckpt import` makes the directory to give"
     from_scratch = "Set model.init = random to train from scratch; w" if is_trained else "W"
     return f"has no *.safetensors. {from_scratch}eights in other files are converted by `ckpt import`."
 

@@ -36,7 +36,7 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
 
     What has a manifest is verified as `how` says. The config.json of checkpoints and Hugging Face
     directories is compared with that of the model. The names and shapes of safetensors files are compared with
-    those of the model's own, or with its width where it has none. Pickled files (.bin, .pt) are not looked into.
+    those of the model's own, or with its width where it has none.
 
     Raises:
         CheckpointError: saying what was found and what is needed.

@@ -3,9 +3,9 @@
     step_100/ (a checkpoint)        torch.distributed.checkpoint below trainer/, names `model.*`; verified
     a torch.distributed.checkpoint  names as they are, or all behind one prefix such as `app.model.`
     a LoRA adapter                  for a model with adapters: ours, or a directory of peft's
-    weights/step_100, a Hugging     *.safetensors or pytorch_model*.bin, with an index where there are several;
+    weights/step_100, a Hugging     *.safetensors, with an index where there are several;
     Face directory                  published weights are verified
-    one file                        .safetensors, .bin or .pt
+    one file                        .safetensors
 
 Tensors may be sharded; each rank reads what it holds. Optimizer and counters are never touched.
 """
@@ -49,7 +49,7 @@ def load_weights_only(
     file may have either name, or both with equal values.
 
     Checkpoints and published weights are verified first. Nothing runs code of the source: the index of a
-    torch.distributed.checkpoint directory may name parts of an index alone, .bin and .pt files tensors.
+    torch.distributed.checkpoint directory may name parts of an index alone.
 
     Args:
         tensors: the live tensors of a model by their Hugging Face names; plain, or sharded over all ranks.

@@ -1,17 +1,15 @@
-"""Where weights to start from are read: torch.distributed.checkpoint, safetensors, and what torch.save wrote.
+"""Where weights to start from are read: torch.distributed.checkpoint and safetensors.
 
 Every rank reads what it holds, into tensors that may be sharded. Nothing runs code of the source.
 """
 
 from __future__ import annotations
 
-import logging
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -25,12 +23,8 @@ from holdfast.shared.files.checkpoints import TRAINER_DIR, Kind
 from holdfast.trainer.checkpoints.dcp import read_tensors
 from holdfast.trainer.checkpoints.index import IndexReader
 
-_log = logging.getLogger("trainer")
-
 Region = tuple[slice, ...]
 
-# Keys below which a file of a training loop keeps its model.
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -92,23 +86,19 @@ def open_source(path: Path, kind: Kind) -> Source:
         return _DcpSource(path / TRAINER_DIR)
     if kind is Kind.DCP:
         return _DcpSource(path)
-    files = [path] if kind is Kind.TENSORS else _files_of(path)
-    return SafetensorsSource(files) if files[0].suffix == ".safetensors" else _PickleSource(files)
+    return SafetensorsSource([path] if kind is Kind.TENSORS else _files_of(path))
 
 
 def _files_of(directory: Path) -> list[Path]:
     """Return the files with the weights of a Hugging Face directory: those of the index, or all there are."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
-        if index.is_file():
-            try:
-                names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-            except msgspec.DecodeError as error:
-                raise CheckpointError(f"{index} is damaged: {error}") from None
-            return [directory / name for name in sorted(names)]
-        if single.is_file():
-            return [single]
-    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{index} is damaged: {error}") from None
+        return [directory / name for name in sorted(names)]
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
 
 
 class _Index(msgspec.Struct):
@@ -209,45 +199,11 @@ class ConvertedSource:
         return torch.empty(found.shape, dtype=found.dtype, device=device)
 
 
-class _PickleSource:
-    """Files of torch.save, mapped into memory where their format allows it."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        for file in files:
-            self._tensors |= _tensors_in(file)
-        self.found = {name: Found(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        for name, target in targets.items():
-            local, region = local_part(target)
-            local.copy_(self._tensors[name][region])
-
-
-def _tensors_in(file: Path) -> dict[str, Tensor]:
-    with _readable(file):
-        try:
-            content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    while isinstance(content, dict):
-        if content and all(isinstance(value, Tensor) for value in content.values()):
-            return content
-        key = next((key for key in _MODEL_KEYS if isinstance(content.get(key), dict)), None)
-        if key is None:
-            break
-        _log.info("%s: taking the tensors below '%s'", file, key)
-        content = content[key]
-    raise CheckpointError(
-        f"{file} holds no table of tensors by name. Needed: what torch.save(model.state_dict(), ...) writes."
-    )
-
-
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     """Turn what reading a damaged or missing file raises into one error that names it."""
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{file} cannot be read: {reason}") from error

@@ -99,7 +99,7 @@ class RlComponents:
         if kl is not None and kl.refresh_interval is not None and self.reference is not None:
             name, hf_model = _reference_name(self._config), self.reference.hf_model
             self._state["reference"] = self.following = FollowingModel(
-                name, hf_model, tensors, interval=kl.refresh_interval, mixup=kl.refresh_mixup
+                name, hf_model, tensors, interval=kl.refresh_interval
             )
         distillation = self._config.distillation
         if distillation is not None and distillation.divergence == "full" and self.reference is not None:

@@ -37,9 +37,8 @@ from holdfast.trainer.rl.advantages.build import build_advantage
 from holdfast.trainer.rl.advantages.scored_rollouts import score_rollouts
 from holdfast.trainer.rl.batches.distributions import learned_distributions, reading_of
 from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets, plan_epochs
-from holdfast.trainer.rl.batches.per_token import AGE, OLD_ENTROPY, OLD_LOGPROB, REFERENCE_LOGPROB
+from holdfast.trainer.rl.batches.per_token import AGE, OLD_LOGPROB, REFERENCE_LOGPROB
 from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples, without_truncated
-from holdfast.trainer.rl.batches.token_selection import select_tokens
 from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.losses.build import build_policy_loss
 from holdfast.trainer.rl.losses.regularizers import with_distillation_term, with_entropy_bonus, with_kl_term
@@ -75,7 +74,7 @@ class Learner:
         kl = config.kl
         if kl is not None and components.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in
-            self._loss = with_kl_term(self._loss, config.loss, components.kl, kl.estimator, unbiased=kl.unbiased)
+            self._loss = with_kl_term(self._loss, config.loss, components.kl, kl.estimator)
         distillation = config.distillation
         self._teacher = None
         if distillation is not None and distillation.divergence == "full":
@@ -214,7 +213,7 @@ class Learner:
         for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
         has_sampled_divergence = distillation is not None and distillation.divergence == "sampled"
         for_advantages = has_sampled_divergence or "online_dpo" in config.advantages
-        return several or for_kl or for_advantages or config.loss.selects_tokens
+        return several or for_kl or for_advantages
 
     @property
     def _needs_reference_logprobs(self) -> bool:
@@ -225,33 +224,22 @@ class Learner:
     def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         if self._needs_old_logprobs:
-            entropy_key = OLD_ENTROPY if self._config.loss.top_entropy_share < 1 else None
-            self._measure_policy(OLD_LOGPROB, self._policy, reading, minibatches, entropy_key=entropy_key)
+            self._measure_policy(OLD_LOGPROB, self._policy, reading, minibatches)
         if self._components.reference is not None and self._needs_reference_logprobs:
             self._measure_policy(REFERENCE_LOGPROB, self._components.reference, reading, minibatches)
         if self._components.critic is not None:
             self._components.critic.measure(minibatches)
 
-    def _measure_policy(
-        self,
-        key: str,
-        policy: Policy,
-        reading: Reading,
-        minibatches: Sequence[Minibatch],
-        *,
-        entropy_key: str | None = None,
-    ) -> None:
-        """Give every sample its log-probabilities under `policy` as `key`, and the entropies. Collective."""
-        reading = replace(reading, entropy=entropy_key is not None)
-        keys = [key] if entropy_key is None else [key, entropy_key]
+    def _measure_policy(self, key: str, policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
+        """Give every sample its log-probabilities under `policy` as `key`. Collective."""
+        reading = replace(reading, entropy=False)
         was_training = policy.training
         policy.eval()  # no dropout
 
         def read(micro: MicroBatch) -> list[Tensor]:
-            predicted = predict(policy, micro, reading_of(micro, reading))
-            return [values_N for values_N in (predicted.logprobs_N, predicted.entropy_N) if values_N is not None]
+            return [predict(policy, micro, reading_of(micro, reading)).logprobs_N]
 
-        measure_targets(keys, read, minibatches, self._mesh, pack=policy.layout.packs)
+        measure_targets([key], read, minibatches, self._mesh, pack=policy.layout.packs)
         # Without a backward pass nothing else puts the parameters back into shards.
         reshard(policy)
         policy.train(was_training)
@@ -282,7 +270,6 @@ class Learner:
                 self._observe(step, reading, epochs[0], statistics)
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
             if not critic_alone:
-                select_tokens(minibatch, config.loss, seed=config.seed, update=done)
                 with stopwatch.phase("forward_backward"):
                     loss = self._step(minibatch, statistics, reading)
                     if self._pretraining is not None:

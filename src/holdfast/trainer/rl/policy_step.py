@@ -18,11 +18,9 @@ from holdfast.trainer.rl.batches.minibatches import Minibatch
 from holdfast.trainer.rl.batches.per_token import (
     ADVANTAGE,
     AGE,
-    HIGH_COVARIANCE,
     OLD_LOGPROB,
     REFERENCE_LOGPROB,
     SAMPLER_LOGPROB,
-    SELECTED,
 )
 from holdfast.trainer.rl.losses.base import PolicyLoss, PolicyLossInput
 from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
@@ -70,8 +68,6 @@ def policy_step(
             teacher_kl_N=predicted.teacher_kl_N,
             weights_N=weights_S[micro.sample_index_N],
             correction_N=torch.ones_like(logprobs_N),
-            selected_N=micro.per_token.get(SELECTED, torch.ones_like(logprobs_N)),
-            high_covariance_N=micro.per_token.get(HIGH_COVARIANCE, torch.zeros_like(logprobs_N)),
             sequence_N=micro.sample_index_N,
             sequence_lengths=micro.targets_per_sample,
             step_sequences=len(samples),

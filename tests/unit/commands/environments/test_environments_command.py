@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.environments import check, play
+from holdfast.commands.environments import check
 from holdfast.commands.environments.fingerprint import canonical
 from holdfast.orchestrator.environments import BUILT_IN
 from holdfast.shared.config import RlConfig
@@ -24,7 +20,6 @@ from tests.conftest import BASE
 from tests.models.chat_templates import QWEN_3, write_tokenizer
 
 Command = Callable[..., tuple[int, str, str]]
-Played = Callable[[list[object], str], tuple[int, str, str]]
 FAULTS = '''
 """Environments with one fault each."""
 
@@ -184,7 +179,7 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
     entries = {"sound": "faults:Sound", "broken": "broken_faults:Sound", "mute": "faults:Mute", "a:b": "faults:Sound"}
-    lines = [f"{name} = {target}" for name, target in {**entries, "addition": "faults:Sound"}.items()]
+    lines = [f"{name} = {target}" for name, target in {**entries, "python_code": "faults:Sound"}.items()]
     (info / "entry_points.txt").write_text("\n".join(["[holdfast.environments]", *lines, ""]))
     sys.path += [str(info.parent), str(tmp_path)]
     code, out, _ = environments("ls", "--json")
@@ -195,13 +190,13 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
         "reasoning_gym:NAME",
         "verifiers:ID",
     }
-    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "addition")
+    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "python_code")
     assert listed["sound", "games 1.0"] == {
         "id": "sound", "from": "games 1.0", "about": "Nothing is wrong with it.", "error": "",
     }  # fmt: skip
     assert listed["mute", "games 1.0"]["about"] == ""
     assert "there is no module 'broken_faults'" in listed["broken", "games 1.0"]["error"]
-    assert "is an environment of holdfast itself and of games 1.0" in listed["addition", "games 1.0"]["error"]
+    assert "is an environment of holdfast itself and of games 1.0" in listed["python_code", "games 1.0"]["error"]
     assert "read as module:Class" in listed["a:b", "games 1.0"]["error"]
     code, out, _ = environments("ls")
     assert "\nsound " in out and "('broken': there is no module 'broken_faults'" in out
@@ -328,91 +323,17 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
     [
         (["check", "faults:Sound", "--num-tasks", "0"], "must be a number from 1 on, got '0'"),
         (["check", "faults:Sound", "--num-tasks", "-1"], "must be a number from 0 on, got '-1'"),
-        (["check", "addition", "--args", "{digits}"], "is not JSON"),
-        (["check", "addition", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
-        (["check", "addition", "--args", '{"max_digit": 1}'], "Did you mean 'max_digits'?"),
-        (["check", "adition"], "Did you mean 'addition'?"),
-        (["check", "addition", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
+        (["check", "reverse_text", "--args", "{digits}"], "is not JSON"),
+        (["check", "reverse_text", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
+        (["check", "reverse_text", "--args", '{"max_lenght": 1}'], "Did you mean 'max_length'?"),
+        (["check", "revers_text"], "Did you mean 'reverse_text'?"),
+        (["check", "reverse_text", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
         (["show"], "unknown subcommand 'show'"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, environments: Command) -> None:
     code, out, err = environments(*words)
     assert (code, out) == (2, "") and message in err
-
-
-@pytest.fixture
-def played(environments: Command, monkeypatch: pytest.MonkeyPatch) -> Played:
-    """Play with what is typed."""
-
-    def play(words: list[object], typed: str) -> tuple[int, str, str]:
-        given = io.BytesIO(typed.encode(errors="surrogateescape"))
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(given, encoding="utf-8"))
-        return environments("play", *words)
-
-    return play
-
-
-def test_a_person_plays_and_sees_the_score(played: Played) -> None:
-    code, out, err = played(["faults:ByTurn", "--model.name", BASE, "--index", "3"], "ab\n")
-    assert code == 0, err
-    lines = [line.split() for line in out.splitlines()]
-    assert ["reward", "1"] in lines and ["exact", "1"] in lines and ["turn_rewards", "0.5"] in lines
-
-
-def test_a_person_calls_tools_and_sees_what_a_template_writes_anew(played: Played, thinking: Path) -> None:
-    call = '<tool_call>{"name": "look_up", "arguments": {"word": "w\\u001b[2J"}}</tool_call>\n'
-    code, out, err = played(["faults:Tooled"], call + "red\n")
-    assert code == 0, err
-    assert "<|im_start|>tool\nw\\x1b[2J<|im_end|>" in out and "\x1b" not in out and "tools/calls" in out
-    code, out, err = played(["faults:Asking", "--model.name", thinking], "<think>Hm</think>ab\ncd\n")
-    assert code == 0, err
-    anew = out.split("> ")[1]
-    assert "ab<|im_end|>" in anew and "Sure?" in anew and "Hm" not in anew
-
-
-@pytest.mark.parametrize(("typed", "message"), [("", "the input ended"), ("\udcff\n", "the input is not utf-8")])
-def test_an_input_that_is_none_ends_the_play(typed: str, message: str, played: Played) -> None:
-    code, _, err = played(["faults:Sound"], typed)
-    assert code == 2 and err.startswith("error: ") and message in err and "Traceback" not in err
-
-
-@pytest.mark.launch
-def test_ctrl_c_ends_the_play_at_once(environments: Command, tmp_path: Path) -> None:
-    argv = [sys.executable, "-u", "-m", "holdfast", "environments", "play", "faults:Sound"]
-    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
-    assert child.stdout is not None
-    said = b""
-    while not said.endswith(b"> "):  # it waits for a line
-        more = os.read(child.stdout.fileno(), 1)
-        assert more, said
-        said += more
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate()
-    assert child.returncode == 128 + signal.SIGINT and err == b""
-
-
-def test_ctrl_c_beside_the_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(io.StringIO):
-        def flush(self) -> None:
-            raise KeyboardInterrupt
-
-    async def at_the_prompt() -> None:
-        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-            context.setattr("sys.stdout", Interrupted())
-            play._typed_line()
-
-    async def a_moment_before() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()  # as asyncio's own handler does
-        play._typed_line()
-
-    monkeypatch.setattr("sys.stdin", io.StringIO("a line\n"))
-    asyncio.run(at_the_prompt())
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(a_moment_before())
-    assert sys.stdin.read() == "a line\n" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from holdfast.commands.launcher.supervise import Supervisor
 from holdfast.orchestrator.engines.http import HttpTransport
 from holdfast.shared.config import InferenceConfig
 from holdfast.shared.config.orchestrator import ClientConfig
+from holdfast.shared.process.child import _LossyFile
 from holdfast.shared.wire.inference_api import ServedWeights
 from tests.runs.processes import HANG_S
 
@@ -47,6 +49,21 @@ def _dead_reader() -> Iterator[int]:
         yield write
     finally:
         os.close(write)
+
+
+def test_output_that_would_have_to_wait_is_dropped() -> None:
+    """Another program left the mode of a terminal, which is shared, so that nothing waits."""
+    master, slave = os.openpty()
+    os.set_blocking(slave, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(slave, b"x" * 100)
+    output = _LossyFile(slave, "w", closefd=False)
+    assert output.write("ünheard".encode()) == 8
+    print("unheard", file=io.TextIOWrapper(io.BufferedWriter(output), "utf-8"), flush=True)
+    assert b"heard" not in os.read(master, 1 << 16)
+    os.close(master)
+    os.close(slave)
 
 
 @pytest.mark.launch

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.commands.launcher.endings import end_of
-from holdfast.commands.live.charts import ASCII, UNICODE, glyphs_for, sparkline
 from holdfast.commands.live.observe import ObservedRun
 from holdfast.shared.config import SftConfig
 from holdfast.shared.errors import RunDirError
@@ -59,6 +58,21 @@ def test_the_last_word_of_the_launcher_counts(run_command: Command, steps: RunDi
     events.parent.mkdir(parents=True)
     events.write_text(json.dumps({"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": code}) + "\n")
     assert document(run_command, steps)["status"] == status
+
+
+def test_a_failed_run_says_by_what(run_command: Command, steps: RunDir) -> None:
+    ended = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": 3}
+    events = steps.logs(1) / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    for error, said in (
+        ("trainer: step 2: loss is nan\n       log: trainer.log", ["error: trainer: step 2: loss is nan"]),
+        (None, []),
+    ):
+        events.write_text(json.dumps({**ended, "error": error}) + "\n")
+        code, out, err = run_command("monitor", steps.path, "--once")
+        assert code == 0 and out[out.index("checkpoint") :].splitlines()[1:] == said, err
+    events.write_text(json.dumps({**ended, "error": "stopped", "exit_code": 143}) + "\n")
+    assert "error" not in run_command("monitor", steps.path, "--once")[1]
 
 
 def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, steps: RunDir) -> None:
@@ -202,31 +216,6 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     manifest.unlink()
     manifest.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
     assert lines(20, 0)[0].startswith(f"which checkpoints there are cannot be told: {manifest} cannot be read")
-
-
-def test_curves_are_drawn_between_their_least_and_greatest_mean() -> None:
-    assert sparkline([], 10, UNICODE) == "" and sparkline([1.0], 0, UNICODE) == ""
-    assert sparkline([2.0, 2.0], 10, ASCII) == "++"
-    assert sparkline([0.0, 1.0], 10, UNICODE) == "▁█"
-    assert sparkline([0.0, 2.0, 4.0, 6.0], 2, UNICODE) == "▁█", "the means 1 and 5"
-    assert len(sparkline([float(number) for number in range(1000)], 60, UNICODE)) == 60
-
-
-@pytest.mark.parametrize(
-    ("environment", "is_ascii"),
-    [
-        ({"LANG": "C.UTF-8"}, False),
-        ({"LANG": "en_GB.utf8"}, False),
-        ({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, True),  # as Python changes the locale C
-        ({"LC_CTYPE": "C.UTF-8"}, True),
-        ({"LANG": "C", "LC_CTYPE": "de_DE.UTF-8"}, False),
-        ({"LANG": "de_DE.UTF-8", "LC_ALL": "C"}, True),
-        ({}, True),
-    ],
-)
-def test_the_locale_says_what_is_drawn(environment: dict[str, str], is_ascii: bool) -> None:
-    assert glyphs_for("utf-8", environment).is_ascii == is_ascii
-    assert glyphs_for("ascii", environment).is_ascii and glyphs_for(None, environment).is_ascii
 
 
 def test_restarts_on_other_nodes_count(steps: RunDir) -> None:

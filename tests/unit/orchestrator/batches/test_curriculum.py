@@ -200,7 +200,7 @@ def test_a_curriculum_that_could_not_choose_is_refused(
 
 
 def test_arguments_of_a_level_are_checked_before_anything_starts_and_evaluations_have_none() -> None:
-    for name, section in (("Graded", {"id": GRADED}), ("Addition", {"id": "addition"})):
+    for name, section in (("Graded", {"id": GRADED}), ("Addition", {"id": "examples.environments.addition:Addition"})):
         levels = {"levels": [{}, {"digit": 2}], "advance_reward": 1}
         with pytest.raises(ConfigError, match=rf"^environments\[0\]\.curriculum\.levels\[1\]\.args\.digit: {name} has"):
             check_environments(OrchestratorConfig.model_validate({"environments": [section | {"curriculum": levels}]}))

@@ -16,6 +16,7 @@ from holdfast.orchestrator.environments import load_environment
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.jsonl import Jsonl
 from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.environments.tool_use import check_tools
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
 from tests.servers.orchestrator_fakes import make_config
@@ -72,7 +73,7 @@ def seed(index: int, *, run_seed: int = 0, environment: str = "env") -> TaskSeed
             "revers_text",
             {},
             ConfigError,
-            "Did you mean 'reverse_text'\\?.*reverse_text, sort_letters, .* or 'module:",
+            "Did you mean 'reverse_text'\\?.*reverse_text, python_code, .* or 'module:",
         ),
         ("no_such_module:Thing", {}, ConfigError, "there is no module 'no_such_module'"),
         (f"{__name__}:NeedsWords", {}, ConfigError, "Did you mean 'NeedsWord'\\?"),
@@ -124,8 +125,13 @@ def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Pa
         check(f"{__name__}:NeedsWords")
     with pytest.raises(DataError, match="no.jsonl cannot be read"):
         check("jsonl", path=str(tmp_path / "no.jsonl"))
+
+
+def test_tools_that_a_local_model_cannot_call_are_refused_before_anything_is_started() -> None:
+    section = EnvironmentConfig(id="examples.environments.ledger:Ledger")
+    environment = load_environment(section, key="environments[0]")
     with pytest.raises(ConfigError, match="writes calls of tools in no form that is known"):
-        check("ledger")
+        check_tools({section.label: environment}, [section], tokenizer_name="examples/reverse_text/model")
 
 
 def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:

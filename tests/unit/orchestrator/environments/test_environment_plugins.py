@@ -83,12 +83,14 @@ def test_a_file_of_that_name_in_the_working_directory_takes_nothing_away(
 
 
 def test_a_name_of_ours_or_of_two_packages_is_refused_and_all_others_go_on(install: Install) -> None:
-    install("impostor", {"addition": "impostor:Knock", "knock": "impostor:Knock"}, impostor=SOUND)
+    install("impostor", {"python_code": "impostor:Knock", "knock": "impostor:Knock"}, impostor=SOUND)
     with pytest.raises(ConfigError) as caught:
-        load("addition")
+        load("python_code")
     message = str(caught.value)
-    assert message.startswith("environments[0].id: 'addition' is an environment of holdfast itself and of impostor 1.0")
-    for name in ("impostor:Knock", "holdfast.orchestrator.environments.addition:Addition"):
+    assert message.startswith(
+        "environments[0].id: 'python_code' is an environment of holdfast itself and of impostor 1.0"
+    )
+    for name in ("impostor:Knock", "holdfast.orchestrator.environments.python_code:PythonCode"):
         assert f"'{name}'" in message
         assert load(name)
     assert load("knock") and load("reverse_text")

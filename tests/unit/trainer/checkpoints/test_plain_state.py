@@ -323,7 +323,7 @@ def test_what_holds_weights_alone_is_no_full_state(tiny_model: Callable[..., Pat
     for path, found in (
         (tiny_model(), "Hugging Face"),
         (tmp_path / "dcp", "torch.distributed.checkpoint"),
-        (tmp_path / "weights.pt", "weights"),
+        (tmp_path / "weights.pt", "pickle of torch.save"),
         (tmp_path / "none", "no such file or directory"),
     ):
         with pytest.raises(CheckpointError, match=f"holds .*{found}.*optimizer and counters.*load_weights_only"):

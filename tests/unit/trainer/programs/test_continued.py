@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from holdfast.shared.config.schedule import learning_rate
@@ -106,17 +105,13 @@ def test_a_schedule_with_its_own_end_goes_on_as_it_was(
     assert "schedule now ends" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "weights", "pickled weights"])
+@pytest.mark.parametrize("kind", ["checkpoint", "weights"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(
     kind: str, straight: RunDir, sft: dict[str, Any], tmp_path: Path
 ) -> None:
     """It is the run that loads the published weights by the name of the model, from its first step on."""
     published = straight.weights_of(STEPS)
-    source = {"checkpoint": straight.checkpoint(STEPS), "weights": published}.get(kind, tmp_path / "pickled")
-    if not source.exists():
-        source.mkdir()
-        torch.save(load_file(published / "model.safetensors"), source / "pytorch_model.bin")
-        shutil.copy(published / "config.json", source)
+    source = {"checkpoint": straight.checkpoint(STEPS), "weights": published}[kind]
     by_name = train("sft", tmp_path / "name", sft | {"model": {"name": str(published)}}, until=2)
     warm = train("sft", tmp_path / "warm", sft | {"ckpt": {"weights_only": source}}, until=2)
     assert column(warm, "step") == [1, 2] and column(warm, "samples") == [8, 16]

@@ -178,19 +178,6 @@ def test_a_step_without_trained_tokens_steers_no_entropy(start: Start) -> None:
     assert run.parts.entropy is not None and run.parts.entropy.values() == {"steered": 0.0, "last": None}
 
 
-@pytest.mark.parametrize("loss", [
-    {"type": "dapo", "top_entropy_share": 0.3},
-    {"type": "clip_cov", "covariance": {"share": 0.2, "low": 0.1}},
-    {"type": "kl_cov", "covariance": {"share": 0.2}, "ratio_to": "sampler"},
-])  # fmt: skip
-def test_what_is_selected_does_not_depend_on_micro_batches(start: Start, loss: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"loss": loss, "updates": {"epochs": 2, "minibatches": 2}}
-    whole, split = (start(row_tokens=row_tokens, **settings).learn(1) for row_tokens in (4096, 16))
-    assert whole == pytest.approx(split, rel=1e-4, abs=1e-6)
-    (name,) = {"top_entropy/selected", "covariance/selected"} & whole.keys()
-    assert whole[name] == pytest.approx(loss.get("top_entropy_share", 0.2), abs=0.08)
-
-
 def test_the_reported_coefficient_is_the_one_that_the_step_was_penalised_with(start: Start) -> None:
     run = start(kl=REWARD_KL)
     coef, steered = 0.2, []
@@ -628,14 +615,14 @@ def test_after_a_refresh_the_policy_diverges_from_nothing_exactly(
     assert resumed.learn(6) == run.learn(6)
 
 
-def test_a_refreshed_reference_is_mixed_from_the_old_one_and_the_policy(start: Start) -> None:
-    run = start(kl={"refresh_interval": 2, "refresh_mixup": 0.25})
+def test_a_refreshed_reference_is_a_copy_of_the_policy(start: Start) -> None:
+    run = start(kl={"refresh_interval": 2})
     expected = {name: tensor.double().clone() for name, tensor in run.parts._state["reference"].tensors().items()}
     for step in range(1, 5):
         run.learn(step)
         if step % 2 == 0:
             policy = trained_tensors(run.session.policy.hf_model)
-            expected = {name: 0.75 * tensor + 0.25 * policy[name].double() for name, tensor in expected.items()}
+            expected = {name: policy[name].double().clone() for name in expected}
         found = run.parts._state["reference"].tensors()
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -649,12 +636,8 @@ def test_a_reference_of_another_shape_cannot_follow_the_policy(start: Start, tin
 
 
 def test_what_cannot_follow_the_policy_is_refused() -> None:
-    for settings, says in (
-        ({"kl": {"refresh_interval": 2}, "model": {"lora": {}}}, "kl.refresh_interval is for a policy .* whole"),
-        ({"kl": {"refresh_mixup": 0.5}}, "refresh_mixup = 0.5 has no effect without refresh_interval"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            TrainerConfig.model_validate(settings)
+    with pytest.raises(ValueError, match="kl.refresh_interval is for a policy .* whole"):
+        TrainerConfig.model_validate({"kl": {"refresh_interval": 2}, "model": {"lora": {}}})
 
 
 def test_another_reference_is_refused_by_its_weights(start: Start, tiny_model: Callable[..., Path]) -> None:

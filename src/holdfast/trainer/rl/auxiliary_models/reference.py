@@ -53,9 +53,8 @@ class FrozenModel(State):
 class FollowingModel(State):
     """A reference that takes over the weights of the policy every so often, as a part of a run's state.
 
-    `reference <- (1 - mixup) reference + mixup policy` after every `interval` steps (Gorbatovski et al. 2024, "Learn
-    Your Reference Model for Real Good Alignment": the soft update, with mixup 1 the hard one). All in float32; shards
-    of FSDP2 stay sharded as they are.
+    After every `interval` steps (Gorbatovski et al. 2024, "Learn Your Reference Model for Real Good Alignment", the
+    hard update). All in float32; shards of FSDP2 stay sharded as they are.
 
     Args:
         name: directory or hub name of the reference that the run begins with.
@@ -65,12 +64,9 @@ class FollowingModel(State):
         DataError: policy and reference are models of other shapes.
     """
 
-    def __init__(
-        self, name: str, hf_model: PreTrainedModel, policy: Mapping[str, Tensor], *, interval: int, mixup: float
-    ) -> None:
+    def __init__(self, name: str, hf_model: PreTrainedModel, policy: Mapping[str, Tensor], *, interval: int) -> None:
         self._tensors = base_tensors(hf_model)
         self._interval = interval
-        self._mixup = mixup
         shapes, wanted = ({key: one.shape for key, one in of.items()} for of in (self._tensors, policy))
         if differing := sorted(key for key in shapes | wanted if shapes.get(key) != wanted.get(key)):
             raise DataError(
@@ -85,10 +81,7 @@ class FollowingModel(State):
         if step % self._interval:
             return
         for name, tensor in self._tensors.items():
-            if tensor.is_floating_point():
-                tensor.lerp_(policy[name].detach(), self._mixup)
-            else:
-                tensor.copy_(policy[name])  # no average of integers
+            tensor.copy_(policy[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference by name, as they lie in memory; loading writes into them."""

@@ -23,18 +23,12 @@ REFERENCE_LOGPROB = "reference_logprob"
 """Log-probability under the reference, measured before the step, or under a teacher of the orchestrator."""
 OLD_LOGPROB = "old_logprob"
 """Log-probability under the trainer's weights before the step. Not set where the only update measures it itself."""
-OLD_ENTROPY = "old_entropy"
-"""Entropy of the policy before the step, in nats; where a loss selects tokens by it."""
 VALUE = "value"
 """The critic's value before the step; where there is a critic."""
 RETURN = "return"
 """What the critic learns: the return by GAE; where there is a critic."""
 ADVANTAGE = "advantage"
 """The advantage. Always set before the updates."""
-SELECTED = "selected"
-"""1 for the tokens of highest entropy, 0 for the others; where `loss.top_entropy_share` is below 1."""
-HIGH_COVARIANCE = "high_covariance"
-"""1 for the tokens that `clip_cov` and `kl_cov` hold back, 0 for the others; with these losses."""
 
 
 def assign_targets(sample: Sample, key: str, values_T: Sequence[float] | np.ndarray) -> None:

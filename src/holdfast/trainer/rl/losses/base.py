@@ -1,7 +1,7 @@
 """What every policy loss takes and gives, and what the losses share: ratios, sequences and denominators.
 
 A built-in loss is an objective per token. `build_policy_loss` makes the loss of it: minus its sum over the predicted
-tokens of this forward pass, times selection, correction and weight. The weights carry the denominator, which is
+tokens of this forward pass, times correction and weight. The weights carry the denominator, which is
 global: it counts the whole optimizer update over all ranks and micro-batches. So the sum over micro-batches and ranks
 is the loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work
 on sequences.
@@ -35,8 +35,6 @@ class PolicyLossInput:
             `loss.entropy` asks for it.
         weights_N: 1 / (sequences of the update * trained tokens of the sequence): sums to 1 over the update.
         correction_N: the factor of `loss.correction`, no gradient; 1 without one.
-        selected_N: 1 for the tokens that the loss is about, 0 for those that `loss.top_entropy_share` leaves out.
-        high_covariance_N: 1 for the tokens that `clip_cov` and `kl_cov` hold back, else 0.
         sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
         sequence_lengths: tokens of each of these sequences, in their order, where the caller knows them: a loss that
             works on sequences counts them otherwise, for which it waits for the device.
@@ -54,8 +52,6 @@ class PolicyLossInput:
     entropy_N: Tensor
     weights_N: Tensor
     correction_N: Tensor
-    selected_N: Tensor
-    high_covariance_N: Tensor
     sequence_N: Tensor
     step_sequences: int
     step_tokens: int

@@ -24,8 +24,8 @@ _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distrib
 def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     """Return the loss that `config.type` names: a built-in one, or the user's `module:function`.
 
-    A built-in loss is - sum_t w_t m_t c_t objective_t, with the weights of `aggregation`, the selection m and the
-    factors of `correction`. A function of the user is called as `function(data, **config.args)` with a
+    A built-in loss is - sum_t w_t c_t objective_t, with the weights of `aggregation` and the factors of
+    `correction`. A function of the user is called as `function(data, **config.args)` with a
     `PolicyLossInput` that holds them, and returns what a `PolicyLoss` returns.
 
     Raises:
@@ -36,8 +36,6 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         factors_N, counts = correction_factors(data, config.correction)
         value, own = inner(replace(data, correction_N=factors_N))
-        if config.top_entropy_share < 1:
-            counts["top_entropy/selected"] = data.selected_N.sum()
         return value, counts | own
 
     return loss
@@ -50,7 +48,7 @@ def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         objective_N, counts = objective(data)
-        weights_N = token_weights(data, config) * data.selected_N * data.correction_N
+        weights_N = token_weights(data, config) * data.correction_N
         return -(weights_N * objective_N).sum(), counts
 
     return loss

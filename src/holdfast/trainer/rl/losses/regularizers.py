@@ -7,7 +7,7 @@ from torch import Tensor
 from holdfast.shared.config.losses import PolicyLossConfig
 from holdfast.trainer.rl.losses.base import Counts, PolicyLoss, PolicyLossInput, token_weights
 from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient, KlCoefficient
-from holdfast.trainer.rl.regularization.kl import KlEstimator, bounded, estimate_kl
+from holdfast.trainer.rl.regularization.kl import KlEstimator, estimate_kl
 
 
 def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> PolicyLoss:
@@ -26,26 +26,17 @@ def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> Pol
 
 
 def with_kl_term(
-    loss: PolicyLoss,
-    config: PolicyLossConfig,
-    coefficient: KlCoefficient,
-    estimator: KlEstimator,
-    *,
-    unbiased: bool = False,
+    loss: PolicyLoss, config: PolicyLossConfig, coefficient: KlCoefficient, estimator: KlEstimator
 ) -> PolicyLoss:
     """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
 
-    The weights w, and so the denominator, are those of the loss itself. `unbiased` multiplies the estimate of each
-    token by its ratio of policy to sampler, with its gradient (DeepSeek-AI 2025, "DeepSeek-V3.2", eq. 7): then k1 and
-    k3 have the gradient of KL(policy || reference), also on tokens of older weights.
+    The weights w, and so the denominator, are those of the loss itself.
     """
 
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.reference_logprobs_N is not None, "a KL term needs a reference"
         value, counts = loss(data)
         kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator)
-        if unbiased:
-            kl_N = kl_N * bounded(data.logprobs_N - data.sampler_logprobs_N).exp()
         return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
 
     return penalised

@@ -93,10 +93,6 @@ def test_the_gradient_is_that_of_dpo_over_the_problems(seed: int) -> None:
         ({"kl": None}, "compares with a reference: set kl"),
         ({"loss": {"type": "policy_gradient"}}, "with this policy loss alone"),
         ({"loss": NEEDED["online_dpo"]["loss"] | {"constant_tokens": 8}}, "with this policy loss alone"),
-        (
-            {"loss": NEEDED["online_dpo"]["loss"] | {"top_entropy_share": 0.5}},
-            "does not go with loss.top_entropy_share",
-        ),
         ({"updates": {"epochs": 2}}, "does not go with updates of more than one"),
         ({"kl": {"coef": 0.1}}, "does not go with kl.coef above 0"),
         ({"rewards": {"truncated": "mask"}}, "does not go with rewards.truncated"),

@@ -224,9 +224,6 @@ def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back(name: str
     own = configured(name, correction={"type": "mask", "level": "geometric"})
     assert (own.correction.low, own.correction.high) == (0.99, 1.01)
     assert PolicyLossConfig.model_validate(own.model_dump(exclude_none=True)) == own
-    covariance = {"clip_cov": (2e-4, 1.0, 5.0, None), "kl_cov": (2e-4, None, None, 1.0)}.get(name, (None,) * 4)
-    found = config.covariance
-    assert (found.share, found.low, found.high, found.coef) == covariance
 
 
 def test_the_ratio_of_gspo_is_to_the_old_policy_and_what_is_left_is_corrected() -> None:
@@ -267,9 +264,6 @@ def test_the_bounds_of_a_correction_depend_on_type_and_level() -> None:
         ({"type": "cispo", "dual_clip": 3}, "dual_clip has no effect with type = 'cispo'"),
         ({"type": "grpo", "ratio_max": 3}, "ratio_max has no effect with type = 'grpo'"),
         ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
-        ({"covariance": {"share": 0.1}}, "covariance.share has no effect with type = 'dapo'"),
-        ({"type": "kl_cov", "covariance": {"low": 0.1}}, "covariance.low has no effect with type = 'kl_cov'"),
-        ({"type": "clip_cov", "covariance": {"low": 6}}, "covariance.low = 6 must be below covariance.high = 5"),
         ({"entropy": {"step_size": 0.1}}, "step_size has no effect without target"),
         ({"entropy": {"target": 1, "coef": 2}}, "coef = 2 is more than largest = 1"),
         ({"ratio_to": "sampler", "correction": {"type": "mask"}}, "counts the difference to the sampler twice"),
@@ -298,7 +292,7 @@ def without_counts(data: PolicyLossInput) -> Tensor:
 def test_a_loss_of_the_user_has_the_correction_and_a_gradient_of_the_entropy() -> None:
     data = as_input(random_step(0))
     entropy_N = torch.rand_like(data.logprobs_N).requires_grad_()
-    data = replace(data, selected_N=torch.ones_like(data.selected_N), entropy_N=entropy_N)
+    data = replace(data, entropy_N=entropy_N)
     name = f"{__name__}:reinforce_with_entropy"
     correction = {"type": "mask", "level": "sequence"}
     settings = {"aggregation": "sequence", "correction": correction}

@@ -61,26 +61,6 @@ def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregatio
     assert counts.keys() == base_counts.keys()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_an_unbiased_term_has_the_gradient_of_the_divergence_on_tokens_of_any_sampler(estimator: Any) -> None:
-    """By enumeration of the vocabulary, with the sampler's probabilities; without the ratio neither has it."""
-    torch.manual_seed(0)
-    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    reference, sampler = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(2))
-    policy = logits.log_softmax(0)
-    (right,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
-    data = policy_input(
-        policy, old_logprobs_N=policy.detach(), sampler_logprobs_N=sampler, advantages_N=torch.zeros(5).double(),
-        weights_N=sampler.exp(), sequence_N=torch.arange(5), step_sequences=5, step_tokens=5,
-        reference_logprobs_N=reference,
-    )  # fmt: skip
-    config = PolicyLossConfig(type="grpo")  # by sequence: the weights are those given, the sampler's probabilities
-    for unbiased in (True, False):
-        term = with_kl_term(build_policy_loss(config), config, KlCoefficient(1.0), estimator, unbiased=unbiased)
-        (gradient,) = torch.autograd.grad(term(data)[0], logits, retain_graph=True)
-        assert torch.allclose(gradient, right) == unbiased
-
-
 @pytest.mark.parametrize("far", [-120.0, 120.0])
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_a_term_is_finite_however_far_the_reference(estimator: Any, far: float) -> None:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.prompts import filled, require_placeholders
-from holdfast.shared.errors import ConfigError
 
 _NAMES = (
     "rent", "food", "travel", "books", "power", "water", "phone", "garden", "music", "tools", "gifts", "sports",

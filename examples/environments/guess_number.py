@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.orchestrator.environments.interface import (
+from holdfast import (
+    ConfigError,
     Environment,
     Message,
     Score,
@@ -15,7 +16,6 @@ from holdfast.orchestrator.environments.interface import (
     TaskSeed,
 )
 from holdfast.orchestrator.environments.prompts import filled, require_placeholders
-from holdfast.shared.errors import ConfigError
 
 _LARGEST = 10**9
 _FORM_SHARE = 0.1

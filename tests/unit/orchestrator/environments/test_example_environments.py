@@ -1,4 +1,4 @@
-"""Built-in environments: tasks are a pure function of their seed, and answers get what the page says."""
+"""The environments of examples/: tasks are a pure function of their seed, and answers get what the page says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from examples.environments.addition import right_digits, working_of
+from examples.environments.ledger import Books
 from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.addition import right_digits, working_of
 from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.ledger import Books
 from holdfast.shared.chat.files import load_tokenizer
 from holdfast.shared.config.environments import EnvironmentConfig
 from holdfast.shared.errors import ConfigError
@@ -27,8 +27,12 @@ TASKS = 200
 HOSTILE = ("", " ", "\x00", "é" * 50, "9" * 10_000, "-1", "1e3", "٣", "²", "{letters}", "1\n2", "a" * 10_000)
 
 
+CLASSES = {"sort_letters": "SortLetters", "addition": "Addition", "guess_number": "GuessNumber", "ledger": "Ledger"}
+
+
 def load(name: str, **args: Any) -> Environment:
-    return load_environment(EnvironmentConfig(id=name, args=args), key="environments[0]")
+    where = f"examples.environments.{name}:{CLASSES[name]}" if name in CLASSES else name
+    return load_environment(EnvironmentConfig(id=where, args=args), key="environments[0]")
 
 
 def tasks_of(environment: Environment, *, run_seed: int = 0, count: int = TASKS) -> list[Task]:

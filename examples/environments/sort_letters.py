@@ -6,10 +6,9 @@ import random
 import string
 from collections.abc import Sequence
 
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.prompts import filled, require_placeholders
 from holdfast.orchestrator.environments.scorers import lcs
-from holdfast.shared.errors import ConfigError
 
 _LETTERS = string.ascii_lowercase
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.environments.prompts import filled, require_placeholders
 from holdfast.orchestrator.environments.scorers import lcs
-from holdfast.shared.errors import ConfigError
 
 _MOST_DIGITS = 4000
 """Python refuses to read longer numbers (`sys.set_int_max_str_digits`)."""
