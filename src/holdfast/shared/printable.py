@@ -24,14 +24,17 @@ def shown(value: object) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def printable(text: object) -> str:
+def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
     r"""Return `text` cut, with everything escaped that a terminal would act on or a file could not hold.
 
     A line break becomes `\n`: a log has one line for one message, and nobody else writes lines into it.
+
+    Args:
+        most: characters that are kept.
     """
     text = text_of(text)
     kept = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text[:MOST_CHARACTERS]
+        for character in text[:most]
     )
-    return kept if len(text) <= MOST_CHARACTERS else f"{kept} … ({len(text)} characters)"
+    return kept if len(text) <= most else f"{kept} … ({len(text)} characters)"

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.commands.live.state import Alarm, Phase
 from holdfast.commands.live.time_left import duration
+from holdfast.shared.printable import printable
 
 USUAL_TIMES = {
     "importing torch": "usually 3-10 s",
@@ -17,6 +18,7 @@ USUAL_TIMES = {
 ENDS = ("ready", "finished", "stopped")
 """Phases that nothing goes on in."""
 
+_MOST_OF_ALARM = 2000
 _COLUMNS = {
     "reward/mean": "reward {:6.3f}",
     "loss": "loss {:8.4f}",
@@ -62,7 +64,9 @@ def event_line(told: Phase | Alarm, *, seconds: float) -> str:
     """
     if isinstance(told, Alarm):
         at = "" if told.step is None else f"  step {told.step}"
-        return f"{seconds:6.1f}s  {told.process:<12}  {told.kind.upper()}: {told.text}{at}"
+        return (
+            f"{seconds:6.1f}s  {told.process:<12}  {told.kind.upper()}: {printable(told.text, most=_MOST_OF_ALARM)}{at}"
+        )
     shown = " ".join(f"{key} {value}" for key, value in told.details.items())
     usual = f" ({USUAL_TIMES[told.name]})" if told.name in USUAL_TIMES else ""
     return f"{seconds:6.1f}s  {told.process:<12}  {told.name}{usual}  {shown}".rstrip()

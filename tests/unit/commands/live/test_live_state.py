@@ -16,6 +16,7 @@ from holdfast.commands.launcher.console import Console
 from holdfast.commands.live.bottleneck import find_bottleneck
 from holdfast.commands.live.checkpoint_state import Checkpoints, CheckpointWatch
 from holdfast.commands.live.follow import Follower, Stepped
+from holdfast.commands.live.plain import event_line
 from holdfast.commands.live.state import Alarm, RunState
 from holdfast.commands.live.tails import Tail
 from holdfast.commands.live.time_left import TimeLeft
@@ -298,3 +299,10 @@ def test_the_newest_alarm_is_in_sight_whatever_came_before() -> None:
     for number in range(150, 260):
         take(f"ALERT: {number}", float(number))
     assert said() == ["ALERT: 257", "ALERT: 258", "ALERT: 259", "and 257 more"] and len(state.alarms) == 100
+
+
+def test_an_alarm_is_one_line_that_no_terminal_acts_on() -> None:
+    alarm = Alarm("warning", "trainer", "an environment says \x1b[2J\n" + "x" * 5000, 3, 100.0)
+    line = event_line(alarm, seconds=1.0)
+    assert "WARNING: an environment says \\x1b[2J\\nxxx" in line and line.isprintable()
+    assert line.endswith("(5025 characters)  step 3") and len(line) < 2200, line
