@@ -48,6 +48,7 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
 
 @pytest.mark.timeout(1800)
 @pytest.mark.ranks
+@pytest.mark.launch
 def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedServer, tmp_path: Path) -> None:
     """The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
     flags = ("--trainer.parallel.num-ranks", "2", "--trainer.parallel.threads", "1")

@@ -17,7 +17,7 @@ from holdfast.trainer.conversion.writing import Export
 from tests.conftest import ModelFactory
 from tests.runs.training import run_sft
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.launch]
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NAME = "model.safetensors"

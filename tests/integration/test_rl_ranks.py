@@ -10,7 +10,7 @@ from holdfast.shared.files.metrics import read_metrics
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import CompletedRun, succeeded
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.launch]
 
 # Sums in another order, float32.
 RELATIVE = 1e-4

@@ -45,7 +45,7 @@ def test_a_policy_loss_is_a_file_and_a_line(tmp_path: Path) -> None:
         "ones_N, zeros_N = torch.ones(4), torch.zeros(4)\n"
         "advantages_N = torch.tensor([2.0, -1.0, 0.0, 4.0])\n"
         "data = PolicyLossInput(logprobs_N, zeros_N, zeros_N, advantages_N, zeros_N, ones_N / 4,\n"
-        "    ones_N, ones_N, zeros_N, torch.zeros(4, dtype=torch.long), step_sequences=1, step_tokens=4)\n"
+        "    ones_N, torch.zeros(4, dtype=torch.long), step_sequences=1, step_tokens=4)\n"
         "loss, counts = build_policy_loss(config)(data)\n"
         "loss.backward()\n"
         "print(loss.item(), logprobs_N.grad.tolist(), counts['positive'].item())",
