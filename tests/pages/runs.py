@@ -23,6 +23,7 @@ from holdfast.shared.config.rl import hand_down_shared
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
+from tests.runs.rl import SMALL_BATCH
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
@@ -43,6 +44,8 @@ _THE_SUITE = ["python", "-m", "tests.lanes"]
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
 _FORKED = (*TRAINING, "rl", "evaluate")
 _MODEL = "examples/reverse_text/model"
+# So that the stub engine, which is slower than vLLM at a whole batch, has less to sample.
+_SMALLER = {"rl": SMALL_BATCH, "evaluate": ("--num-tasks", "16")}
 
 
 def can_be_started(command: Command) -> bool:
@@ -110,6 +113,7 @@ class Checkout:
 
         What trains or evaluates is forked, with the stub engine: see `forking.popen`.
         """
+        extra = (*_smaller(command), *extra)
         code, printed = (self._fork if command.words[0] in _FORKED else self._run)(command, extra, timeout_s)
         refused = any(line.startswith("error: ") for line in command.output)
         assert code == (2 if refused else 0), f"{command.where}: {command.line}\n{printed}"
@@ -216,6 +220,12 @@ class Checkout:
         assert '__name__ == "__main__"' in source, f"{command.where}: {name} is no program"
         for flag in (word for word in command.words[3:] if word.startswith("--")):
             assert f'"{flag}"' in source, f"{command.where}: {name} has no {flag}"
+
+
+def _smaller(command: Command) -> tuple[str, ...]:
+    """Return flags with which a command has less to sample, where the page does not say how much that is."""
+    flags = _SMALLER.get(command.words[0], ())
+    return () if "--compare" in command.words or set(flags[::2]) & set(command.words) else flags
 
 
 def settings_file(block: Block, directory: Path) -> Path:
