@@ -32,7 +32,7 @@ BASE = ROOT / "examples" / "reverse_text" / "base"
 
 ModelFactory = Callable[..., Path]
 
-_cache = ""
+_cache: Path | None = None
 _TINY = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(everyday=_lane(config) == "everyday", path=config.rootpath / NAME))
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
-    _cache = str(make_scratch(Path(tempfile.gettempdir())))  # also one that was killed leaves nothing for good
+    _cache = make_scratch(Path(tempfile.gettempdir()))  # also one that was killed leaves nothing for good
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HOLDFAST_CACHE"] = f"{_cache}/holdfast"
@@ -93,8 +93,9 @@ def _keep_bytecode() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Remove the cache."""
-    drop(Path(_cache))
+    """Remove the cache; there is none where pytest ended before it was made."""
+    if _cache is not None:
+        drop(_cache)
 
 
 def _lane(config: pytest.Config) -> str:

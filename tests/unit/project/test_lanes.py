@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -142,6 +143,17 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
     both = parts.tests_of([writer, launcher, "src/holdfast/shared/files/journal.py"])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
+
+
+def test_pytest_without_a_place_for_its_cache_removes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "kept").touch()
+    program = "import sys, pytest, tempfile; tempfile.mkdtemp = None; sys.exit(pytest.main(['-p', 'tests.conftest']))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
+    assert done.returncode and "'NoneType' object is not callable" in done.stdout + done.stderr
+    assert (tmp_path / "work" / "kept").exists()
 
 
 def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:
