@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.lanes import __main__ as lanes
 from tests.lanes import durations, parts
 from tests.lanes.marks import RESOURCES, lane_of
 from tests.lanes.shares import SHARES
@@ -143,6 +144,23 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
     both = parts.tests_of([writer, launcher, "src/holdfast/shared/files/journal.py"])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
+
+
+@pytest.mark.parametrize(
+    ("dies", "failed"),
+    [("False", []), ("'--light' in sys.argv and os.kill(os.getpid(), 9)", ["commands", "orchestrator", "shared"])],
+)
+def test_a_share_fails_its_lane_whatever_ends_it(
+    dies: str, failed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    share = f"import os, sys; os.write(1, b'\\xff is no text\\n'); {dies}"
+    monkeypatch.setattr(lanes, "_PYTEST", (sys.executable, "-c", share))
+    assert lanes.everyday(["-x"], processes=2) == bool(failed)
+    assert (f"failed: {', '.join(failed)}\n" in capsys.readouterr().out) == bool(failed)
+
+
+def test_a_share_that_nobody_ran_has_failed() -> None:
+    assert lanes.EverydayRun(list(SHARES), [], processes=2).failed == sorted(share.name for share in SHARES)
 
 
 def test_pytest_without_a_place_for_its_cache_removes_nothing(tmp_path: Path) -> None:
