@@ -146,6 +146,19 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
 
 
+def test_new_and_moved_files_are_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "old").write_text("text\n" * 9)
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "a"), ("mv", "part/old", "elsewhere")):
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True)
+    (tmp_path / "part" / "new").touch()
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    assert sorted(parts.changed_files("HEAD")) == ["elsewhere", "part/new", "part/old"]
+    with pytest.raises(SystemExit, match="no-such-commit"):
+        parts.changed_files("no-such-commit")
+
+
 @pytest.mark.parametrize(
     ("dies", "failed"),
     [("False", []), ("'--light' in sys.argv and os.kill(os.getpid(), 9)", ["commands", "orchestrator", "shared"])],
