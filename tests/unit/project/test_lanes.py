@@ -75,9 +75,10 @@ def test_light_units_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None
         "import importlib.util\n"
         "def test_asks(): assert importlib.util.find_spec('torch') is not None\n"
         "def test_imports(): import torch.nn\n"
+        "def test_imports_by_asking(): importlib.util.find_spec('torch.nn')\n"
     )
     code, printed = pytest_run(tmp_path, source, "--light")
-    assert code == 1 and "1 failed, 1 passed" in printed, printed
+    assert code == 1 and "2 failed, 1 passed" in printed, printed
     assert "a test of the light units imports torch: move the test" in printed
 
 
