@@ -19,11 +19,12 @@ import pytest
 
 from holdfast.shared.process.scratch import drop, make_scratch
 from tests.lanes import marks, without
-from tests.lanes.durations import NAME, Durations
+from tests.lanes.durations import NAME, Durations, recorded, seconds_of_files
 from tests.lanes.marks import LANES, lane_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from xdist.workermanage import WorkerController
 
     from holdfast.trainer.mesh import Mesh
 
@@ -33,6 +34,7 @@ BASE = ROOT / "examples" / "reverse_text" / "base"
 ModelFactory = Callable[..., Path]
 
 _cache: Path | None = None
+_SECONDS = pytest.StashKey[dict[str, float]]()
 _TINY = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -119,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         from tests.lanes import order
 
-        order.sort(items)
+        order.sort(items, config.workerinput["seconds_of_files"])
     elif lane == "everyday":
         _start_imports(items)
 
@@ -148,6 +150,12 @@ def pytest_collection_finish() -> None:
     """From here on garbage is looked for, but not among the million objects that the imports have made."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Give all workers the same durations to sort by, also one that replaces another; other runs write new ones."""
+    node.workerinput["seconds_of_files"] = node.config.stash.setdefault(_SECONDS, dict(seconds_of_files(recorded())))
 
 
 @pytest.hookimpl(optionalhook=True)
