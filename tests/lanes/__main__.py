@@ -44,6 +44,8 @@ class EverydayRun:
         self._running: list[subprocess.Popen[str]] = []
         self.codes: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
+        self._ended: list[threading.Thread] = []
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work) for _ in range(processes)]
 
     @property
@@ -56,24 +58,29 @@ class EverydayRun:
         for thread in self._threads:
             thread.start()
         try:
-            for thread in self._threads:
-                thread.join()
+            self._join()
         except KeyboardInterrupt:
             with self._lock:
                 self._is_stopped = True
                 for process in self._running:
                     process.send_signal(signal.SIGINT)
-            for thread in self._threads:
-                thread.join()
+            self._join()
             raise
 
+    def _join(self) -> None:
+        # Not by `join` of threads: one that a signal interrupts takes its thread for ended from then on (bpo-45274).
+        while len(self._ended) < len(self._threads):
+            self._bell.get()
+
     def _work(self) -> None:
-        while True:
-            try:
-                share = self._waiting.get(block=False)
-            except Empty:
-                return
-            self._run(share)
+        try:
+            while True:
+                self._run(self._waiting.get(block=False))
+        except Empty:
+            return
+        finally:
+            self._ended.append(threading.current_thread())
+            self._bell.put(None)
 
     def _run(self, share: Share) -> None:
         begin, last = time.monotonic(), ""
