@@ -19,11 +19,12 @@ import pytest
 
 from holdfast.shared.process.scratch import drop, make_scratch
 from tests.lanes import marks, without
-from tests.lanes.durations import NAME, Durations
+from tests.lanes.durations import NAME, Durations, recorded, seconds_of_files
 from tests.lanes.marks import LANES, lane_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from xdist.workermanage import WorkerController
 
     from holdfast.trainer.mesh import Mesh
 
@@ -32,7 +33,8 @@ BASE = ROOT / "examples" / "reverse_text" / "base"
 
 ModelFactory = Callable[..., Path]
 
-_cache = ""
+_cache: Path | None = None
+_SECONDS = pytest.StashKey[dict[str, float]]()
 _TINY = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -68,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(everyday=_lane(config) == "everyday", path=config.rootpath / NAME))
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
-    _cache = str(make_scratch(Path(tempfile.gettempdir())))  # also one that was killed leaves nothing for good
+    _cache = make_scratch(Path(tempfile.gettempdir()))  # also one that was killed leaves nothing for good
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HOLDFAST_CACHE"] = f"{_cache}/holdfast"
@@ -93,8 +95,9 @@ def _keep_bytecode() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Remove the cache."""
-    drop(Path(_cache))
+    """Remove the cache; there is none where pytest ended before it was made."""
+    if _cache is not None:
+        drop(_cache)
 
 
 def _lane(config: pytest.Config) -> str:
@@ -118,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         from tests.lanes import order
 
-        order.sort(items)
+        order.sort(items, config.workerinput["seconds_of_files"])
     elif lane == "everyday":
         _start_imports(items)
 
@@ -147,6 +150,12 @@ def pytest_collection_finish() -> None:
     """From here on garbage is looked for, but not among the million objects that the imports have made."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Give all workers the same durations to sort by, also one that replaces another; other runs write new ones."""
+    node.workerinput["seconds_of_files"] = node.config.stash.setdefault(_SECONDS, dict(seconds_of_files(recorded())))
 
 
 @pytest.hookimpl(optionalhook=True)

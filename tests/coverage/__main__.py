@@ -4,8 +4,8 @@
     COVERAGE_MARKS=$PWD/.coverage_marks uv run --group dev python -m tests.lanes
     uv run python -m tests.coverage report --floor 90
 
-Marks of several runs add up: `resume` keeps those of an earlier run, and ends with 1 if `src` has changed since, or if
-no everyday lane has passed with them.
+Marks of several runs add up: `resume` keeps those of an earlier run, and ends with 1 if `src`, the tests or Python have
+changed since, or if no everyday lane has passed with them.
 
 A statement that cannot be run here says why in a comment, `# untested: needs a GPU`, behind it or behind the head of
 the block around it. coverage.py was tried: it loses what a process has run that is killed, and on Python 3.11 the
@@ -19,6 +19,7 @@ import json
 import marshal
 import os
 import shutil
+import sys
 import sysconfig
 from itertools import groupby
 from pathlib import Path
@@ -46,7 +47,7 @@ def begin() -> None:
         points[name] = [(point.line, point.kind, point.excused) for point in marking.points]
         count += len(marking.points)
     (MARKS / "marks").write_bytes(bytes(count))
-    (MARKS / "index.json").write_text(json.dumps({"points": points, "loaded": loaded}))
+    (MARKS / "index.json").write_text(json.dumps({"points": points, "loaded": loaded, "of": _state()}))
     _PTH.write_text(f"{_STARTUP}\nimport _coverage_marks\n")
 
 
@@ -57,15 +58,20 @@ def passed(lane: str) -> None:
 
 
 def resume() -> int:
-    """Have interpreters load the marked code again; return 1 if the marks are not of this `src` and a whole lane."""
+    """Have interpreters load the marked code again; return 1 if the marks are not of this state and a whole lane."""
     if not (MARKS / "passed_everyday").exists():
         return 1
-    loaded = json.loads((MARKS / "index.json").read_text())["loaded"]
-    sources = {str(path): path.stat() for path in sorted((ROOT / "src").rglob("*.py"))}
-    if {path: [of.st_size, of.st_mtime_ns] for path, of in sources.items()} != {p: of[:2] for p, of in loaded.items()}:
+    if json.loads((MARKS / "index.json").read_text()).get("of") != _state():
         return 1
     _PTH.write_text(f"{_STARTUP}\nimport _coverage_marks\n")
     return 0
+
+
+def _state() -> dict[str, list[int]]:
+    """Return what marks depend on: size and time of change of all code, by path, and the version of Python."""
+    files = {path: path.stat() for name in ("src", "tests") for path in (ROOT / name).rglob("*.py")}
+    found = {str(path): [status.st_size, status.st_mtime_ns] for path, status in files.items()}
+    return found | {"Python": [*sys.version_info[:3]]}
 
 
 def end() -> None:

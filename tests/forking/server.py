@@ -31,6 +31,7 @@ from tests.runs.processes import end_with
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 600.0
+_answers = 1
 
 
 class Fork:
@@ -164,7 +165,7 @@ def _serve() -> NoReturn:
 
 
 def _say(number: int, value: int) -> None:
-    os.write(1, (json.dumps({"id": number, "value": value}) + "\n").encode())
+    os.write(_answers, (json.dumps({"id": number, "value": value}) + "\n").encode())
 
 
 def _be_child(request: dict[str, Any]) -> NoReturn:
@@ -194,7 +195,10 @@ def _named(name: str) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     die_with_parent()
+    _answers = os.dup(1)
+    os.dup2(2, 1)  # what imports print is no answer
     if importlib.util.find_spec("setproctitle"):  # comes with vLLM; finds its place only before the environment changes
         importlib.import_module("setproctitle").getproctitle()
     _named(sys.argv[1])()
+    sys.stdout.flush()  # once: every child has a copy of what is left
     _serve()

@@ -37,48 +37,64 @@ class EverydayRun:
         self._waiting: SimpleQueue[Share] = SimpleQueue()
         for share in shares:
             self._waiting.put(share)
+        self._names = [share.name for share in shares]
         self._words = words
+        self._is_stopped = False
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[str]] = []
         self.codes: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
+        self._ended: list[threading.Thread] = []
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work) for _ in range(processes)]
+
+    @property
+    def failed(self) -> list[str]:
+        """The shares that have not passed, be it that they were not run."""
+        return sorted(name for name in self._names if self.codes.get(name) != 0)
 
     def wait(self) -> None:
         """Run all of them."""
         for thread in self._threads:
             thread.start()
         try:
-            for thread in self._threads:
-                thread.join()
+            self._join()
         except KeyboardInterrupt:
             with self._lock:
-                while not self._waiting.empty():
-                    self._waiting.get()
+                self._is_stopped = True
                 for process in self._running:
                     process.send_signal(signal.SIGINT)
-            for thread in self._threads:
-                thread.join()
+            self._join()
             raise
 
+    def _join(self) -> None:
+        # Not by `join` of threads: one that a signal interrupts takes its thread for ended from then on (bpo-45274).
+        while len(self._ended) < len(self._threads):
+            self._bell.get()
+
     def _work(self) -> None:
-        while True:
-            try:
-                share = self._waiting.get(block=False)
-            except Empty:
-                return
-            self._run(share)
+        try:
+            while True:
+                self._run(self._waiting.get(block=False))
+        except Empty:
+            return
+        finally:
+            self._ended.append(threading.current_thread())
+            self._bell.put(None)
 
     def _run(self, share: Share) -> None:
         begin, last = time.monotonic(), ""
         command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", *self._words, *share.options()]
-        # In a group of its own: Ctrl-C reaches it once, through `wait`.
-        with subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            process_group=0,
-        ) as process:  # fmt: skip
-            with self._lock:
-                self._running.append(process)
+        with self._lock:
+            if self._is_stopped:
+                return
+            # In a group of its own: Ctrl-C reaches it once, through `wait`.
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace", process_group=0,
+            )  # fmt: skip
+            self._running.append(process)
+        with process:
             assert process.stdout is not None
             for line in process.stdout:
                 last = line.strip() or last
@@ -95,7 +111,7 @@ def everyday(words: list[str], processes: int) -> int:
     begin = time.monotonic()
     run = EverydayRun(longest_first(recorded()), words, processes=processes)
     run.wait()
-    failed = sorted(name for name, code in run.codes.items() if code)
+    failed = run.failed
     if failed:
         print(f"failed: {', '.join(failed)}")
     print(f"the everyday lane took {time.monotonic() - begin:.0f} s")
@@ -110,7 +126,15 @@ def everyday(words: list[str], processes: int) -> int:
 
 def workers(lane: str, words: list[str], processes: int) -> int:
     """Run tests of a lane on workers that take file after file; return pytest's exit code."""
-    return subprocess.call([*_PYTEST, "--lane", lane, "-n", str(processes), "--dist", "loadfile", *words], cwd=ROOT)
+    command = [*_PYTEST, "--lane", lane, "-n", str(processes), "--dist", "loadfile", *words]
+    # In a group of its own, like the shares: Ctrl-C and SIGTERM reach it once, and it has the time to say what failed.
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
 
 
 def touched(base: str, words: list[str], processes: int) -> int:
@@ -144,7 +168,9 @@ def _stop(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
+    for stopping in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stopping) is not signal.SIG_IGN:  # as under `nohup`
+            signal.signal(stopping, _stop)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

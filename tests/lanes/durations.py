@@ -25,8 +25,11 @@ _STALLS = Path("/proc/pressure/cpu")
 
 
 def recorded(path: Path = FILE) -> dict[str, float]:
-    """Return the seconds of tests by name; nothing if no run has written a file yet."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the seconds of tests by name; nothing if no run has written a file yet, or a power cut has emptied it."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def record(seconds: Mapping[str, float], path: Path = FILE) -> None:

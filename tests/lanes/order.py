@@ -8,13 +8,11 @@ longest outermost. Half of the workers take files from the front, half from the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
-
-from tests.lanes.durations import recorded, seconds_of_files
 
 # The estimate of a test without a recorded duration.
 _SECONDS = {"engine": 8.0, "launch": 4.0, "ranks": 3.0, "docs": 2.0, "clock": 3.0, "trl": 0.5}
@@ -24,9 +22,8 @@ def _estimate(marks: set[str]) -> float:
     return max((_SECONDS[mark] for mark in marks & _SECONDS.keys()), default=0.1)
 
 
-def sort(items: list[pytest.Item]) -> None:
-    """Sort tests by file into the queue; the tests of one file stay as they are."""
-    known = seconds_of_files(recorded())
+def sort(items: list[pytest.Item], known: Mapping[str, float]) -> None:
+    """Sort tests by file, which took so many seconds, into the queue; the tests of one file stay as they are."""
     estimates: dict[str, float] = defaultdict(float)
     resources: dict[str, set[str]] = {}
     for item in items:

@@ -34,14 +34,19 @@ def changed_files(base: str) -> list[str]:
     Raises:
         SystemExit: git knows no such commit.
     """
-    command = ["git", "diff", "--name-only", base, "--"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(
-            f"error: `{' '.join(command)}` failed: {done.stderr.strip()}. Name a commit that this clone has with "
-            "--base, or fetch more of its history"
-        )
-    return done.stdout.splitlines()
+    # Of a file that was moved both names: it is gone from one part, and new in another.
+    changed = ["git", "diff", "--name-only", "--no-renames", "--relative", "-z", base, "--"]
+    new = ["git", "ls-files", "--others", "--exclude-standard", "-z"]
+    files: list[str] = []
+    for command in (changed, new):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(
+                f"error: `{' '.join(command)}` failed: {done.stderr.strip()}. Name a commit that this clone has with "
+                "--base, or fetch more of its history"
+            )
+        files += done.stdout.split("\0")[:-1]
+    return files
 
 
 def tests_of(files: Iterable[str]) -> list[str]:

@@ -18,25 +18,31 @@ class _Refusal:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Leave all other packages to the finders behind this one."""
-        if name.partition(".")[0] in self._packages and not _only_asks():
+        if name.partition(".")[0] in self._packages and not _only_asks(name):
             raise AssertionError(
                 f"a test of the light units imports {name}: move the test to tests/unit/trainer, or the import away"
             )
         return None
 
 
-def _only_asks() -> bool:
-    """Whether `importlib.util.find_spec` asks, which imports nothing."""
+def _only_asks(name: str) -> bool:
+    """Whether `importlib.util.find_spec` asks for this package; where it asks for a module in it, it imports this."""
     frame = sys._getframe(2)
     for _ in range(6):
         if frame is None:
             return False
         if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
-            return True
+            return frame.f_locals.get("fullname") == name
         frame = frame.f_back
     return False
 
 
 def refuse(packages: Iterable[str] = HEAVY) -> None:
-    """Refuse packages from here on, and all that is in them."""
+    """Refuse packages from here on, and all that is in them.
+
+    Raises:
+        RuntimeError: one of them is imported already, so nothing would notice another import.
+    """
+    if imported := sorted(sys.modules.keys() & set(packages)):
+        raise RuntimeError(f"{', '.join(imported)} was imported before any test, say by a plugin: pytest -p no:NAME")
     sys.meta_path.insert(0, _Refusal(packages))  # type: ignore[arg-type] - a finder needs no base class

@@ -127,7 +127,7 @@ async def _run(
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}. Another server took the port.") from None
     sampling = asyncio.create_task(sampler.run())
     serving = asyncio.create_task(server.serve(sockets=[preflight.sock]))
-    while not server.started:
+    while not (server.started or serving.done()):
         await asyncio.sleep(0.001)
     report("ready", host=host, port=port)
     asked = asyncio.create_task(stopping.wait())

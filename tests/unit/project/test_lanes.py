@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.lanes import __main__ as lanes
 from tests.lanes import durations, parts
 from tests.lanes.marks import RESOURCES, lane_of
 from tests.lanes.shares import SHARES
@@ -73,9 +75,10 @@ def test_light_units_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None
         "import importlib.util\n"
         "def test_asks(): assert importlib.util.find_spec('torch') is not None\n"
         "def test_imports(): import torch.nn\n"
+        "def test_imports_by_asking(): importlib.util.find_spec('torch.nn')\n"
     )
     code, printed = pytest_run(tmp_path, source, "--light")
-    assert code == 1 and "1 failed, 1 passed" in printed, printed
+    assert code == 1 and "2 failed, 1 passed" in printed, printed
     assert "a test of the light units imports torch: move the test" in printed
 
 
@@ -142,6 +145,47 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
     both = parts.tests_of([writer, launcher, "src/holdfast/shared/files/journal.py"])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
+
+
+def test_new_and_moved_files_are_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "old").write_text("text\n" * 9)
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "a"), ("mv", "part/old", "elsewhere")):
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True)
+    (tmp_path / "part" / "new").touch()
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    assert sorted(parts.changed_files("HEAD")) == ["elsewhere", "part/new", "part/old"]
+    with pytest.raises(SystemExit, match="no-such-commit"):
+        parts.changed_files("no-such-commit")
+
+
+@pytest.mark.parametrize(
+    ("dies", "failed"),
+    [("False", []), ("'--light' in sys.argv and os.kill(os.getpid(), 9)", ["commands", "orchestrator", "shared"])],
+)
+def test_a_share_fails_its_lane_whatever_ends_it(
+    dies: str, failed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    share = f"import os, sys; os.write(1, b'\\xff is no text\\n'); {dies}"
+    monkeypatch.setattr(lanes, "_PYTEST", (sys.executable, "-c", share))
+    assert lanes.everyday(["-x"], processes=2) == bool(failed)
+    assert (f"failed: {', '.join(failed)}\n" in capsys.readouterr().out) == bool(failed)
+
+
+def test_a_share_that_nobody_ran_has_failed() -> None:
+    assert lanes.EverydayRun(list(SHARES), [], processes=2).failed == sorted(share.name for share in SHARES)
+
+
+def test_pytest_without_a_place_for_its_cache_removes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "kept").touch()
+    program = "import sys, pytest, tempfile; tempfile.mkdtemp = None; sys.exit(pytest.main(['-p', 'tests.conftest']))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
+    assert done.returncode and "'NoneType' object is not callable" in done.stdout + done.stderr
+    assert (tmp_path / "work" / "kept").exists()
 
 
 def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:

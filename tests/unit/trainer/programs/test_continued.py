@@ -24,7 +24,6 @@ from holdfast.shared.remote.object_store import StorageError
 from holdfast.trainer.conversion.exporting import export
 from holdfast.trainer.conversion.reading import TensorReader
 from holdfast.trainer.conversion.writing import Export
-from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.run_states import checkpoint_state, differing
@@ -35,14 +34,6 @@ from tests.unit.trainer.programs.in_process import HALF, STEPS, train
 
 SCHEDULE = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 1}
 URL = f"s3://{BUCKET}/run"
-
-
-@pytest.fixture(scope="module")
-def programs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path, mesh: Mesh
-) -> Programs:
-    assert mesh.world_size == 1
-    return Programs(tmp_path_factory.mktemp("programs"), tiny_model, sft_data)
 
 
 @pytest.fixture(scope="module")

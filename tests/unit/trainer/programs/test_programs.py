@@ -16,22 +16,13 @@ from holdfast.shared.errors import TrainingError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.metrics import read_metrics
 from holdfast.shared.files.run_dir import REFERENCE_NAME, RunDir
-from holdfast.trainer.mesh import Mesh
-from tests.conftest import ROOT, ModelFactory
+from tests.conftest import ROOT
 from tests.runs.rl import EVERYTHING
 from tests.runs.training import PAIRS
 from tests.unit.trainer.programs.cases import PREFERENCES, Programs
 from tests.unit.trainer.programs.in_process import train
 
 EXAMPLE = {"model": {"name": str(ROOT / "examples" / "reverse_text" / "model")}}
-
-
-@pytest.fixture(scope="module")
-def programs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path, mesh: Mesh
-) -> Programs:
-    assert mesh.world_size == 1
-    return Programs(tmp_path_factory.mktemp("programs"), tiny_model, sft_data)
 
 
 def column(run_dir: RunDir, name: str) -> list[float]:

@@ -16,10 +16,7 @@ from holdfast.shared.config import PROGRAMS
 from holdfast.shared.config.base import Section
 from holdfast.shared.config.trainer import OptimConfig
 from holdfast.shared.errors import CheckpointError, TrainingError
-from holdfast.shared.process import timeline
 from holdfast.trainer.checkpoints.plain_state import State
-from holdfast.trainer.mesh import Mesh
-from tests.conftest import ModelFactory
 from tests.faults.run_states import differing
 from tests.unit.trainer.programs.cases import CASES, Programs
 from tests.unit.trainer.programs.in_process import HALF, STEPS, parts_of
@@ -54,15 +51,6 @@ KINDS = {
     "KlCoefficient": {"kl"},
     "RunningMoments": {"reward_moments"},
 }
-
-
-@pytest.fixture(scope="module")
-def programs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, sft_data: Path, mesh: Mesh
-) -> Iterator[Programs]:
-    assert mesh.world_size == 1
-    yield Programs(tmp_path_factory.mktemp("programs"), tiny_model, sft_data)
-    timeline._own = None  # later tests of this process are no part of these runs
 
 
 @pytest.mark.parametrize("name", CASES)
