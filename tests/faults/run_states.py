@@ -47,3 +47,9 @@ def whole_steps(checkpoints: Path) -> dict[int, Manifest]:
     names = [path.name for path in checkpoints.iterdir() if not path.name.startswith(".tmp-")]
     steps = sorted(int(name.removeprefix("step_")) for name in names)
     return {step: verify(checkpoints / f"step_{step}", how="full", step=step) for step in steps}
+
+
+def lost_batches(run_dir: RunDir, last: int) -> list[int]:
+    """Return the steps up to `last` behind the newest checkpoint whose batches are not in the journal any more."""
+    newest = max(run_dir.committed_steps(), default=0)
+    return sorted({*range(newest + 1, last + 1)} - {*run_dir.published_batches()})

@@ -3,6 +3,7 @@ next start goes on to the same end."""
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.conftest import ModelFactory
 from tests.faults.forked_programs import Program, run
 from tests.faults.orchestrators import record_orchestrator, run_orchestrator
 from tests.faults.power_cut import SURVIVALS, Instant, Recording, Survival
-from tests.faults.run_states import differing, whole_steps
+from tests.faults.run_states import differing, lost_batches, whole_steps
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 from tests.unit.trainer.programs.in_process import end_state
 
@@ -81,6 +82,10 @@ def test_what_the_trainer_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_bi
         run_dir = RunDir(tmp_path / f"crash_{number}")
         recording.crash(instant, survival, run_dir.path, generator)
         _assert_whole(run_dir, where)
+        assert not lost_batches(run_dir, STEPS), where  # `run` would make them again
+        newest = max(run_dir.committed_steps(), default=0)
+        lines = run_dir.metrics.read_bytes().splitlines()[:newest] if newest else []
+        assert [json.loads(line)["step"] for line in lines] == [*range(1, newest + 1)], where
         if number in again:
             again_ended = run(trainer, run_dir.path)
             assert again_ended.code == 0, f"{where}\n{again_ended.log}"

@@ -162,6 +162,16 @@ def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends:
     assert ends(grandchild)
 
 
+def test_the_log_of_one_that_is_started_again_keeps_what_the_dead_one_said(tmp_path: Path) -> None:
+    """Such as its stacks."""
+    log = tmp_path / "deep" / "w.log"
+    for _ in range(2):
+        with Supervisor() as supervisor:
+            supervisor.start("worker", python(""), log, environment={})
+            assert supervisor.run(lambda: None) is None
+    assert log.read_text() == "ready\nready\n"
+
+
 def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:
     code = "from holdfast.shared.process.child import die_with_launcher as die; die(); print('alive')"
     code += "; import os; print(os.environ)"

@@ -20,6 +20,7 @@ from holdfast.orchestrator.judges.desk import Desk, judging
 from holdfast.orchestrator.judges.queue import JudgeDenied
 from holdfast.shared.errors import RunDirError
 from holdfast.shared.files import record_log
+from holdfast.shared.wire.chat_reply import ChatReply
 from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
@@ -62,6 +63,32 @@ def test_a_reply_is_asked_for_once_and_found_again(fake: FakeJudge, tmp_path: Pa
     # Read otherwise, nothing is asked.
     assert ask(judge_at(fake.url, max_score=2000.0), "a", log=log)[0].score == first[0].score / 2
     assert ask(judge_at(fake.url), "a")[0].text == "Score: 4", "in memory alone nothing is left"
+
+
+def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: Path) -> None:
+    """As a worker that is killed while the judge thinks."""
+
+    async def leave() -> ChatReply:
+        arrived, goes_on = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        async def wait(body: Body) -> Response:
+            loop.call_soon_threadsafe(arrived.set)
+            while not goes_on.is_set():
+                await asyncio.sleep(0.01)
+            return completion("7")
+
+        fake.answer = wait
+        async with judging(tmp_path / "judgements.log") as desk:
+            request = judge_at(fake.url).request({"x": "a"})
+            asking = asyncio.create_task(desk.ask(request))
+            await arrived.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            goes_on.set()
+            return await desk.ask(request)
+
+    assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
 
 
 def test_a_torn_log_loses_its_end_and_a_foreign_one_is_refused(

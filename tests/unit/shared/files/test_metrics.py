@@ -36,6 +36,13 @@ def test_every_step_is_one_json_line(tmp_path: Path) -> None:
     assert read_metrics(path) == lines, "a torn last line is not read"
 
 
+def test_a_line_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.write(1, {"loss": 0.5})
+
+
 def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = Tail(path, from_end=False)
