@@ -19,6 +19,10 @@ PARTS = {
         "tests/faults/test_kill_during_start.py",
         "tests/integration/test_rl_heals.py",
     ),
+    "src/holdfast/commands/resume": (
+        "tests/faults/test_kill_during_start.py",
+        "tests/faults/test_refusals.py",
+    ),
     "src/holdfast/shared/files": (
         "tests/faults/test_kill_orchestrator.py",
         "tests/faults/test_power_cut.py",

@@ -143,7 +143,8 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     writer, launcher = "src/holdfast/trainer/checkpoints/writer.py", "src/holdfast/commands/launcher/watch.py"
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
-    both = parts.tests_of([writer, launcher, "src/holdfast/shared/files/journal.py"])
+    resume = "src/holdfast/commands/resume/plan.py"
+    both = parts.tests_of([writer, launcher, resume, "src/holdfast/shared/files/journal.py"])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
 
 
