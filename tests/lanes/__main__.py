@@ -3,6 +3,7 @@
     python -m tests.lanes                 the everyday lane, on two processes
     python -m tests.lanes nightly         everything else, on two workers
     python -m tests.lanes touched         the nightly tests of the parts that differ from --base
+    python -m tests.lanes bound           everyday tests that took too long once more, one at a time: which still do
     python -m tests.lanes slowest 30      the slowest tests of the last runs
 
 Which test is in which lane, its marks say: see `tests.lanes.marks`. Each run writes `.durations.json`, and the next
@@ -23,10 +24,12 @@ from queue import Empty, SimpleQueue
 
 from tests.coverage import __main__ as coverage
 from tests.lanes import parts
-from tests.lanes.durations import ROOT, recorded, slowest
+from tests.lanes.durations import BOUND_S, ROOT, recorded, slowest, too_long
 from tests.lanes.shares import Share, longest_first
 
 _PYTEST = (sys.executable, "-m", "pytest")
+_WORDS = ("everyday", "nightly", "touched", "bound", "slowest")
+_TRIES = 3
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
@@ -137,6 +140,32 @@ def workers(lane: str, words: list[str], processes: int) -> int:
             raise
 
 
+def bound() -> int:
+    """Run the everyday tests that took too long again, up to three times; return 1 if one of them always does."""
+    slow = _everyday_of([name for name, took in recorded().items() if took > BOUND_S])
+    print(f"everyday tests that took longer than {BOUND_S:g} s: {' '.join(slow) or 'none'}")
+    for _ in range(_TRIES):
+        if not slow:
+            return 0
+        code = subprocess.call([*_PYTEST, "--lane", "everyday", "-p", "no:xdist", "-q", *slow], cwd=ROOT)
+        if code:
+            return code
+        took = recorded()
+        slow = [name for name in slow if took[name] > BOUND_S]
+    for line in too_long({name: took[name] for name in slow}):
+        print(f"error: {line}")
+    return 1 if slow else 0
+
+
+def _everyday_of(names: list[str]) -> list[str]:
+    files = sorted({name.partition("::")[0] for name in names})
+    if not files:
+        return []
+    command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", "--collect-only", "-q", *files]
+    collected = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return sorted(set(names) & set(collected))
+
+
 def touched(base: str, words: list[str], processes: int) -> int:
     """Run the nightly tests of the parts that differ from `base`; return pytest's exit code, 0 if there are none."""
     tests = parts.tests_of(parts.changed_files(base))
@@ -149,13 +178,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.lanes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("lane", nargs="?", default="everyday", choices=("everyday", "nightly", "touched", "slowest"))
+    parser.add_argument(
+        "lane", nargs="?", default="everyday", choices=("everyday", "nightly", "touched", "bound", "slowest")
+    )
     parser.add_argument("--processes", type=int, default=2, help="at a time (2)")
     parser.add_argument("--base", default="HEAD~1", help="what `touched` compares with (HEAD~1)")
     arguments, words = parser.parse_known_args(argv)
     if arguments.lane == "slowest":
         print("\n".join(slowest(recorded(), int(words[0]) if words else 20)))
         return 0
+    if arguments.lane == "bound":
+        return bound()
     if arguments.lane == "everyday":
         return everyday(words, arguments.processes)
     if arguments.lane == "touched":

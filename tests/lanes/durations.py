@@ -14,14 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes.marks import lane_of
-
 ROOT = Path(__file__).resolve().parents[2]
 NAME = ".durations.json"
 FILE = ROOT / NAME
 BOUND_S = 10.0
 """The longest test of the everyday lane."""
-_STALLS = Path("/proc/pressure/cpu")
 
 
 def recorded(path: Path = FILE) -> dict[str, float]:
@@ -61,19 +58,20 @@ def slowest(seconds: Mapping[str, float], count: int) -> list[str]:
     return [f"{took:8.2f} s  {name}" for name, took in ranked[:count]]
 
 
-def stalled_s() -> float:
-    """Return for how many seconds a process of this machine has waited for a core; 0 if the kernel does not say."""
-    try:
-        some = _STALLS.read_text().split("\n")[0]
-    except OSError:
-        return 0.0
-    return int(some.rpartition("total=")[2]) / 1e6
+def too_long(seconds: Mapping[str, float]) -> list[str]:
+    """Return a line for each test that has taken longer than one of the everyday lane may, with the ways out."""
+    return [
+        f"{name} took {took:.1f} s; a test of the everyday lane has {BOUND_S:g} s. Make it quicker, or mark the "
+        "resource that it needs (engine, launch, ranks, docs, clock) for the nightly lane"
+        for name, took in seconds.items()
+        if took > BOUND_S
+    ]
 
 
 class Durations:
-    """A plugin of pytest that records durations and fails a session in which an everyday test takes too long.
+    """A plugin of pytest that records durations, and says which everyday tests have taken too long.
 
-    The bound is of a machine that has nothing else to do: seconds in which a process waited for a core do not count.
+    It fails nothing: beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time.
 
     Args:
         everyday: whether the session is one of the everyday lane; other sessions have no bound.
@@ -84,33 +82,16 @@ class Durations:
         self._everyday = everyday
         self._path = path
         self._seconds: dict[str, float] = defaultdict(float)
-        self._stalled: dict[str, float] = {}
-        self._too_long: dict[str, float] = {}
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note when a test begins."""
-        self._stalled[nodeid] = stalled_s()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a phase of a test."""
         self._seconds[report.nodeid] += report.duration
-        if report.when != "teardown" or not self._everyday or lane_of(report.keywords) != "everyday":
-            return
-        stalled = stalled_s() - self._stalled.get(report.nodeid, 0.0)
-        if self._seconds[report.nodeid] - stalled > BOUND_S:
-            self._too_long[report.nodeid] = self._seconds[report.nodeid]
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the file; fail if a test took too long."""
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
         record(self._seconds, self._path)
-        if self._too_long and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say which tests took too long."""
-        for name, took in self._too_long.items():
-            terminalreporter.write_line(
-                f"error: {name} took {took:.1f} s; a test of the everyday lane has {BOUND_S:g} s. Make it quicker, or "
-                "mark the resource that it needs (engine, launch, ranks, docs, clock) for the nightly lane",
-                red=True,
-            )
+        """Say which tests have taken too long."""
+        for line in too_long(self._seconds) if self._everyday else ():
+            terminalreporter.write_line(f"warning: {line}", yellow=True)
