@@ -30,6 +30,7 @@ from tests.lanes.shares import Share, longest_first
 _PYTEST = (sys.executable, "-m", "pytest")
 _WORDS = ("everyday", "nightly", "touched", "bound", "slowest")
 _TRIES = 3
+_NO_TESTS = 5
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
@@ -162,8 +163,10 @@ def _everyday_of(names: list[str]) -> list[str]:
     if not files:
         return []
     command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", "--collect-only", "-q", *files]
-    collected = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return sorted(set(names) & set(collected))
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in (0, _NO_TESTS):
+        raise SystemExit(f"error: the tests that took too long cannot be collected:\n{done.stdout}")
+    return sorted(set(names) & set(done.stdout.splitlines()))
 
 
 def touched(base: str, words: list[str], processes: int) -> int:

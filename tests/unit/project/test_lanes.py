@@ -130,6 +130,16 @@ def test_a_test_that_took_too_long_is_run_alone_before_it_fails_a_check(
     assert (f"error: {slow} took 11.0 s; a test of the everyday lane has 10 s." in capsys.readouterr().out) == code
 
 
+def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
+    here = "tests/unit/project/test_lanes.py::"
+    names = [f"{here}test_a_change_of_a_part_runs_its_faults", f"{here}test_that_is_gone",
+             f"{here}test_every_promise_of_the_guarantees_has_a_test_in_a_lane"]  # fmt: skip
+    assert lanes._everyday_of(names) == names[:1]
+    assert lanes._everyday_of(names[2:]) == lanes._everyday_of([]) == []
+    with pytest.raises(SystemExit, match="cannot be collected"):
+        lanes._everyday_of(["tests/unit/no_such_file.py::test_a"])
+
+
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).is_dir() and all((ROOT / test).exists() for test in tests)
