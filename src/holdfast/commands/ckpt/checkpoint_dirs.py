@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.commands.resume.config_diff import read_settings
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import BestMetric, Entry, Kind, describe_found, kind_of, list_entries

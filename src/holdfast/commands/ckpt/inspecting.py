@@ -12,8 +12,8 @@ import msgspec
 
 from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs, is_temporary
 from holdfast.commands.ckpt.tensor_work import tensor_work
-from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.tables import Grid, Report, number, size, working
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.errors import CheckpointError, ReadError
 from holdfast.shared.files import manifest
 from holdfast.shared.files.checkpoints import TRAINER_DIR, kind_of

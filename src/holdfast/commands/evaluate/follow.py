@@ -17,7 +17,7 @@ from holdfast.commands.evaluate.policy import name_of_export, served_model, weig
 from holdfast.commands.evaluate.report import tell_result
 from holdfast.commands.evaluate.serving import check_servable, prepare_directory, remove_exports, run_evaluation
 from holdfast.commands.launcher.supervise import Supervisor
-from holdfast.commands.resume.config_diff import read_settings
+from holdfast.commands.track.settings import read_settings
 from holdfast.orchestrator.evaluation.summary import summary_in
 from holdfast.orchestrator.evaluation.tasks import settings_of_run
 from holdfast.shared.config import PROGRAMS

@@ -7,8 +7,8 @@ from pathlib import Path
 from holdfast.commands.ckpt.change import export
 from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
 from holdfast.commands.resume.attempt import CONFIG_NAME
-from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.resume.resume_step import resolve_resume_step
+from holdfast.commands.track.settings import read_settings
 from holdfast.orchestrator.evaluation.tasks import held_out_sections, settings_of_run
 from holdfast.shared.config.base import ModelConfig
 from holdfast.shared.config.evaluation import EvaluateConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.commands.launcher.placement import Machine, Placement
 from holdfast.commands.resume.attempt import CONFIG_NAME
-from holdfast.commands.resume.config_diff import read_settings
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.config.base import DType
 from holdfast.shared.config.by_device import BY_DEVICE
 from holdfast.shared.config.device_defaults import choose_for_engine, choose_for_training

@@ -19,7 +19,7 @@ from holdfast.commands.report.lanes import lanes_of
 from holdfast.commands.report.page import Page, Section, Table
 from holdfast.commands.report.run_data import RunData, shown_time
 from holdfast.commands.report.samples import SampleRollout, sample_rollouts
-from holdfast.commands.resume.config_diff import flat_settings
+from holdfast.commands.track.settings import flat_settings
 from holdfast.shared.printable import printable
 
 _MAX_TOLD = 200

@@ -17,8 +17,7 @@ import tomli_w
 
 from holdfast.commands.live.state import LAUNCHER
 from holdfast.commands.report.columns import Columns, read_columns
-from holdfast.commands.resume.config_diff import read_settings
-from holdfast.commands.track.settings import without_secrets
+from holdfast.commands.track.settings import read_settings, without_secrets
 from holdfast.orchestrator.evaluation.summary import Summary, summary_in
 from holdfast.shared.config import PROGRAMS
 from holdfast.shared.errors import NOT_SAVED, CheckpointError, ConfigError, DataError

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.commands.resume.config_diff import compare_settings, describe_stretch, read_settings, settings_of
+from holdfast.commands.resume.config_diff import compare_settings, describe_stretch, settings_of
 from holdfast.commands.resume.fork import Fork
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.config.base import Command
 from holdfast.shared.config.load import to_toml
 from holdfast.shared.config.orchestrator import OrchestratorConfig

@@ -11,6 +11,7 @@ import msgspec
 import tomli
 from pydantic import ValidationError
 
+from holdfast.commands.track.settings import flat_settings
 from holdfast.shared.config.base import Command
 from holdfast.shared.config.fingerprint import is_free
 from holdfast.shared.config.load import to_toml
@@ -68,20 +69,6 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Dri
     )
 
 
-def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value. Lists are values, but not those of tables; an empty table, too, is a setting."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flat_settings(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            for number, item in enumerate(value):
-                flat |= flat_settings(item, f"{prefix}{key}[{number}].")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def _shown(settings: dict[str, Any], key: str) -> str:
     return repr(settings[key]) if key in settings else "unset"
 
@@ -109,18 +96,6 @@ def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step:
         f"step {step + 1} is {stretched:.6g} instead of {unchanged:.6g}. Keep the old schedule with "
         f"--optim.schedule-steps {old_end}."
     )
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the resolved configuration that was written to `path`.
-
-    Raises:
-        CheckpointError: it is no TOML.
-    """
-    try:
-        return tomli.loads(path.read_text())
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 def settings_of(config: Command) -> dict[str, Any]:

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.commands.resume.attempt import CONFIG_NAME, Attempt, last_started
-from holdfast.commands.resume.config_diff import (
-    compare_settings,
-    read_settings,
-    refuse_other_model,
-    refuse_other_tensors,
-    settings_of,
-)
+from holdfast.commands.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
 from holdfast.commands.resume.fork import copy_fork, find_fork
 from holdfast.commands.resume.kept_batches import last_kept_batch, refuse_to_leave_behind
 from holdfast.commands.resume.remote import fetch, set_aside_remote_after
 from holdfast.commands.resume.resume_step import resolve_resume_step
 from holdfast.commands.resume.superseded import set_aside_after, set_aside_damaged
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.config.base import CkptConfig, Command
 from holdfast.shared.config.inference import InferenceConfig
 from holdfast.shared.config.orchestrator import OrchestratorConfig

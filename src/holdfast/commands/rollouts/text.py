@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.commands.resume.config_diff import read_settings
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.files.run_dir import RunDir
 from holdfast.shared.wire.rollouts import Rollout
 

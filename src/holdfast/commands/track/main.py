@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from holdfast.commands.resume.config_diff import read_settings
 from holdfast.commands.subcommands import Parser
 from holdfast.commands.track.sending import Sending
+from holdfast.commands.track.settings import read_settings
 from holdfast.commands.track.temporary_files import temporary_files_of
 from holdfast.commands.track.trackers import check_tracker
 from holdfast.shared.config import PROGRAMS

@@ -1,18 +1,47 @@
-"""The settings of an attempt as trackers get them: by dotted key, without secrets."""
+"""The resolved settings of a run, read back from its files: as tables, by dotted key, and without secrets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from holdfast.commands.resume.config_diff import flat_settings, read_settings
+import tomli
+
 from holdfast.shared.config import PROGRAMS
+from holdfast.shared.errors import CheckpointError
 from holdfast.shared.files.run_dir import RunDir
 
 _SECRETS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "credentials", "authorization"}
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 _HIDDEN = "***"
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the resolved configuration that was written to `path`.
+
+    Raises:
+        CheckpointError: it is no TOML.
+    """
+    try:
+        return tomli.loads(path.read_text())
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value. Lists are values, but not those of tables; an empty table, too, is a setting."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_settings(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for number, item in enumerate(value):
+                flat |= flat_settings(item, f"{prefix}{key}[{number}].")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def settings_of_attempt(run_dir: RunDir, attempt: int) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import pytest
 from holdfast.commands.resume.config_diff import (
     compare_settings,
     describe_stretch,
-    read_settings,
     refuse_other_model,
     refuse_other_tensors,
     settings_of,
 )
+from holdfast.commands.track.settings import read_settings
 from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.shared.config.algorithm import PretrainingConfig
 from holdfast.shared.config.base import CkptConfig
