@@ -15,10 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.shared.files.journal import publish_batch
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
-from holdfast.shared.wire.rollouts import Batch, Rollout
+from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds
+from holdfast.run.journal import publish_batch
+from holdfast.run.run_dir import RunDir
 
 _ROLLOUTS = 100
 _TOKENS = 500

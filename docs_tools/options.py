@@ -20,11 +20,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from holdfast.commands.cli import COMMANDS
-from holdfast.shared import config
-from holdfast.shared.config.base import Command
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.config.fingerprint import is_free
+from holdfast import config
+from holdfast.cli import COMMANDS
+from holdfast.config.base import Command
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.resolved import is_free
 
 SETTINGS: dict[str, type[Command]] = {
     **{name: getattr(config, model) for name, (_, _, model) in COMMANDS.items() if model is not None},

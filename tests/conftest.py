@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from holdfast.shared.process.scratch import drop, make_scratch
+from holdfast.process.scratch import drop, make_scratch
 from tests.lanes import marks, without
 from tests.lanes.durations import NAME, Durations, recorded, seconds_of_files
 from tests.lanes.marks import LANES, lane_of

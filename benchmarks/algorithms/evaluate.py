@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import TaskSeed
-from holdfast.orchestrator.environments.interface import Task
-from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.orchestrator.environments.scorers import lcs
-from holdfast.orchestrator.environments.session import as_messages
-from holdfast.shared.chat.messages import as_dict
+from holdfast.chat.messages import as_dict
+from holdfast.orchestrator.env.interface import Task
+from holdfast.orchestrator.env.jsonl import lcs
+from holdfast.orchestrator.env.reverse_text import ReverseText
+from holdfast.orchestrator.env.session import as_messages
 
 # A seed that no run of the benchmark has, so the strings are fresh.
 _SEED = 12345

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast import read_metrics
-from holdfast.shared.config import DpoConfig
-from holdfast.shared.config.load import read_toml
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import DpoConfig
+from holdfast.config.load import read_toml
+from holdfast.run.run_dir import RunDir
 
 _CONFIGS = Path("configs/reverse_text")
 _START = "examples/reverse_text/model"

@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.shared.config import SftConfig, TrainerConfig
-from holdfast.trainer.data.row_plan import first_fit_decreasing, plan_rows
+from holdfast.config import SftConfig, TrainerConfig
+from holdfast.trainer.data.packing import first_fit_decreasing, plan_rows
 
 RANKS = (2, 8, 64)
 LENGTHS = ("equal", "log-normal", "long tail")

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.checkpoint.measure import Beside, PeakMemory, TinyLoop, drop_from_cache, write_raw
 from holdfast import Checkpointer
-from holdfast.shared.files import manifest
+from holdfast.run import manifest
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from holdfast.trainer.checkpoints.plain_state import ObjectsState
+from holdfast.trainer.checkpoint.state import ObjectsState
 
 T = TypeVar("T")
 _CHUNK = 1 << 22

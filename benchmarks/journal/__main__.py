@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.journal.measure import MODEL, Measured, measure, publish_first_weights
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 
 
 def main() -> None:

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast import Completion
-from holdfast.orchestrator.batches import batch_maker, batch_publisher
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.orchestrator import batch_maker
+from holdfast.orchestrator import pipeline as batch_publisher
+from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.rollouts.generation_log import GenerationLog
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.wire.rollouts import Batch
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.protocol.rollouts import Batch, Sampling
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import weights_digest
 
 MODEL = "examples/reverse_text/base"
 GROUP_SIZE = 8

@@ -15,7 +15,7 @@ import sys
 import msgspec
 import numpy as np
 
-from holdfast.shared.wire.inference_api import ServedWeights
+from holdfast.protocol.inference import ServedWeights
 
 _LETTERS = range(5, 31)  # of the tokenizer in examples/reverse_text
 

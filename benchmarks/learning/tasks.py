@@ -18,9 +18,9 @@ from benchmarks.learning.commands import environment_of
 from examples.environments.guess_number import Secret
 from examples.environments.ledger import Books
 from holdfast import Message, Task, TaskSeed
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.python_code import Program
-from holdfast.shared.config.environments import EnvironmentConfig
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.orchestrator.env.code import Program
+from holdfast.orchestrator.env.registry import load_environment
 
 Row = dict[str, Any]
 _LOOK_UP_SCHEMA = {"type": "function", "function": {"name": "look_up"}}

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.chaos.driver import find_process
 from tests.chaos.witness import Progress
 from tests.runs.ports import free_port

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import read_metrics
-from holdfast.shared.process.child import available_cores
+from holdfast.process.child import available_cores
 
 HERE = Path(__file__).parent
 SKIPPED_STEPS = 3

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import TaskSeed
-from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.orchestrator.environments.scorers import lcs
+from holdfast.orchestrator.env.jsonl import lcs
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from holdfast import Message, Task, TaskSeed
-from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.orchestrator.environments.scorers import lcs
+from holdfast.orchestrator.env.jsonl import lcs
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 # TRL is not made for the vLLM that is installed beside it, and generates with transformers here.
 setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False)  # noqa: B010

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks.scale.models import CONFIGS, model_tensors
 from benchmarks.scale.plans import fake_mesh, local_plan, plan_of_rank, sharded_state, write_results
-from holdfast.shared.files.manifest import FileEntry, Manifest, encode_manifest
+from holdfast.run.manifest import FileEntry, Manifest, encode_manifest
 
 MEMORY_LIMIT_BYTES = 16 << 30
 

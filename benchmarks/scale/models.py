@@ -1,7 +1,7 @@
 """The states whose saves are planned: a dense 70B model and a mixture of experts of 1T parameters, with Adam.
 
 Names and shapes are those of transformers' own classes, built on the meta device, under the names
-that the trainer gives them (`holdfast.trainer.session.train_state.TrainState.tensors`).
+that the trainer gives them (`holdfast.trainer.state.TrainState.tensors`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.model.build import trained_tensors
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # Llama 3 70B, table 3 of arXiv:2407.21783.

@@ -23,7 +23,7 @@ import msgspec
 from benchmarks.journal.measure import publish_first_weights
 from benchmarks.sessions.measure import ENVIRONMENTS, TOOL_CALL, Measured, make_model, measure
 from benchmarks.sessions.stub import SEED_DIGITS
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import msgspec
 
 from benchmarks.sessions.stub import SEED_DIGITS
 from holdfast import TaskSeed
+from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.main import run
-from holdfast.orchestrator.seeds import request_seed
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Rollout
+from holdfast.orchestrator.state import request_seed
+from holdfast.protocol.rollouts import Rollout
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 
 MODEL = Path("examples/reverse_text/base")
 TEMPLATE = Path(__file__).with_name("tools.jinja")

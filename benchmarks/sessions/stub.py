@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.journal.stub import Pace, Stub
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.process.descriptors import allow_many_connections
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.process.child import allow_many_connections
 
 SEED_DIGITS = 19
 """Tokens with which an answer begins: a seed has 63 bits."""

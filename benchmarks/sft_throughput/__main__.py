@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.balance.__main__ import draw_lengths
 from holdfast import read_metrics
-from holdfast.shared.process.child import available_cores
+from holdfast.process.child import available_cores
 
 HERE = Path(__file__).parent
 SKIPPED_STEPS = 3

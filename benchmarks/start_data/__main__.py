@@ -24,7 +24,7 @@ from rich.table import Table
 
 LOAD = """
 import json, sys, time
-from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.config.training import SftDataConfig
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 name, cache, tokenizer = sys.argv[1:]
 chat = load_tokenizer(tokenizer)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.prompts import filled, require_placeholders
-from holdfast.orchestrator.environments.scorers import lcs
+from holdfast.orchestrator.env.jsonl import filled, lcs, require_placeholders
 
 _MOST_DIGITS = 4000
 """Python refuses to read longer numbers (`sys.set_int_max_str_digits`)."""

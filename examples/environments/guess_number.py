@@ -15,7 +15,7 @@ from holdfast import (
     Task,
     TaskSeed,
 )
-from holdfast.orchestrator.environments.prompts import filled, require_placeholders
+from holdfast.orchestrator.env.jsonl import filled, require_placeholders
 
 _LARGEST = 10**9
 _FORM_SHARE = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.prompts import filled, require_placeholders
+from holdfast.orchestrator.env.jsonl import filled, require_placeholders
 
 _NAMES = (
     "rent", "food", "travel", "books", "power", "water", "phone", "garden", "music", "tools", "gifts", "sports",

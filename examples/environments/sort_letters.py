@@ -7,8 +7,7 @@ import string
 from collections.abc import Sequence
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.prompts import filled, require_placeholders
-from holdfast.orchestrator.environments.scorers import lcs
+from holdfast.orchestrator.env.jsonl import filled, lcs, require_placeholders
 
 _LETTERS = string.ascii_lowercase
 

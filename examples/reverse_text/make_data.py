@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import TaskSeed
-from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 _NAME = "reverse_text/supervised"
 _PAIRS_NAME = "reverse_text/preferences"

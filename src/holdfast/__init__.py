@@ -13,37 +13,27 @@ shared        what these have in common: settings, files, what goes over the wir
 # A user's files may come before everything: nothing is imported here that Python has not imported at its start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.commands.track.trackers.interface import TrackedRun, Tracker
-    from holdfast.orchestrator.environments.harness import Endpoint, HarnessEnvironment
-    from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task
-    from holdfast.orchestrator.environments.judge import Judge, Judgement
-    from holdfast.orchestrator.judges.desk import judging
-    from holdfast.orchestrator.seeds import TaskSeed
-    from holdfast.shared.chat.files import load_tokenizer
-    from holdfast.shared.chat.messages import Message
-    from holdfast.shared.chat.tokenizer import Tokenizer
-    from holdfast.shared.config.judge import JudgeConfig
-    from holdfast.shared.config.losses import PolicyLossConfig
-    from holdfast.shared.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        HoldfastError,
-        RankLost,
-        ReadError,
-        SaveError,
-    )
-    from holdfast.shared.files.checkpoints import BestMetric, Retention
-    from holdfast.shared.files.metrics import read_metrics
-    from holdfast.shared.wire.arrays import Logprobs, TokenIds
-    from holdfast.shared.wire.inference_api import Completion
-    from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
-    from holdfast.trainer.checkpoints.plain_state import module_tensors
-    from holdfast.trainer.checkpoints.warm_start import load_weights_only
-    from holdfast.trainer.rl.advantages.group import grpo
-    from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
-    from holdfast.trainer.rl.losses.base import PolicyLossInput
-    from holdfast.trainer.rl.losses.build import build_policy_loss
+    from holdfast.chat.messages import Message
+    from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+    from holdfast.config.algorithm import PolicyLossConfig
+    from holdfast.config.environments import JudgeConfig
+    from holdfast.errors import CheckpointError, ConfigError, DataError, HoldfastError, RankLost, ReadError, SaveError
+    from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
+    from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
+    from holdfast.orchestrator.env.judge import Judge, Judgement
+    from holdfast.orchestrator.judge_client import judging
+    from holdfast.orchestrator.state import TaskSeed
+    from holdfast.protocol.inference import Completion
+    from holdfast.protocol.rollouts import Logprobs, TokenIds
+    from holdfast.run.checkpoints import BestMetric, Retention
+    from holdfast.run.metrics import read_metrics
+    from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+    from holdfast.trainer.checkpoint.init_from import load_weights_only
+    from holdfast.trainer.checkpoint.state import module_tensors
+    from holdfast.trainer.rl.advantages import grpo
+    from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
+    from holdfast.trainer.rl.scored_rollouts import ScoredRollout
+    from holdfast.view.trackers.interface import TrackedRun, Tracker
 
 __all__ = [
     "BestMetric",

@@ -6,6 +6,6 @@ import sys
 if not sys.flags.safe_path:
     del sys.path[0]
 
-from holdfast.commands.cli import main
+from holdfast.cli import main
 
 main()

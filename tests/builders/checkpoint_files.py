@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.shared.files import manifest
-from holdfast.shared.files.manifest import Manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run import manifest
+from holdfast.run.manifest import Manifest
+from holdfast.run.run_dir import RunDir
 
 
 def commit(directory: Path, kind: Any, step: int, **more: Any) -> Path:

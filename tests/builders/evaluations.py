@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.orchestrator.evaluation.estimates import Estimate
-from holdfast.orchestrator.evaluation.summary import EnvironmentSummary, Summary
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.evaluation.statistics import EnvironmentSummary, Estimate, Summary
+from holdfast.run.run_dir import RunDir
 
 
 def evaluated(run_dir: RunDir, step: int, *, seed: int = 0, names: tuple[str, ...] = ("avg@2", "pass@2")) -> None:

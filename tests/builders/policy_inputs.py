@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.trainer.rl.losses import PolicyLossInput
 
 
 def policy_input(logprobs_N: Tensor, **given: Any) -> PolicyLossInput:

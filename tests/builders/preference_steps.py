@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.preferences.pairs import Pair
+from holdfast.trainer.preference.pairs import Pair
 
 
 def ragged_pairs(count: int, *, margin: float = 0.0) -> list[Pair]:

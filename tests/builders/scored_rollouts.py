@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.trainer.rl.advantages.base import Advantage
-from holdfast.trainer.rl.advantages.build import build_named_advantage
-from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.trainer.rl.advantages import Advantage, build_named_advantage
+from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from holdfast.orchestrator.environments.interface import Session
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.rollouts import VersionSpan
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.orchestrator.env.interface import Session
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Logprobs, TokenIds, VersionSpan
 
 Asked = list[tuple[list[int], int, int]]
 

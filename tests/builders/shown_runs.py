@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.shared.files.metrics import MetricsWriter
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.timeline import Span
+from holdfast.run.metrics import MetricsWriter
+from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import Span
 
 BEGIN = 1_800_000_000.0
 """Unix time of the first thing that a run does."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
-from holdfast.trainer.rl.losses.base import PolicyLossInput
+from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
+from holdfast.trainer.rl.losses import PolicyLossInput
 from tests.builders.policy_inputs import policy_input
 
 Token = dict[str, float]

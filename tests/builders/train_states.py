@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
-from holdfast.shared.files.manifest import FileEntry
-from holdfast.trainer.checkpoints.dcp import ShardWriter
-from holdfast.trainer.checkpoints.storage import LocalStorage
+from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.run.manifest import FileEntry
+from holdfast.trainer.checkpoint.dcp import ShardWriter
+from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
-from holdfast.trainer.session.train_state import Progress, TrainState
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
+from holdfast.trainer.state import Progress, TrainState
 
 MakeState = Callable[..., TrainState]
 

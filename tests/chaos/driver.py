@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.chaos.disk import SmallDisk
 from tests.chaos.schedule import Hit
 from tests.chaos.surroundings import ReadErrors, Store

@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.metrics import read_metrics
 from tests.chaos.driver import ChaosRun
 from tests.runs.rl import CompletedRun, assert_same, exact_metrics, outcome
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.orchestrator.environments.interface import Message, Session, Task
-from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.env.interface import Message, Session, Task
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 _TOOL_S = 0.3
 

@@ -13,11 +13,11 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from holdfast.orchestrator.rollouts.generation_log import decode_answer
-from holdfast.shared.files.journal import BATCH_NAME
-from holdfast.shared.files.record_log import read_records
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch, decode_batch
+from holdfast.orchestrator.generation_log import decode_answer
+from holdfast.protocol.rollouts import Batch, decode_batch
+from holdfast.run.journal import BATCH_NAME
+from holdfast.run.record_log import read_records
+from holdfast.run.run_dir import RunDir
 
 _PERIOD_S = 0.01
 

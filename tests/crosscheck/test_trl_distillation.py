@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 
-from holdfast.shared.wire.sampling import Sampling
-from holdfast.trainer.models.logprobs import Reading, Readout, plain_head, token_logprobs
+from holdfast.protocol.rollouts import Sampling
+from holdfast.trainer.model.logprobs import Reading, Readout, plain_head, token_logprobs
 
 pytestmark = pytest.mark.trl
 

@@ -15,20 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.losses import CorrectionConfig, PolicyLossConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import build_policy, predict
-from holdfast.trainer.rl.advantages.base import sample_std
-from holdfast.trainer.rl.advantages.group import dr_grpo
-from holdfast.trainer.rl.losses.base import PolicyLossInput
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.losses.regularizers import with_kl_term
-from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
-from holdfast.trainer.rl.regularization.kl import estimate_kl
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.policy import build_policy, predict
+from holdfast.trainer.rl.advantages import dr_grpo, sample_std
+from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
 from tests.conftest import ModelFactory

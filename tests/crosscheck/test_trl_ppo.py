@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.trainer.rl.advantages.gae import generalized_advantages, value_loss
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.regularization.kl import estimate_kl
+from holdfast.config.algorithm import PolicyLossConfig
+from holdfast.trainer.rl.gae import generalized_advantages, value_loss
+from holdfast.trainer.rl.kl import estimate_kl
+from holdfast.trainer.rl.losses import build_policy_loss
 from tests.builders.policy_inputs import policy_input
 from tests.conftest import ModelFactory
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from holdfast.shared.config.dpo import PreferenceLossConfig
-from holdfast.shared.config.reward_training import RewardLossConfig
-from holdfast.trainer.preferences.losses import (
+from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
+from holdfast.trainer.preference.losses import (
     PairLogprobs,
     PairLosses,
     build_preference_loss,

@@ -22,8 +22,8 @@ def held_after(step: int, *, until: str) -> str:
     """Return source of a fault for a trainer: rank 0 waits behind its line of `step` until an expression is true."""
     return (
         "import os, time\n"
-        "from holdfast.shared.files.metrics import MetricsWriter\n"
-        "from holdfast.trainer.session.stop import STOP_REQUEST\n"
+        "from holdfast.run.metrics import MetricsWriter\n"
+        "from holdfast.trainer.saving import STOP_REQUEST\n"
         "write = MetricsWriter.write\n"
         "def held(writer, step, metrics):\n"
         "    write(writer, step, metrics)\n"

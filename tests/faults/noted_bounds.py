@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import holdfast.trainer.programs.rl
-from holdfast.shared.process import heartbeat
+from holdfast.process import heartbeat
 
 _does = holdfast.trainer.programs.rl.does
 

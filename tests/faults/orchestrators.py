@@ -7,10 +7,10 @@ from typing import Any
 
 import tomli_w
 
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.protocol.rollouts import Batch
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
 from tests.runs.processes import HANG_S
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.faults.orchestrators import run_orchestrator
 from tests.forking.commands import Run, shared_commands
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.shared.files.manifest import Manifest, verify
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.manifest import Manifest, verify
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 
 FLAGS = ("--max-steps", "6", "--ckpt.interval", "2", "--ckpt.keep", "2", "--ckpt.resume-step", "auto")
 """Three saves, of which the last removes the first. Packing, accumulation and shuffling are on by default."""

@@ -17,17 +17,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.commands.resume.resume_step import resolve_resume_step
-from holdfast.shared.errors import CheckpointError, ReadError
-from holdfast.shared.files.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    decode_manifest,
-    encode_manifest,
-    read_manifest,
-    verify,
-)
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.errors import CheckpointError, ReadError
+from holdfast.launcher.resume.resume_step import resolve_resume_step
+from holdfast.run.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest, read_manifest, verify
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.errors import STORAGE_FAILED
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.errors import STORAGE_FAILED
+from holdfast.run.run_dir import RunDir
 from tests.faults.faulty_calls import Call, read_trail
 from tests.faults.orchestrators import journaled, run_orchestrator
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving

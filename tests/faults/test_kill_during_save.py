@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.forked_programs import Program, run, trail_of

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.resume.attempt import with_resume, write_config
-from holdfast.commands.resume.plan import prepare
-from holdfast.shared.config import SftConfig
-from holdfast.shared.files.manifest import MANIFEST_NAME
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import SftConfig
+from holdfast.launcher.resume.attempt import with_resume, write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.run.manifest import MANIFEST_NAME
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.rollouts.generation_log import decode_answer
-from holdfast.shared.files.record_log import read_records
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.generation_log import decode_answer
+from holdfast.run.record_log import read_records
+from holdfast.run.run_dir import RunDir
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.orchestrators import journaled, run_orchestrator
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files import journal
-from holdfast.shared.files.manifest import verify
-from holdfast.shared.files.record_log import read_records
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run import journal
+from holdfast.run.manifest import verify
+from holdfast.run.record_log import read_records
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.forked_programs import Program, run
 from tests.faults.orchestrators import record_orchestrator, run_orchestrator

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.metrics import read_metrics
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.held_steps import exists, held_after

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.errors import STORAGE_FAILED
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.errors import STORAGE_FAILED
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.held_steps import exists, held_after

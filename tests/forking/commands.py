@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.child import heavy_imports
+from holdfast.process.child import heavy_imports
+from holdfast.run.run_dir import RunDir
 from tests.forking.popen import STUB_ENGINE, Engine, begin, fork_children, run_module
 from tests.forking.server import Fork, ForkServer
 from tests.lanes.marks import require
@@ -45,7 +45,7 @@ _IMPORTED = (
     "holdfast.trainer.programs.rl",
     "holdfast.trainer.programs.sft",
     "transformers.models.qwen3.modeling_qwen3",
-    "holdfast.commands.launcher.launch",
+    "holdfast.launcher.launch",
     STUB_ENGINE,
     "tests.unit.trainer.programs.in_process",
 )
@@ -205,14 +205,14 @@ def prepare() -> None:
 
 def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, until: Until, engine: Engine) -> None:
     """In a child: be the console script `program`."""
-    import holdfast.commands.launcher.launch
-    from holdfast.commands import cli
+    import holdfast.launcher.launch
+    from holdfast import cli
 
     begin()
     exec(fault, {})
     fork_children(trainer_fault, engine=engine)
     if until == "prepared":
-        holdfast.commands.launcher.launch.watch = lambda *_, **__: 0  # it is prepared, and no more
+        holdfast.launcher.launch.watch = lambda *_, **__: 0  # it is prepared, and no more
     sys.argv = [program, *argv]
     getattr(cli, program.replace("-", "_"))()
     raise AssertionError("a command ends by sys.exit")

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.process.child import LAUNCHER_ENV, heavy_imports
+from holdfast.config import InferenceConfig
+from holdfast.process.child import LAUNCHER_ENV, heavy_imports
 from tests.forking.popen import STUB_ENGINE, Engine, run_module
 from tests.forking.server import ROOT, Fork, ForkServer
 from tests.lanes.marks import require

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, Literal, NoReturn
 
-from holdfast.shared.process.import_path import module_command
-from holdfast.shared.process.run_module import pythonpath
+from holdfast.process.imports import module_command
+from holdfast.process.run_module import pythonpath
 from tests.runs.processes import end_with
 
 _TRAINER = "holdfast.trainer.launch"
@@ -39,7 +39,7 @@ def fork_children(trainer_fault: str, *, engine: Engine) -> None:
         trainer_fault: Python source that runs in a trainer before anything else.
         engine: what an inference server of the run samples with.
     """
-    import holdfast.commands.launcher.hosts.local
+    import holdfast.launcher.cluster.hosts
 
     forked = (*_FORKED, _ENGINE) if engine == "stub" else _FORKED
 
@@ -49,7 +49,7 @@ def fork_children(trainer_fault: str, *, engine: Engine) -> None:
         return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
 
     kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-    holdfast.commands.launcher.hosts.local.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
+    holdfast.launcher.cluster.hosts.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
 
 
 def begin() -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.shared.process.child import die_with_parent
+from holdfast.process.child import die_with_parent
 from tests.runs.processes import end_with
 
 ROOT = Path(__file__).resolve().parents[2]

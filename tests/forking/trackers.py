@@ -16,9 +16,9 @@ from tests.forking.server import ForkServer
 from tests.lanes.marks import require
 from tests.runs.processes import HANG_S
 
-_PROCESS = "holdfast.commands.track.process"
+_PROCESS = "holdfast.view.trackers.process"
 # Not trackio, which reads at its import where it writes.
-_IMPORTED = (_PROCESS, "holdfast.commands.track.trackers.mlflow", "mlflow.store.tracking.sqlalchemy_store",
+_IMPORTED = (_PROCESS, "holdfast.view.trackers.mlflow", "mlflow.store.tracking.sqlalchemy_store",
              "torch.utils.tensorboard")  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def prepare() -> None:
 
 
 def be_process(argv: list[str]) -> None:
-    """In a child: be `python -m holdfast.commands.track.process ARGV`."""
+    """In a child: be `python -m holdfast.view.trackers.process ARGV`."""
     begin()
     tempfile.tempdir = None  # an import has asked for it
     atexit._clear()  # what the server has to do at its end

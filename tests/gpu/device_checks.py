@@ -15,19 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
-from holdfast.inference.weights.files import read_architecture, read_weights
-from holdfast.shared.config.trainer import SftDataConfig, TrainedModelConfig
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.training import SftDataConfig, TrainedModelConfig
+from holdfast.inference.weight_files import read_architecture, read_weights
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import PackedIndex, Sample
-from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.attention import packed_attention
-from holdfast.trainer.models.logprobs import plain_head, token_logprobs
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.self_check import check_model
-from holdfast.trainer.models.varlen import KERNELS
-from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.sums import Sums
-from holdfast.trainer.supervised.step import supervised_step
+from holdfast.trainer.mesh import Mesh, Sums
+from holdfast.trainer.model.attention import KERNELS, packed_attention
+from holdfast.trainer.model.logprobs import plain_head, token_logprobs
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.programs.sft import supervised_step
 from tests.gpu.gpu_place import LARGE, Place
 from tests.models.families import FAMILIES, random_samples, reference_outcome, trainer_outcome, write_model
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from tests.conftest import write_tiny_model
 from tests.gpu.gpu_place import LARGE, Place
 from tests.runs.processes import HANG_S

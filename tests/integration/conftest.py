@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.shared.config import InferenceConfig
+from holdfast.config import InferenceConfig
 from tests.forking.engines import ServerHandle, start_server
 from tests.forking.popen import Engine
 from tests.runs.ports import free_port

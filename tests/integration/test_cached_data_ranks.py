@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.config.trainer import SftDataConfig
+from holdfast.config.training import SftDataConfig
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 from tests.forking.commands import shared_commands
 

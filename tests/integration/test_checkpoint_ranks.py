@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.shared.files import manifest
-from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
+from holdfast.run import manifest
+from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from tests.forking.commands import shared_commands
 from tests.ranks.checkpoints import make_objects, train, whole
 

@@ -17,19 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.commands import cli
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
-from holdfast.trainer.conversion.exporting import export
-from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.writing import Export
+from holdfast import cli
+from holdfast.config import InferenceConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import CheckpointError
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.export import Export, export, import_weights
+from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.policy import build_policy
 from tests.forking.engines import shared_engines
 from tests.models.served import reference_logprobs, write_model
 from tests.runs.ports import free_port

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.commands.dashboard.built import PROCESS
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
+from holdfast.view.report.serve import PROCESS
 from tests.conftest import ModelFactory
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer

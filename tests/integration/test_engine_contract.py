@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.shared.config import InferenceConfig
+from holdfast.config import InferenceConfig
 from tests.forking.engines import ServerHandle, start_server
 from tests.forking.popen import Engine
 from tests.models.served import greedy_tokens, reference_logprobs, truncated_logprobs, write_model

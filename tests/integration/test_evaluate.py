@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME, EvaluatedRollout
-from holdfast.orchestrator.evaluation.summary import summary_in
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.evaluation.statistics import summary_in
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.processes import HANG_S, command_line

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.files import manifest
-from holdfast.shared.files.checkpoints import list_entries
+from holdfast.run import manifest
+from holdfast.run.checkpoints import list_entries
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
 from tests.runs.processes import HANG_S, wait_until

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.config import InferenceConfig
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import weights_digest
 from tests.forking.engines import ServerHandle, start_server
 from tests.forking.popen import Engine
 from tests.models.served import write_model

@@ -21,11 +21,11 @@ import psutil
 import pytest
 import tomli_w
 
-from holdfast.commands.launcher.engine_log import engine_failure
-from holdfast.commands.launcher.supervise import error_message
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, read_beat
-from holdfast.shared.process.scratch import remove_abandoned
+from holdfast.config import InferenceConfig
+from holdfast.launcher.failures import engine_failure
+from holdfast.launcher.supervise import error_message
+from holdfast.process.heartbeat import HEARTBEAT_ENV, read_beat
+from holdfast.process.scratch import remove_abandoned
 from tests.conftest import ModelFactory
 from tests.forking.engines import ServerHandle, shared_engines
 from tests.models.served import write_model
@@ -279,7 +279,7 @@ def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, 
 def _held_loading(mark: Path) -> str:
     """Return source that keeps an engine from coming further than to its weights; it makes a file when it is there."""
     return (
-        "import pathlib, signal, holdfast.inference.weights.worker as w\n"
+        "import pathlib, signal, holdfast.inference.worker as w\n"
         f"w.read_weights = lambda *_, **__: (pathlib.Path({str(mark)!r}).touch(), signal.pause())\n"
     )
 
@@ -367,7 +367,7 @@ def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_pat
 
 
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
-    sabotage = "import holdfast.inference.weights.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
+    sabotage = "import holdfast.inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
     server = _start(model, tmp_path, sabotage=sabotage)
     server.wait_ready()
     try:
@@ -384,7 +384,7 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
     held = tmp_path / "held"
     os.mkfifo(held)
     sabotage = (
-        "import holdfast.inference.weights.worker as w; finish = w.finalize_layerwise_reload\n"
+        "import holdfast.inference.worker as w; finish = w.finalize_layerwise_reload\n"
         f"w.finalize_layerwise_reload = lambda *args: (open({str(held)!r}).read(), finish(*args))[1]"
     )
     beats = tmp_path / "beats"
@@ -484,9 +484,9 @@ def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, 
 _TELLS_ARGUMENTS = """
 import json
 from pathlib import Path
-from holdfast.inference.vllm_engine import vllm_arguments
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.device_defaults import choose_for_engine
+from holdfast.inference.engine import vllm_arguments
+from holdfast.config import InferenceConfig
+from holdfast.config.resolved import choose_for_engine
 
 told = {{}}
 for device in ("cpu", "cuda"):

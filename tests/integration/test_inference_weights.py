@@ -20,10 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.files.manifest import Manifest, describe_files, write_manifest
-from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
+from holdfast.config import InferenceConfig
+from holdfast.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
+from holdfast.run.manifest import Manifest, describe_files, write_manifest
+from holdfast.run.weights import weights_digest
 from tests.forking.engines import ServerHandle, start_server
 from tests.forking.popen import Engine
 from tests.models.served import reference_logprobs, write_model

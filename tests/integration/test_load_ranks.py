@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.trainer.models.pretrained import initial_weights, load_model_config
+from holdfast.config.training import TrainedModelConfig
+from holdfast.trainer.model.build import initial_weights, load_model_config
 from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, write_model
 

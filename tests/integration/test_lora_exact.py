@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from holdfast.shared.files.checkpoints import Kind, kind_of
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.checkpoints import Kind, kind_of
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import MODEL, RlRun, assert_same, complete, exact_metrics, outcome, succeeded

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT, ModelFactory
 from tests.forking.commands import Run, shared_commands
 

@@ -9,11 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.conversion.exporting import export
-from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.reading import TensorReader
-from holdfast.trainer.conversion.writing import Export
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.export import Export, TensorReader, export, import_weights
 from tests.conftest import ModelFactory
 from tests.runs.training import run_sft
 

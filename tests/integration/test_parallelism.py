@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.trainer import ParallelConfig
-from holdfast.shared.errors import ConfigError
+from holdfast.config.training import ParallelConfig
+from holdfast.errors import ConfigError
 from holdfast.trainer.mesh import Mesh, join_mesh
 from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, write_model

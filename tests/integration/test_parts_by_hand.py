@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.pages.documentation import Command, commands
 from tests.pages.runs import Checkout

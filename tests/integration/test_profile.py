@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer
 from tests.runs.processes import HANG_S

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
 from tests.faults.run_states import differing

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.resume.attempt import write_config
-from holdfast.commands.resume.plan import prepare
-from holdfast.shared.config import PROGRAMS
-from holdfast.shared.config.load import parse_command_line
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import PROGRAMS
+from holdfast.config.load import parse_command_line
+from holdfast.launcher.resume.attempt import write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.integration.conftest import UsedServer
 from tests.reference_losses.machine import numerics

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.resume.remote import fetch
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.remote import object_store
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.shared.remote.object_store import StorageError
-from holdfast.shared.remote.uploader import Uploader
+from holdfast.errors import CheckpointError
+from holdfast.launcher.resume.remote import fetch
+from holdfast.remote import object_store
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.remote.object_store import StorageError
+from holdfast.remote.uploader import Uploader
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
 from tests.runs.processes import HANG_S
 from tests.servers.s3 import BUCKET, GONE, S3Server
@@ -355,8 +355,8 @@ def test_a_download_killed_half_way_leaves_a_temporary_only(
 
     server.spoil = spoil
     program = (
-        "import sys; from pathlib import Path; from holdfast.commands.resume.remote import fetch\n"
-        "from holdfast.shared.files.run_dir import RunDir\n"
+        "import sys; from pathlib import Path; from holdfast.launcher.resume.remote import fetch\n"
+        "from holdfast.run.run_dir import RunDir\n"
         "fetch(sys.argv[1], RunDir(Path(sys.argv[2])), 'auto')"
     )
     process = subprocess.Popen([sys.executable, "-c", program, URL, str(empty.path)])
@@ -383,8 +383,8 @@ def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(s
     program = (
         "import botocore.retries.standard  # as peft does\n"
         "import random, sys; from pathlib import Path\n"
-        "from holdfast.shared.remote.checkpoints import RemoteCheckpoints\n"
-        "from holdfast.shared.remote.uploader import Uploader\n"
+        "from holdfast.remote.checkpoints import RemoteCheckpoints\n"
+        "from holdfast.remote.uploader import Uploader\n"
         "random.seed(1); before = random.getstate()\n"
         "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
         "uploader.close(120); print(random.getstate() == before)"
@@ -408,8 +408,8 @@ def test_a_process_ends_at_once_with_a_store_that_hangs(server: S3Server, here: 
     server.spoil = spoil
     program = (
         "import sys; from pathlib import Path\n"
-        "from holdfast.shared.remote.checkpoints import RemoteCheckpoints\n"
-        "from holdfast.shared.remote.uploader import Uploader\n"
+        "from holdfast.remote.checkpoints import RemoteCheckpoints\n"
+        "from holdfast.remote.uploader import Uploader\n"
         "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
         "print('submitted', uploader.wait(timeout_s=1))"
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.journal import read_batch
+from holdfast.run.metrics import read_metrics
 from tests.faults.killed_runs import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.models.chat_templates import FORGETFUL

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.wire.rollouts import Rollout
+from holdfast.config import InferenceConfig
+from holdfast.protocol.rollouts import Rollout
+from holdfast.run.journal import read_batch
 from tests.faults.killed_runs import killed_twice
 from tests.forking.engines import start_server
 from tests.integration.conftest import UsedServer

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Dropped
+from holdfast.protocol.rollouts import Dropped
+from holdfast.run.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
+from holdfast.run.run_dir import RunDir
 from tests.faults.killed_runs import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import assert_same_end, exact_metrics, succeeded

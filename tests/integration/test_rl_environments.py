@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
@@ -64,7 +64,7 @@ def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing
     flags = (*rl_server.flags, *workers, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "4")
     with RlRun(tmp_path / "run", *flags) as run:
         run.wait_for_step(3)
-        run.find("holdfast.orchestrator.rollouts.worker_process")[-1].kill()
+        run.find("holdfast.orchestrator.worker")[-1].kill()
         run.wait_for_step(7)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()
@@ -85,7 +85,7 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
     flags = (*rl_server.flags, "--orchestrator.environments", mine, "--max-steps", str(REFERENCE_STEPS))
     with RlRun(tmp_path / "run", *flags, "--ckpt.interval", "4") as run:
         run.wait_for_step(3)
-        run.find("holdfast.orchestrator.rollouts.worker_process")[-1].kill()
+        run.find("holdfast.orchestrator.worker")[-1].kill()
         run.wait_for_step(7)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
 pytestmark = pytest.mark.launch
 
 _ENVIRONMENT = """
-from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 class Broken(ReverseText):
     async def score(self, task, sessions):

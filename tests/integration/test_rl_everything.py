@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.run.metrics import read_metrics
 from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import EVERYTHING, RlRun, assert_same, complete, exact_metrics, outcome, succeeded

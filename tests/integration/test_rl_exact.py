@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.files.manifest import verify
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.canary import CANARY_NAME, MAX_TOKENS
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config import InferenceConfig
+from holdfast.protocol.inference import CANARY_NAME, MAX_TOKENS
+from holdfast.protocol.rollouts import Sampling
+from holdfast.run.journal import read_batch
+from holdfast.run.manifest import verify
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.forking.engines import start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port

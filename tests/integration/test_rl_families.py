@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.metrics import read_metrics
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
 from tests.models.families_in_rl import Refused, measure, names, read_results

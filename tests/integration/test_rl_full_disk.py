@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.errors import STORAGE_FAILED
+from holdfast.errors import STORAGE_FAILED
 from tests.chaos.disk import SmallDisk
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.config import InferenceConfig
+from holdfast.run.metrics import read_metrics
 from tests.faults.blows import STEPS, Blow, awaited, deal, orchestrator, rank, trainer
 from tests.faults.held_steps import NEVER, at_start, exists, held_after
 from tests.forking.engines import start_server

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from holdfast.orchestrator.endpoints.reply_log import Replied
-from holdfast.shared.files.record_log import read_records
+from holdfast.orchestrator.judge_client import Replied
+from holdfast.run.record_log import read_records
 from tests.conftest import ROOT
 from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
@@ -78,7 +78,7 @@ def test_tools_workers_and_a_judge_are_killed_and_the_end_is_the_same(rl_server:
     with RlRun(tmp_path / "run", *own, *settings, environment=held) as run:
         with _judge(port, asked):
             run.wait_for_step(2)
-            run.find("holdfast.orchestrator.rollouts.worker_process")[-1].kill()
+            run.find("holdfast.orchestrator.worker")[-1].kill()
             run.wait_for_step(4)
         run.wait_for_output("waiting for a judge")
         with _judge(port, asked):

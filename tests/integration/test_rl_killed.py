@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.journal import read_batch
+from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, NEVER, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.protocol.rollouts import Sampling
+from holdfast.run.journal import read_batch
 from tests.faults.killed_runs import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.forking.commands import shared_commands
 from tests.runs.processes import HANG_S
 from tests.runs.rl import CONFIG, SMALL_BATCH, assert_same, last_step, outcome, succeeded

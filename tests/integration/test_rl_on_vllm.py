@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.journal import read_batch
+from holdfast.run.metrics import read_metrics
 from tests.faults.blows import STEPS, Blow, deal, engine, engines, inference
 from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer

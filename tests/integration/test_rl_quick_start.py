@@ -10,8 +10,8 @@ from statistics import mean
 import httpx
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.pages.metrics import undocumented
 from tests.pages.series import names_of_rows
 from tests.runs.ports import free_port

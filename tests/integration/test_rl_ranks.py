@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
+from holdfast.run.metrics import read_metrics
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import CompletedRun, succeeded
 

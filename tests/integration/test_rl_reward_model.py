@@ -7,8 +7,8 @@ from statistics import mean
 
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.forking.commands import shared_commands
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import succeeded

@@ -19,7 +19,7 @@ _STEPS = 4
 _ENVIRONMENT = """
 import asyncio, os
 from holdfast import Message
-from holdfast.orchestrator.environments.reverse_text import ReverseText
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 SESSIONS = 4  # of a batch
 

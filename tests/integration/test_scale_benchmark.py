@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.scale.measure import Figures, plan_twice
 from benchmarks.scale.models import model_tensors
 from benchmarks.scale.plans import fake_mesh, local_plan, plan_of_rank, sharded_state
-from holdfast.trainer.models.policy import Policy
-from holdfast.trainer.models.structure import decoder_layers
-from holdfast.trainer.session.train_state import Progress, TrainState
+from holdfast.trainer.model.policy import Policy
+from holdfast.trainer.model.structure import decoder_layers
+from holdfast.trainer.state import Progress, TrainState
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.files.model_length import positions
+from holdfast.run.inputs import positions
 
 pytestmark = pytest.mark.engine
 

@@ -12,8 +12,8 @@ from typing import Literal
 import psutil
 import pytest
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
 from tests.forking.commands import Run, shared_commands
 from tests.runs.ports import free_port

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
-from holdfast.orchestrator.evaluation.summary import summary_in
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.evaluation.statistics import summary_in
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S

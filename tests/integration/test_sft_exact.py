@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.config import SftConfig
-from holdfast.shared.config.load import read_toml
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import SftConfig
+from holdfast.config.load import read_toml
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
 from tests.faults.held_steps import held_commit

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.commands.launcher.supervise import ECHO_S
-from holdfast.shared.errors import NOT_SAVED
-from holdfast.shared.files import manifest
-from holdfast.shared.files.journal import STATE_NAME
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.errors import NOT_SAVED
+from holdfast.launcher.supervise import ECHO_S
+from holdfast.run import manifest
+from holdfast.run.journal import STATE_NAME
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.held_steps import ASKED_TO_STOP, NEVER, exists, held_after, held_commit
 from tests.faults.run_states import differing, end_state

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.track.main import main as track
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
+from holdfast.view.trackers.main import main as track
 from tests.conftest import ModelFactory
 from tests.runs.trackers import TrackedDirectory
 from tests.runs.training import SftRun, refused, run_sft, succeeded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from holdfast.shared.chat.tokenizer import Tokenizer
+from holdfast.chat.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.data.row_plan import plan_rows
-from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
+from holdfast.trainer.model.policy import Policy
 
 VOCABULARY = 97
 _BASE = {

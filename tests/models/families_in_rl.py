@@ -23,20 +23,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
 
-from holdfast.commands.launcher.engine_log import engine_failure
-from holdfast.commands.launcher.supervise import error_message
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import HoldfastError
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import InferenceConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import HoldfastError
+from holdfast.launcher.failures import engine_failure
+from holdfast.launcher.supervise import error_message
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import build_policy, predict
-from holdfast.trainer.models.self_check import check_model
-from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
-from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.rl.monitoring.mismatch import LIMITS
-from holdfast.trainer.rl.regularization.kl import k3
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import build_policy, predict
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
+from holdfast.trainer.rl.kl import k3
+from holdfast.trainer.rl.mismatch import LIMITS
 from tests.forking.engines import shared_engines
 from tests.models.families import FAMILIES, Family, write_model
 from tests.pages.families import IN_RL

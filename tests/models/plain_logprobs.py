@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.models.policy import Policy
+from holdfast.trainer.model.policy import Policy
 
 
 def answer_logprob(policy: Policy, sample: Sample) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.trainer.models.layout import Layout
+from holdfast.trainer.model.packing_check import Layout
 from tests.models.families import Family
 
 IN_RL = Path(__file__).parents[1] / "models" / "families_in_rl.json"

@@ -10,16 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.shared.config import (
-    DpoConfig,
-    OrchestratorConfig,
-    RewardTrainingConfig,
-    RlConfig,
-    SftConfig,
-    TrainerConfig,
-)
-from holdfast.shared.config.load import parse_command_line
-from holdfast.shared.config.rl import hand_down_shared
+from holdfast.config import DpoConfig, OrchestratorConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
+from holdfast.config.load import parse_command_line
+from holdfast.config.rl import hand_down_shared
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
@@ -167,8 +160,8 @@ class Checkout:
 
     def _check_reader(self, command: Command) -> None:
         """Check the arguments of `ckpt` or `rollouts`, and that the run that it looks into is there."""
-        from holdfast.commands.ckpt.arguments import parse
-        from holdfast.commands.rollouts.main import parse as parse_rollouts
+        from holdfast.commands.ckpt import parse
+        from holdfast.commands.rollouts import parse as parse_rollouts
 
         arguments = (parse if command.words[0] == "ckpt" else parse_rollouts)(command.words[1:])
         if arguments.command != "import":
@@ -178,16 +171,16 @@ class Checkout:
 
     def _check_report(self, command: Command) -> None:
         """Check the arguments of `report`, and that the runs that it shows are there."""
-        from holdfast.commands.report.main import parse
+        from holdfast.view.report.main import parse
 
         for run in parse(command.words[1:]).runs:
             assert run in self.made, f"{command.where}: {command.line}\nnobody has made {run}"
 
     def _check_environments(self, command: Command) -> None:
         """Check the arguments of `environments`, and that what it checks is there."""
-        from holdfast.commands.environments.main import parse
-        from holdfast.orchestrator.environments import find_environment
-        from holdfast.shared.config.environments import EnvironmentConfig
+        from holdfast.commands.environments import parse
+        from holdfast.config.environments import EnvironmentConfig
+        from holdfast.orchestrator.env.registry import find_environment
 
         arguments = parse(command.words[1:])
         if arguments.command == "check":

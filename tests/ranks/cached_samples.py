@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from holdfast.shared.config.trainer import SftDataConfig
-from holdfast.shared.errors import DataError
-from holdfast.trainer.data import read_samples
+from holdfast.config.training import SftDataConfig
+from holdfast.errors import DataError
+from holdfast.trainer.data import samples as read_samples
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.mesh import Mesh
 from tests.ranks.two import run_on_two_ranks

@@ -22,16 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.shared.config import CkptConfig
-from holdfast.shared.errors import CheckpointError, HoldfastError, Stopped
-from holdfast.shared.remote.uploader import CLOSE_S
-from holdfast.trainer.checkpoints import dcp
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
-from holdfast.trainer.checkpoints.plain_state import ObjectsState
-from holdfast.trainer.checkpoints.storage import LocalStorage
+from holdfast.config import CkptConfig
+from holdfast.errors import CheckpointError, HoldfastError, Stopped
+from holdfast.remote.uploader import CLOSE_S
+from holdfast.trainer.checkpoint import dcp
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.state import ObjectsState
+from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.session.saving import Saver
-from holdfast.trainer.session.stop import StopRequest
+from holdfast.trainer.saving import Saver, StopRequest
 from tests.builders.train_states import NotifyingStorage, copied, held_writes, same
 from tests.ranks.two import run_on_two_ranks
 from tests.runs.processes import HANG_S

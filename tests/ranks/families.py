@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.shared.config.trainer import ParallelConfig, SftDataConfig, TrainedModelConfig
-from holdfast.shared.errors import DataError
+from holdfast.config.training import ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh, join_mesh
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.supervised.step import supervised_step
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.programs.sft import supervised_step
 from tests.models.families import random_samples
 from tests.ranks.two import run_on_two_ranks
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.trainer.checkpoints import weight_sources
+from holdfast.config.training import TrainedModelConfig
+from holdfast.trainer.checkpoint import init_from as weight_sources
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.lora import whole_tensors
-from holdfast.trainer.models.policy import build_policy
+from holdfast.trainer.model.lora import whole_tensors
+from holdfast.trainer.model.policy import build_policy
 from tests.ranks.two import run_on_two_ranks
 
 

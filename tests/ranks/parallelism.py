@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.shared.config import DpoConfig
-from holdfast.shared.config.dpo import PreferenceDataConfig
-from holdfast.shared.config.trainer import OptimConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.config import DpoConfig
+from holdfast.config.preference import PreferenceDataConfig
+from holdfast.config.training import OptimConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
 from holdfast.trainer.mesh import Mesh, join_mesh
-from holdfast.trainer.models.lora import whole_tensors
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.scalar_model import build_scalar_model, score_samples
-from holdfast.trainer.models.self_check import check_model
-from holdfast.trainer.optim.optimizers import build_optimizer, clip_gradients, update_parameters
-from holdfast.trainer.preferences.pairs import Pair
-from holdfast.trainer.preferences.reference import Reference, reference_logprobs
+from holdfast.trainer.model.lora import whole_tensors
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.value_model import build_scalar_model, score_samples
+from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
+from holdfast.trainer.preference.pairs import Pair
+from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
-from holdfast.trainer.supervised.step import supervised_step
+from holdfast.trainer.programs.sft import supervised_step
 from tests.models.families import random_samples
 from tests.ranks.policy_metrics import measured, ragged_samples, statistics_of, taught
 from tests.ranks.two import run_on_ranks

@@ -15,30 +15,25 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast.shared.config.algorithm import PretrainingConfig, UpdatesConfig
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
+from holdfast.config.algorithm import PolicyLossConfig, PretrainingConfig, UpdatesConfig
+from holdfast.config.training import OptimConfig, TrainedModelConfig
 from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.row_files import Rows
+from holdfast.trainer.data.rows import Rows
 from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.decoder import freeze
-from holdfast.trainer.models.layout import PACKED
-from holdfast.trainer.models.logprobs import PLAIN
-from holdfast.trainer.models.policy import build_policy, predict
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.sharding import reshard
-from holdfast.trainer.optim.muon import _orthogonalized
-from holdfast.trainer.optim.optimizers import build_optimizer, update_parameters
-from holdfast.trainer.rl.batches.minibatches import measure_targets, plan_epochs
-from holdfast.trainer.rl.batches.per_token import ADVANTAGE, AGE, SAMPLER_LOGPROB
-from holdfast.trainer.rl.losses.base import PolicyLossInput
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.losses.regularizers import with_distillation_term
-from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
-from holdfast.trainer.rl.policy_step import policy_step
-from holdfast.trainer.rl.pretraining import PretrainingMix
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.decoder import freeze
+from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.logprobs import PLAIN
+from holdfast.trainer.model.packing_check import PACKED
+from holdfast.trainer.model.policy import build_policy, predict
+from holdfast.trainer.optimizer import _orthogonalized, build_optimizer, update_parameters
+from holdfast.trainer.rl.batch import ADVANTAGE, AGE, SAMPLER_LOGPROB, measure_targets, plan_epochs
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_distillation_term
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.replay import PretrainingMix
+from holdfast.trainer.rl.train_step import policy_step
 from tests.builders.policy_inputs import policy_input
 from tests.ranks.two import run_on_two_ranks
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from holdfast.shared.config.trainer import ParallelConfig
+from holdfast.config.training import ParallelConfig
 from holdfast.trainer.mesh import Mesh, join_mesh
 
 _DEADLINE_S = 280.0

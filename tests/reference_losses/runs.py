@@ -15,8 +15,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from holdfast.shared.files.journal import read_batch
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.journal import read_batch
+from holdfast.run.run_dir import RunDir
 from tests.runs.rl import SMALL_BATCH
 from tests.runs.training import SftRun
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.shared.errors import ConfigError
+from holdfast.errors import ConfigError
 
 
 class Faulty(Environment):

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from holdfast import Endpoint, Environment, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.shared.chat.messages import as_dict
+from holdfast.chat.messages import as_dict
+from holdfast.orchestrator.env.reverse_text import ReverseText
 
 NEXT = "again"
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import psutil
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
 from tests.forking.popen import Engine

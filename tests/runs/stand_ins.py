@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.commands.launcher.liveness import Health
-from holdfast.commands.launcher.plan import Healing, Plan
-from holdfast.commands.launcher.restarts import Restarts
-from holdfast.commands.launcher.storage_backoff import StorageBackoff
-from holdfast.commands.launcher.watch import watch
-from holdfast.commands.resume.attempt import Attempt
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import TrainerConfig
+from holdfast.launcher.liveness import Health
+from holdfast.launcher.plan import Healing, Plan, Restarts, StorageBackoff
+from holdfast.launcher.resume.attempt import Attempt
+from holdfast.launcher.watch import watch
+from holdfast.run.run_dir import RunDir
 
 
 class Stands:
@@ -45,7 +43,7 @@ class Stands:
         """
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
-            "from holdfast.shared.process.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
+            "from holdfast.process.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
             "made = lambda name: Path(name).mkdir(parents=True)\n"
         )
         settings = {"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt}

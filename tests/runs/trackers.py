@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.shared.config.tracking import TrackingConfig
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.view import TrackingConfig
+from holdfast.run.run_dir import RunDir
 from tests.forking.trackers import TrackingProcess
 from tests.runs.processes import HANG_S
 

@@ -14,8 +14,8 @@ from typing import IO, Self
 
 import psutil
 
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import at_start
 from tests.runs.processes import command_line
 

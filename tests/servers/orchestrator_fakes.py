@@ -27,13 +27,13 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
+from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.files import durable, journal, manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.wire.arrays import encode_packed
-from holdfast.shared.wire.rollouts import Batch, Rollout
+from holdfast.protocol.rollouts import Batch, Rollout, encode_packed
+from holdfast.run import atomic as durable
+from holdfast.run import journal, manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import weights_digest
 from tests.runs.processes import HANG_S, command_line
 from tests.servers.quick_server import QuickServer
 

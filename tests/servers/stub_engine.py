@@ -27,18 +27,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from holdfast.config import InferenceConfig
+from holdfast.config.base import is_loopback
+from holdfast.errors import ConfigError, DataError, InferenceError, ReadError, is_storage_failure
 from holdfast.inference import main as program
-from holdfast.inference.http.routes import Routes, build_application
+from holdfast.inference.access import Ownership
 from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.ownership import Ownership
 from holdfast.inference.preflight import Preflight
-from holdfast.inference.weights.engine_weights import EngineWeights
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.urls import is_loopback
-from holdfast.shared.errors import ConfigError, DataError, InferenceError, ReadError, is_storage_failure
-from holdfast.shared.process.child import is_ignored
-from holdfast.shared.process.events import report
-from holdfast.shared.wire.inference_api import MODELS_ROUTE, ModelCard, ModelList, Owner
+from holdfast.inference.routes import Routes, build_application
+from holdfast.inference.weights import EngineWeights
+from holdfast.process.child import is_ignored
+from holdfast.process.events import report
+from holdfast.protocol.inference import MODELS_ROUTE, ModelCard, ModelList, Owner
 from tests.servers.stub_sampler import StubSampler
 from tests.servers.stub_weights import Weights
 

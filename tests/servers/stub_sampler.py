@@ -1,6 +1,6 @@
 """The stub engine itself: sequences that are sampled token by token, all of them in one step.
 
-It has what the server asks of vLLM's client (`holdfast.inference.weights.engine_weights`, `Sampler`). It samples
+It has what the server asks of vLLM's client (`holdfast.inference.weights`, `Sampler`). It samples
 between two turns of the event loop, so a pause or a swap of weights never meets it in the middle of a step.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.errors import DataError, ReadError, is_storage_failure
 from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.weights.engine_weights import read_label
-from holdfast.shared.errors import DataError, ReadError, is_storage_failure
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Choice, GenerateRequest, SampledSpan
+from holdfast.inference.weights import read_label
+from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
+from holdfast.protocol.rollouts import Logprobs, TokenIds
 from tests.servers.stub_model import Cache, Floats, Model
 from tests.servers.stub_weights import Weights
 

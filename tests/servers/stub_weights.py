@@ -13,17 +13,20 @@ import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
 
-from holdfast.shared.errors import CheckpointError, DataError
-from holdfast.shared.files.adapter import (
+from holdfast.errors import CheckpointError, DataError
+from holdfast.run.manifest import MANIFEST_NAME, read_manifest, verify
+from holdfast.run.weights import (
     PEFT_PREFIX,
+    WeightsFile,
     adapted_matrices,
+    combined_digest,
     holds_adapter,
     read_base,
     read_scaling,
+    scaling_of,
     tensors_digest,
+    weights_files,
 )
-from holdfast.shared.files.manifest import MANIFEST_NAME, read_manifest, verify
-from holdfast.shared.files.weights_digest import WeightsFile, combined_digest, scaling_of, weights_files
 from tests.servers.stub_model import Floats, Shape
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from holdfast.commands import cli
-from holdfast.shared.files.run_dir import RunDir
+from holdfast import cli
+from holdfast.run.run_dir import RunDir
 from tests.builders.plain_models import write_plain_model
 from tests.conftest import ModelFactory
 from tests.runs.stand_ins import Stands

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from holdfast.inference.request_error import RequestError
-from holdfast.inference.weights.engine_weights import EngineWeights
-from holdfast.shared.wire.inference_api import OTHER_WEIGHTS, Choice, GenerateRequest, GenerateResponse
+from holdfast.inference.access import RequestError
+from holdfast.inference.weights import EngineWeights
+from holdfast.protocol.inference import OTHER_WEIGHTS, Choice, GenerateRequest, GenerateResponse
 
 # What vLLM samples at as asked: it raises lower temperatures in silence, and refuses higher ones.
 _MIN_TEMPERATURE = 0.01

@@ -12,15 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from holdfast.config import InferenceConfig
+from holdfast.config.devices import DeviceType
+from holdfast.config.load import read_toml
+from holdfast.config.resolved import choose_for_engine
+from holdfast.errors import ConfigError
 from holdfast.inference.preflight import Preflight, check
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.by_device import DeviceType
-from holdfast.shared.config.device_defaults import choose_for_engine
-from holdfast.shared.config.load import read_toml
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.run_owner import owner_of
-from holdfast.shared.process.child import (
+from holdfast.process.child import (
+    allow_many_connections,
     available_cores,
     die_with_launcher,
     die_with_parent,
@@ -29,13 +28,13 @@ from holdfast.shared.process.child import (
     set_thread_environment,
     set_up_logging,
 )
-from holdfast.shared.process.descriptors import allow_many_connections
-from holdfast.shared.process.events import report
-from holdfast.shared.process.gpus import require_vllm
-from holdfast.shared.process.heartbeat import start_heartbeat
-from holdfast.shared.process.import_path import leave_out_working_directory, protect_children
-from holdfast.shared.process.scratch import SHORT_HOME, scratch_directory, scratch_name
-from holdfast.shared.wire.inference_api import Owner
+from holdfast.process.events import report
+from holdfast.process.gpus import require_vllm
+from holdfast.process.heartbeat import start_heartbeat
+from holdfast.process.imports import leave_out_working_directory, protect_children
+from holdfast.process.scratch import SHORT_HOME, scratch_directory, scratch_name
+from holdfast.protocol.inference import Owner
+from holdfast.run.run_dir import RunDir, owner_of
 
 # Of a Unix socket's path, with `/` and a UUID behind the directory, and eight random characters in its name.
 _MOST_BYTES_OF_HOME = 107 - 37 - 8
@@ -144,6 +143,7 @@ def set_environment(config: InferenceConfig, device: DeviceType) -> None:
 if __name__ == "__mp_main__":
     # A spawned engine, or a worker of one: before it has imported vLLM, it would wait minutes for a server that died.
     die_with_parent()
+
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])

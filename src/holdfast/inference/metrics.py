@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast.shared.process.clock import BusyClock
+from holdfast.process.heartbeat import BusyClock
 
 
 class ServerMetrics(Collector):

@@ -8,14 +8,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.base import ModelConfig
-from holdfast.shared.config.inference import ServerConfig
-from holdfast.shared.config.urls import is_loopback
-from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.files.model_length import check_max_len
-from holdfast.shared.files.weights_digest import weights_files
-from holdfast.shared.wire.admin_token import read_admin_token
+from holdfast.config import InferenceConfig
+from holdfast.config.base import ModelConfig, is_loopback
+from holdfast.config.inference import ServerConfig
+from holdfast.errors import ConfigError, DataError
+from holdfast.protocol.inference import read_admin_token
+from holdfast.run.inputs import check_max_len
+from holdfast.run.weights import weights_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]

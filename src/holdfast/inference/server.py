@@ -30,11 +30,11 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from holdfast.inference.http.routes import Routes, build_application
-from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.ownership import Ownership
-from holdfast.inference.preflight import Preflight
-from holdfast.inference.vllm_engine import (
+from holdfast.config import InferenceConfig
+from holdfast.config.base import is_loopback
+from holdfast.errors import ConfigError, InferenceError, ReadError, is_storage_failure
+from holdfast.inference.access import Ownership
+from holdfast.inference.engine import (
     VllmSampler,
     build_vllm_app,
     generate_one_token,
@@ -42,14 +42,14 @@ from holdfast.inference.vllm_engine import (
     running_engine,
     vllm_arguments,
 )
-from holdfast.inference.weights.engine_weights import EngineWeights
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.urls import is_loopback
-from holdfast.shared.errors import ConfigError, InferenceError, ReadError, is_storage_failure
-from holdfast.shared.files.manifest import file_digest
-from holdfast.shared.process.child import is_ignored
-from holdfast.shared.process.events import report
-from holdfast.shared.wire.inference_api import Owner
+from holdfast.inference.metrics import ServerMetrics
+from holdfast.inference.preflight import Preflight
+from holdfast.inference.routes import Routes, build_application
+from holdfast.inference.weights import EngineWeights
+from holdfast.process.child import is_ignored
+from holdfast.process.events import report
+from holdfast.protocol.inference import Owner
+from holdfast.run.manifest import file_digest
 
 ENGINE_DIED_EXIT_CODE = 75
 # How vLLM names engine processes that a signal ended.

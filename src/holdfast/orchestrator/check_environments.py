@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.orchestrator.environments import find_class, find_environment, is_built_in, load_levels, require_methods
-from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.environments.tool_use import check_tools
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.registry import find_class, find_environment, is_built_in, load_levels, require_methods
+from holdfast.orchestrator.env.tool_loop import check_tools
 from holdfast.orchestrator.evaluation.online import check_evaluation
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
+from holdfast.process.child import die_with_launcher, run_reporting_errors
 
 
 def check_environments(config: OrchestratorConfig) -> None:

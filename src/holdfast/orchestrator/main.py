@@ -3,6 +3,9 @@
 Consumes published weights and inference servers; produces one journaled batch per optimizer step.
 """
 
+# Merged here, to be said in the docstring above:
+# - run_start: Where a run begins: behind the batches that the journal holds, or behind the newest checkpoint.
+
 from __future__ import annotations
 
 import asyncio
@@ -10,41 +13,87 @@ import gc
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from holdfast.orchestrator.batches.batch_maker import BatchMaker
-from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
-from holdfast.orchestrator.batches.curriculum import adopt_curricula
-from holdfast.orchestrator.batches.environment_mix import adopt_mix
-from holdfast.orchestrator.batches.pipeline import BatchPipeline
-from holdfast.orchestrator.batches.run_start import find_start
-from holdfast.orchestrator.batches.schedule import StrictSchedule
-from holdfast.orchestrator.current_phase import phase
-from holdfast.orchestrator.engines.answers import load_vocab_size
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.environments import load_levels
-from holdfast.orchestrator.environments.calls import place_of
-from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.environments.tool_use import tool_use_of
-from holdfast.orchestrator.environments.watchdog import beating, watching_calls
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.config.load import read_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import CheckpointError, ConfigError, EnvironmentFailure
+from holdfast.orchestrator.batch_maker import BatchMaker
+from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.client.http import load_vocab_size
+from holdfast.orchestrator.curriculum import adopt_curricula, adopt_mix
+from holdfast.orchestrator.env.guard import beating, place_of, watching_calls
+from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.registry import load_levels
+from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.evaluation.online import load_evaluation
-from holdfast.orchestrator.judges.desk import judging
-from holdfast.orchestrator.rollouts.teacher import Teacher, connect_teacher
-from holdfast.orchestrator.rollouts.workers import starting_workers
-from holdfast.orchestrator.task_group import run_until_stopped
-from holdfast.orchestrator.weight_push.directory import DirectoryTransport
-from holdfast.orchestrator.weight_push.push import WeightPusher
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.load import read_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process import events
-from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
-from holdfast.shared.process.clock import FreezeTolerantLoop
-from holdfast.shared.process.descriptors import allow_connections
-from holdfast.shared.process.heartbeat import start_heartbeat
-from holdfast.shared.process.timeline import start_timeline
+from holdfast.orchestrator.judge_client import judging
+from holdfast.orchestrator.pipeline import BatchPipeline, BatchPublisher, StrictSchedule
+from holdfast.orchestrator.state import OrchestratorState, read_state
+from holdfast.orchestrator.tasks import phase, run_until_stopped
+from holdfast.orchestrator.teacher import Teacher, connect_teacher
+from holdfast.orchestrator.weight_sync import DirectoryTransport, WeightPusher
+from holdfast.orchestrator.workers import starting_workers
+from holdfast.process import events
+from holdfast.process.child import allow_connections, die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.heartbeat import FreezeTolerantLoop, start_heartbeat
+from holdfast.run import journal
+from holdfast.run.manifest import verify
+from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import start_timeline
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        trainer_step: the step that the trainer begins after: that of the checkpoint, or 0.
+        state: the orchestrator's state after the last batch that exists.
+    """
+
+    trainer_step: int
+    state: OrchestratorState
+
+
+def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
+    """Return where to begin: after the journal's batches if some follow the checkpoint, else after the checkpoint.
+
+    The trainer trains on the batches that are there, so they are never made again. An orchestrator that
+    is started again in the middle of a run goes by the newest checkpoint, which may be later than
+    `resume_step`: batches before it may be gone.
+
+    Raises:
+        CheckpointError: the state is missing or damaged.
+    """
+    while True:
+        # The trainer may save and prune meanwhile. In this order what follows the newest checkpoint is seen whole.
+        published = set(run_dir.published_batches())
+        trainer_step = max([resume_step or 0, *run_dir.committed_steps()])
+        try:
+            return _start_after(run_dir, trainer_step, published)
+        except (CheckpointError, FileNotFoundError):
+            # A newer checkpoint means that the trainer pruned while we looked: look again.
+            if max(run_dir.committed_steps(), default=0) <= trainer_step:
+                raise
+
+
+def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
+    last = trainer_step
+    # Only without a gap: state N belongs to all batches before it.
+    while last + 1 in published:
+        last += 1
+    if last > trainer_step:
+        verify(run_dir.batch(last))
+        state = read_state(run_dir.batch(last) / journal.STATE_NAME, step=last)
+    elif trainer_step > 0:
+        path = run_dir.checkpoint(trainer_step) / "orchestrator" / journal.STATE_NAME
+        state = read_state(path, step=trainer_step)
+    else:
+        state = OrchestratorState()
+    return Start(trainer_step=trainer_step, state=state)
+
 
 # Of the garbage collector: after so many more objects, after so many times that, and that again; Python's are 700, 10
 # and 10.

@@ -4,11 +4,15 @@
 the same ranks, for Python objects, in which one rank's failure is every rank's: what saves and loads stands on it.
 """
 
+# Merged here, to be said in the docstring above:
+# - sums: Sums over the micro-batches of a step, which stay on the device until they are read.
+# - cuda: CUDA as a rank needs it: there or refused, and computing what the settings say.
+
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -18,10 +22,64 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from holdfast.shared.config.trainer import ParallelConfig
-from holdfast.shared.errors import STORAGE_FAILED, ConfigError, HoldfastError, RankLost, SaveError, is_storage_failure
-from holdfast.shared.process.child import available_cores
-from holdfast.trainer.cuda import require_cuda
+from holdfast.config.training import ParallelConfig
+from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, RankLost, SaveError, is_storage_failure
+from holdfast.process.child import available_cores
+
+
+class Sums:
+    """Sums by name, in float64.
+
+    Args:
+        names: that begin with 0; others begin with their first term.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._sums: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
+
+    def add(self, terms: Mapping[str, Tensor | float]) -> None:
+        """Add numbers, or scalars on a device, which lose their graphs."""
+        for name, term in terms.items():
+            value = term.detach().double() if isinstance(term, Tensor) else term
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def read(self) -> dict[str, float]:
+        """Return all sums, in one transfer from the device."""
+        on_device = {name: value for name, value in self._sums.items() if isinstance(value, Tensor)}
+        moved = dict(zip(on_device, torch.stack(list(on_device.values())).tolist(), strict=True)) if on_device else {}
+        return {name: moved[name] if isinstance(value, Tensor) else value for name, value in self._sums.items()}
+
+
+def require_cuda() -> None:
+    """Check that torch can use a GPU.
+
+    Raises:
+        ConfigError: it cannot, and why.
+    """
+    try:
+        # Not `is_available`, which goes by the driver: whether torch can use what that sees shows here alone.
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver, an old one; a build without CUDA
+        reason = str(error).split(". ")[0]
+        raise ConfigError(
+            f"parallel.device = cuda, but torch finds no GPU here: {reason}. `nvidia-smi` shows what the driver sees; "
+            "with --parallel.device cpu the CPU trains."
+        ) from None
+
+
+def set_numerics(*, deterministic: bool) -> None:
+    """Make float32 products float32 (no TensorFloat-32), and with `deterministic` every result the same each time.
+
+    An operation that has no such algorithm then raises a RuntimeError that names it.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        # Nothing of ours reads what was never written, and filling it takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
 
 T = TypeVar("T")
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.resume.plan import prepare
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import RunDirError
-from holdfast.shared.files import journal, lock
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
+from holdfast.config import TrainerConfig
+from holdfast.config.load import to_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import RunDirError
+from holdfast.launcher.resume.plan import prepare
+from holdfast.protocol.rollouts import Batch, Rollout, VersionSpan
+from holdfast.run import journal, lock
+from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
 from tests.runs.processes import HANG_S
 
@@ -74,7 +74,7 @@ def _start(config: TrainerConfig) -> None:
 def _living_orchestrator(run_dir: RunDir) -> Iterator[None]:
     """Hold its lock, as the command does that has become the orchestrator."""
     code = (
-        "import os, sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "import os, sys; from pathlib import Path; from holdfast.run.run_dir import RunDir\n"
         "RunDir(Path(sys.argv[1])).lock_orchestrator(over_exec=True)\n"
         "os.execv('/bin/sh', ['sh', '-c', 'echo held; exec cat'])"
     )
@@ -177,9 +177,7 @@ def test_a_directory_whose_lock_cannot_be_read_is_not_taken_for_free(monkeypatch
 def test_what_a_killed_holder_has_left_is_named_when_it_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = (
-        "import os, sys; from pathlib import Path; from holdfast.shared.files.lock import take; take(Path(sys.argv[1]))"
-    )
+    program = "import os, sys; from pathlib import Path; from holdfast.run.lock import take; take(Path(sys.argv[1]))"
     program += "; child = os.fork(); print(child, flush=True) if child else None; os.read(0, 1)"
     monkeypatch.undo()
     monkeypatch.setattr(lock, "_DYING_S", 0.2)

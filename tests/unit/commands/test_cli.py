@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands import cli
-from holdfast.commands.launcher.ports import reserve
-from holdfast.shared.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
-from holdfast.shared.config.load import read_toml
-from holdfast.shared.files.run_dir import RunDir
+from holdfast import cli
+from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
+from holdfast.config.load import read_toml
+from holdfast.launcher.engines import reserve
+from holdfast.run.run_dir import RunDir
 from tests.runs.ports import free_port
 
 MODEL = "examples/reverse_text/base"
@@ -118,7 +118,7 @@ def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> Non
 def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.commands.launcher.launch.os.execv", None)  # this process must not become a server
+    monkeypatch.setattr("holdfast.launcher.launch.os.execv", None)  # this process must not become a server
     port = free_port()
     held = reserve("127.0.0.1", port)
     assert held is not None

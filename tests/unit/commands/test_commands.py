@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from holdfast.commands import cli
-from holdfast.shared import config
+from holdfast import cli, config
 from tests.conftest import ROOT
 
 Run = Callable[..., tuple[int, str, str]]
@@ -34,8 +33,8 @@ def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 def test_every_command_is_installed_by_its_own_name_too() -> None:
     scripts = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    expected = {name: f"holdfast.commands.cli:{name.replace('-', '_')}" for name in cli.COMMANDS}
-    assert scripts == {"holdfast": "holdfast.commands.cli:main", **expected}
+    expected = {name: f"holdfast.cli:{name.replace('-', '_')}" for name in cli.COMMANDS}
+    assert scripts == {"holdfast": "holdfast.cli:main", **expected}
 
 
 def test_every_training_program_has_a_command_of_its_name() -> None:
@@ -73,7 +72,7 @@ def test_an_unknown_command_is_told_with_the_nearest(holdfast: Run) -> None:
 
 @pytest.mark.parametrize("name", ["reward-model", "no_such_command", "main_"])
 def test_only_commands_are_functions_of_the_module(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"'holdfast.commands.cli' has no attribute '{name}'"):
+    with pytest.raises(AttributeError, match=f"'holdfast.cli' has no attribute '{name}'"):
         getattr(cli, name)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.installation import correct_wheel_label, is_checkout
+from holdfast.installation import correct_wheel_label, is_checkout
 
 
 def _install(folder: Path, tag: str) -> Path:
@@ -48,7 +48,7 @@ def test_a_label_that_cannot_be_written_is_left_and_told(
     label = _install(tmp_path, "cp26-cp26-linux_x86_64")
     monkeypatch.syspath_prepend(str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.shared.files.durable.write_file", fail)
+        patch.setattr("holdfast.run.atomic.write_file", fail)
         assert not correct_wheel_label("example-wheel")
     assert f"the label of example-wheel in {label} could not be corrected: not yours" in caplog.text
     (label.parent / "RECORD").unlink()

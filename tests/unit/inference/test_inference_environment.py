@@ -14,7 +14,7 @@ _OURS = ("OMP_", "MKL_", "OPENBLAS_", "VLLM_", "HF_HUB", "TORCHDYNAMO", "TOKENIZ
 _SET = """
 import os
 from holdfast.inference.main import set_environment
-from holdfast.shared.config import InferenceConfig
+from holdfast.config import InferenceConfig
 
 before = set(os.environ)
 set_environment(InferenceConfig.model_validate({settings}), {device!r})

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config import InferenceConfig
+from holdfast.config.base import is_loopback
+from holdfast.config.inference import ServerConfig
+from holdfast.config.orchestrator import ClientConfig
+from holdfast.errors import ConfigError, DataError
 from holdfast.inference.main import _read_arguments as read_arguments
 from holdfast.inference.preflight import bind, check, required_token, resolve_model
-from holdfast.orchestrator.engines.http import HttpTransport
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.inference import ServerConfig
-from holdfast.shared.config.orchestrator import ClientConfig
-from holdfast.shared.config.urls import is_loopback
-from holdfast.shared.errors import ConfigError, DataError
+from holdfast.orchestrator.client.http import HttpTransport
 from tests.runs.ports import free_port
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.inference.ownership import Ownership
-from holdfast.inference.request_error import RequestError
-from holdfast.shared.wire.inference_api import Owner
+from holdfast.inference.access import Ownership, RequestError
+from holdfast.protocol.inference import Owner
 
 MINE, OTHER = Owner("mine", "node:/mine"), Owner("other", "node:/other")
 LEASE_S = 90.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.orchestrator.engines import engine, retry
+from holdfast.orchestrator.client import pool as engine
+from holdfast.orchestrator.client import pool as retry
 
 
 @pytest.fixture(autouse=True)

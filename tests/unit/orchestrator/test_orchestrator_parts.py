@@ -12,39 +12,48 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.orchestrator.batches import run_start
-from holdfast.orchestrator.batches.batch_publisher import BatchPublisher
-from holdfast.orchestrator.batches.environment_mix import adopt_mix, integer_weights, next_environment
-from holdfast.orchestrator.batches.metrics import BatchTimes, batch_metrics
-from holdfast.orchestrator.batches.run_start import Start, find_start
-from holdfast.orchestrator.batches.selection import select
-from holdfast.orchestrator.batches.state import OrchestratorState
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.engine import EngineCounts
-from holdfast.orchestrator.environments.calls import place_of, place_of_task
-from holdfast.orchestrator.rollouts.generation_log import GenerationLog, discard_generations
-from holdfast.orchestrator.rollouts.group import Outcome
-from holdfast.orchestrator.seeds import TaskSeed, request_seed
-from holdfast.orchestrator.task_group import SessionSlots
-from holdfast.orchestrator.weight_push.directory import (
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.orchestrator import main as run_start
+from holdfast.orchestrator.batch_maker import select
+from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.client.pool import EngineCounts
+from holdfast.orchestrator.curriculum import adopt_mix, integer_weights, next_environment
+from holdfast.orchestrator.env.guard import place_of, place_of_task
+from holdfast.orchestrator.episodes import Outcome
+from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
+from holdfast.orchestrator.main import Start, find_start
+from holdfast.orchestrator.metrics import BatchTimes, batch_metrics
+from holdfast.orchestrator.pipeline import BatchPublisher
+from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
+from holdfast.orchestrator.tasks import SessionSlots
+from holdfast.orchestrator.weight_sync import (
     DirectoryTransport,
     PublishedDirectory,
+    PublishedWeights,
+    WeightPusher,
     describe_weights,
     wait_for_weights,
 )
-from holdfast.orchestrator.weight_push.push import WeightPusher
-from holdfast.orchestrator.weight_push.transport import PublishedWeights
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
-from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.shared.files import durable, journal, manifest
-from holdfast.shared.files.manifest import MANIFEST_NAME, Manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
-from holdfast.shared.wire.inference_api import Completion, GenerateRequest
-from holdfast.shared.wire.rollouts import Batch, Dropped, Rollout, StepRewards, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.protocol.inference import Completion, GenerateRequest
+from holdfast.protocol.rollouts import (
+    Batch,
+    Dropped,
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    Sampling,
+    StepRewards,
+    TokenIds,
+    VersionSpan,
+)
+from holdfast.run import atomic as durable
+from holdfast.run import journal, manifest
+from holdfast.run.manifest import MANIFEST_NAME, Manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import weights_digest
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
     STOP_TOKEN,
@@ -208,7 +217,7 @@ def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
         durable.remove_directory(run_dir.weights_of(version))
         return describe_weights(run_dir, version)
 
-    monkeypatch.setattr("holdfast.orchestrator.weight_push.directory.describe_weights", take_away)
+    monkeypatch.setattr("holdfast.orchestrator.weight_sync.describe_weights", take_away)
     check = lambda: publish_weights(run_dir, 0, b"one")  # noqa: E731
     found = asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check))
     assert found == describe_weights(run_dir, 0)

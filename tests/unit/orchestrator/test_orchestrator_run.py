@@ -18,25 +18,18 @@ import msgspec
 import pytest
 import tomli_w
 
-from holdfast.commands.resume.superseded import set_aside_after
-from holdfast.orchestrator.batches.state import OrchestratorState, read_state
-from holdfast.orchestrator.environments.interface import Message, Score, Session, Task, TaskSeed
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import STORAGE_FAILED, CheckpointError, ConfigError, InferenceError, is_storage_failure
+from holdfast.launcher.resume.resume_step import set_aside_after
+from holdfast.orchestrator.env.interface import Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.main import _read_config as read_config
 from holdfast.orchestrator.main import orchestrate
-from holdfast.orchestrator.weight_push.directory import describe_weights
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import (
-    STORAGE_FAILED,
-    CheckpointError,
-    ConfigError,
-    InferenceError,
-    is_storage_failure,
-)
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process import heartbeat
-from holdfast.shared.wire.rollouts import Batch
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.orchestrator.state import OrchestratorState, read_state
+from holdfast.orchestrator.weight_sync import describe_weights
+from holdfast.process import heartbeat
+from holdfast.protocol.rollouts import Batch, Sampling
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.runs.two_turns import TwoTurns
 from tests.servers.orchestrator_fakes import (

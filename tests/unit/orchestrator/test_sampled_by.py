@@ -15,14 +15,14 @@ import aiohttp
 import pytest
 from fastapi import HTTPException
 
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.http import HttpTransport, Unavailable, _new_socket
-from holdfast.orchestrator.weight_push.directory import describe_weights
-from holdfast.shared.config.orchestrator import ClientConfig
-from holdfast.shared.errors import InferenceError
-from holdfast.shared.files import journal
-from holdfast.shared.files.manifest import read_manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.orchestrator import ClientConfig
+from holdfast.errors import InferenceError
+from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.client.http import HttpTransport, Unavailable, _new_socket
+from holdfast.orchestrator.weight_sync import describe_weights
+from holdfast.run import journal
+from holdfast.run.manifest import read_manifest
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, serving
 
@@ -156,7 +156,7 @@ def test_a_server_is_owned_by_the_run_and_given_back_at_its_end(tmp_path: Path) 
 @pytest.fixture
 def lively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, RunDir]:
     """Return a server, and a run whose client gives it signs of life without a pause."""
-    monkeypatch.setattr("holdfast.orchestrator.engines.lease._SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr("holdfast.orchestrator.client.pool._SIGN_OF_LIFE_S", 0.01)
     run_dir = RunDir(tmp_path)
     run_dir.create()
     return FakeEngine(version=0, digest="any"), run_dir
@@ -252,14 +252,14 @@ def test_a_machine_that_is_cut_off_is_asked_for_by_the_kernel(monkeypatch: pytes
         await transport.close()
         return options
 
-    monkeypatch.setattr("holdfast.orchestrator.engines.http._new_socket", new_socket)
+    monkeypatch.setattr("holdfast.orchestrator.client.http._new_socket", new_socket)
     engine = FakeEngine()
     with serving(engine):
         assert asyncio.run(options_of(engine.url)) == [1, 30, 10, 6, 90_000, 2]
 
 
 def test_a_frozen_server_is_waited_for_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.orchestrator.engines.http.PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("holdfast.orchestrator.client.http.PROBE_TIMEOUT_S", 0.05)
 
     async def ask(url: str) -> None:
         transport = HttpTransport(ClientConfig(urls=[url], timeout_s=0.05), key="client")

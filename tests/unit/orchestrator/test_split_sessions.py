@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.files import journal
-from holdfast.shared.files.journal import Accepted
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Rollout
-from holdfast.trainer.rl.batches.ledger import check_tasks
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.protocol.rollouts import Rollout
+from holdfast.run import journal
+from holdfast.run.journal import Accepted
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.rl.accounting import check_tasks
 from tests.conftest import BASE
 from tests.models.chat_templates import FORGETFUL
 from tests.servers.orchestrator_fakes import (

@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.orchestrator.rollouts import worker_link, workers
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.wire.rollouts import Batch
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator import workers
+from holdfast.orchestrator import workers as worker_link
+from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import played
@@ -106,7 +107,7 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
 def test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestrator(tmp_path: Path) -> None:
     (tmp_path / "starting.py").write_text(
         "import subprocess\nfrom pathlib import Path\n"
-        "from holdfast.orchestrator.environments.interface import Environment\n"
+        "from holdfast.orchestrator.env.interface import Environment\n"
         "class Starting(Environment):\n    def __init__(self):\n"
         "        started = subprocess.Popen(['sleep', '100000'])\n"
         "        Path('started').write_text(str(started.pid))\n"
@@ -118,8 +119,8 @@ def test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestr
         }
     )
     script = (
-        "import asyncio, os, signal\nfrom holdfast.orchestrator.rollouts.workers import starting_workers\n"
-        "from holdfast.shared.config.orchestrator import OrchestratorConfig\n"
+        "import asyncio, os, signal\nfrom holdfast.orchestrator.workers import starting_workers\n"
+        "from holdfast.config.orchestrator import OrchestratorConfig\n"
         f"config = OrchestratorConfig.model_validate_json({config.model_dump_json()!r})\n"
         "async def main():\n    async with starting_workers(config):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from holdfast.commands.launcher.launch import launch_rl, launch_training
-from holdfast.shared.config import RlConfig, SftConfig
-from holdfast.shared.config.load import parse_command_line
+from holdfast.config import RlConfig, SftConfig
+from holdfast.config.load import parse_command_line
+from holdfast.launcher.launch import launch_rl, launch_training
 from tests.conftest import ROOT
 from tests.pages.documentation import blocks
 from tests.pages.kubernetes import JOB_SET, RAY_JOB

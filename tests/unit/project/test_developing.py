@@ -22,8 +22,8 @@ def test_an_environment_is_a_file_and_a_line(tmp_path: Path) -> None:
         "-c",
         "import asyncio; from types import SimpleNamespace\n"
         "from holdfast import TaskSeed\n"
-        "from holdfast.orchestrator.environments import load_environment\n"
-        "from holdfast.shared.config.environments import EnvironmentConfig\n"
+        "from holdfast.orchestrator.env.registry import load_environment\n"
+        "from holdfast.config.environments import EnvironmentConfig\n"
         "environment = load_environment(EnvironmentConfig(id='sorting', args={'length': 7}), key='environments[0]')\n"
         "task = environment.make_task(TaskSeed(0, 'sorting', 3))\n"
         "sessions = [SimpleNamespace(completion=said) for said in (task.answer, task.prompt[0].content)]\n"
@@ -39,7 +39,7 @@ def test_a_policy_loss_is_a_file_and_a_line(tmp_path: Path) -> None:
         "-c",
         "import torch\n"
         "from holdfast import PolicyLossInput, build_policy_loss\n"
-        "from holdfast.shared.config import TrainerConfig\n"
+        "from holdfast.config import TrainerConfig\n"
         "config = TrainerConfig(loss={'type': 'positive'}).loss\n"
         "logprobs_N = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)\n"
         "ones_N, zeros_N = torch.ones(4), torch.zeros(4)\n"
@@ -59,8 +59,8 @@ def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
     printed = copy.python(
         "-c",
         "from types import SimpleNamespace\n"
-        "from holdfast.shared.config import TrainerConfig\n"
-        "from holdfast.trainer.rl.advantages.build import build_advantage\n"
+        "from holdfast.config import TrainerConfig\n"
+        "from holdfast.trainer.rl.advantages import build_advantage\n"
         "rollouts = [SimpleNamespace(environment='a', total_reward=reward) for reward in (0.0, 1.0, 1.0, 7.0)]\n"
         "print([value * 3 for value in build_advantage(TrainerConfig(advantage='ranks'))([rollouts])[0]])",
     )
@@ -69,7 +69,7 @@ def test_an_advantage_is_a_file_and_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.docs
 def test_a_command_is_a_file_a_line_and_a_floor(tmp_path: Path) -> None:
-    from holdfast.shared.files.run_dir import RunDir
+    from holdfast.run.run_dir import RunDir
 
     copy = Copy(tmp_path / "copy", "Add a command")
     RunDir(tmp_path / "outputs" / "first").create()
@@ -83,7 +83,7 @@ def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
     (name,) = re.findall(r'^ +"([\w/]+)": ', copy.added_lines()[0])
     (row,) = re.findall(r"^\| `([\w/]+)` ", copy.added_lines()[1])
     assert name == row
-    copy.python("-c", "import holdfast.orchestrator.batches.metrics")
+    copy.python("-c", "import holdfast.orchestrator.metrics")
 
 
 @pytest.mark.docs

@@ -16,13 +16,14 @@ import pytest
 import yaml
 from fastapi import Response
 
-from holdfast.commands.launcher import liveness, servers
-from holdfast.commands.launcher import storage_backoff as storage
-from holdfast.shared import errors
-from holdfast.shared.config import InferenceConfig, RlConfig
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.fingerprint import FREE
-from holdfast.shared.files import record_log
+from holdfast import errors
+from holdfast.config import InferenceConfig, RlConfig
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.resolved import FREE
+from holdfast.launcher import engines as servers
+from holdfast.launcher import liveness
+from holdfast.launcher import plan as storage
+from holdfast.run import record_log
 from tests.conftest import BASE, ROOT
 from tests.integration.test_documented_commands import STARTED
 from tests.pages import guarantees
@@ -139,10 +140,10 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
 
 def play(environment: object, index: int, answers: list[str]) -> tuple[object, object]:
     """Play one session in which the policy says `answers`; return its task and the session."""
-    from holdfast.orchestrator.environments.interface import Environment, Session, TaskSeed
-    from holdfast.shared.chat.files import load_tokenizer
-    from holdfast.shared.wire.arrays import Logprobs, TokenIds
-    from holdfast.shared.wire.inference_api import Completion
+    from holdfast.chat.tokenizer import load_tokenizer
+    from holdfast.orchestrator.env.interface import Environment, Session, TaskSeed
+    from holdfast.protocol.inference import Completion
+    from holdfast.protocol.rollouts import Logprobs, TokenIds
 
     assert isinstance(environment, Environment)
     tokenizer = load_tokenizer(str(BASE))
@@ -167,7 +168,7 @@ def scores_of(environment: object, task: object, *sessions: object) -> list[floa
 def test_the_environment_of_the_readme_adds_different_numbers(documented: Checkout) -> None:
     from addition import Addition  # type: ignore[import-not-found]
 
-    from holdfast.orchestrator.environments.interface import TaskSeed
+    from holdfast.orchestrator.env.interface import TaskSeed
 
     tasks = [Addition().make_task(TaskSeed(0, "addition", index)) for index in range(50)]
     sums = [[int(number) for number in task.prompt[0].content.rstrip("=").split("+")] for task in tasks]
@@ -186,8 +187,8 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from shout import Shout  # type: ignore[import-not-found]
     from warmer import Warmer  # type: ignore[import-not-found]
 
-    from holdfast.orchestrator.environments.contract import checked_scores
-    from holdfast.orchestrator.environments.interface import TaskSeed
+    from holdfast.orchestrator.env.guard import checked_scores
+    from holdfast.orchestrator.env.interface import TaskSeed
 
     words = ["yes", "no"]
     for environment, expected in (
@@ -233,7 +234,7 @@ def test_the_judged_environment_of_its_page_asks_and_is_answered(documented: Che
 def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
     from prices import Prices  # type: ignore[import-not-found]
 
-    from holdfast.orchestrator.environments.interface import TaskSeed
+    from holdfast.orchestrator.env.interface import TaskSeed
     from tests.unit.orchestrator.environments.test_environment_tools import called
     from tests.unit.orchestrator.environments.test_environment_tools import play as play_with_tools
 
@@ -250,10 +251,10 @@ def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
 def test_the_harness_of_their_page_asks_twice(documented: Checkout) -> None:
     from asked import Asked  # type: ignore[import-not-found]
 
-    from holdfast.orchestrator.environments.interface import Session, TaskSeed
-    from holdfast.shared.chat.files import load_tokenizer
-    from holdfast.shared.wire.arrays import Logprobs, TokenIds
-    from holdfast.shared.wire.inference_api import Completion
+    from holdfast.chat.tokenizer import load_tokenizer
+    from holdfast.orchestrator.env.interface import Session, TaskSeed
+    from holdfast.protocol.inference import Completion
+    from holdfast.protocol.rollouts import Logprobs, TokenIds
 
     task = Asked().make_task(TaskSeed(0, "documented", 1))
     tokenizer = load_tokenizer(str(BASE))
@@ -279,10 +280,10 @@ def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> No
 
 
 def test_batches_and_logs_are_read_by_the_programs_of_the_journals_page(checkout: Checkout) -> None:
-    from holdfast.shared.files.journal import publish_batch
-    from holdfast.shared.files.record_log import RecordLog
-    from holdfast.shared.files.run_dir import RunDir
-    from holdfast.shared.wire.arrays import Logprobs, TokenIds, encode_packed
+    from holdfast.protocol.rollouts import Logprobs, TokenIds, encode_packed
+    from holdfast.run.journal import publish_batch
+    from holdfast.run.record_log import RecordLog
+    from holdfast.run.run_dir import RunDir
     from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
 
     checkout.save_files(ROOT / "docs" / "journal.md")
@@ -397,8 +398,9 @@ def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
 
 
 def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
-    from holdfast.orchestrator.engines import http, retry
-    from holdfast.orchestrator.environments import watchdog
+    from holdfast.orchestrator.client import http
+    from holdfast.orchestrator.client import pool as retry
+    from holdfast.orchestrator.env import guard as watchdog
 
     page = " ".join(guarantees.PAGE.read_text().split())
     for text in (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.varlen import KERNELS, Kernel
+from holdfast.trainer.model.attention import KERNELS, Kernel
 from tests.gpu import device_checks, run_checks
 from tests.gpu.__main__ import main, table
 from tests.gpu.gpu_place import FIGURES_ENV, Place

@@ -18,9 +18,9 @@ from benchmarks.learning.results import Estimate, Run, read_runs, table, write_r
 from benchmarks.learning.runs import CONTROLS, OVERLAYS
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.config import RlConfig
-from holdfast.shared.config.load import parse_command_line
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.config import RlConfig
+from holdfast.config.load import parse_command_line
 from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import scored_groups
 from tests.conftest import ROOT

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.commands.cli import COMMANDS
+from holdfast.cli import COMMANDS
 from tests.conftest import ROOT
 from tests.pages.documentation import PAGES, links
 

@@ -14,8 +14,8 @@ import pytest
 from pydantic_settings import CliSettingsSource
 
 from docs_tools import links, options
-from holdfast.commands.cli import COMMANDS
-from holdfast.shared.config.fingerprint import FREE
+from holdfast.cli import COMMANDS
+from holdfast.config.resolved import FREE
 from tests.conftest import ROOT
 from tests.pages.documentation import Command
 from tests.pages.runs import Checkout

@@ -1,11 +1,11 @@
-"""The tree of exceptions at the top of `holdfast.shared.errors` is that of the code."""
+"""The tree of exceptions at the top of `holdfast.errors` is that of the code."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from holdfast.shared import errors
+from holdfast import errors
 
 SRC = Path(errors.__file__).parents[2]
 

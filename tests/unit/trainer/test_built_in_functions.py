@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.dpo import PreferenceLossConfig
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.shared.config.registry import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
-from holdfast.shared.user_functions import load_built_in
+from holdfast.config import TrainerConfig
+from holdfast.config.algorithm import PolicyLossConfig
+from holdfast.config.base import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
+from holdfast.config.preference import PreferenceLossConfig
+from holdfast.process.imports import load_built_in
 from tests.conftest import ROOT
 
 TABLES = {

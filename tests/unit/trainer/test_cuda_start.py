@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.gpus import TorchBuild, torch_build
-from holdfast.trainer.cuda import set_numerics
+from holdfast.process.gpus import TorchBuild, torch_build
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.mesh import set_numerics
 from tests.builders.nvml import loading, machine
 from tests.conftest import ModelFactory
 from tests.forking.commands import shared_commands

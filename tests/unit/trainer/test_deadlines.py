@@ -14,17 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.config import TrainerConfig
+from holdfast.config.training import ParallelConfig, TrainedModelConfig
+from holdfast.errors import STUCK, ConfigError, InferenceError
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.trainer import ParallelConfig, TrainedModelConfig
-from holdfast.shared.errors import STUCK, ConfigError, InferenceError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.heartbeat import start_heartbeat
+from holdfast.process.heartbeat import start_heartbeat
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh, open_mesh
-from holdfast.trainer.models.policy import build_policy, predict
+from holdfast.trainer.model.policy import build_policy, predict
 from holdfast.trainer.programs import rl
-from holdfast.trainer.session.measurements import Stopwatch
+from holdfast.trainer.session import Stopwatch
 from tests.conftest import ModelFactory
 from tests.faults.rl_trainers import STEPS, Trainers, make_journal, run_trainer
 from tests.runs.ports import free_port
@@ -126,7 +126,7 @@ _RANKS = """
 import os, sys, time
 from pathlib import Path
 from holdfast.trainer.mesh import open_mesh
-from holdfast.shared.config.trainer import ParallelConfig
+from holdfast.config.training import ParallelConfig
 
 folder, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
 rank = 1 if os.fork() == 0 else 0

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.files.adapter import adapted_matrices
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.run.weights import adapted_matrices
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.lora import adapter_parameters, whole_tensors
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.self_check import check_model
-from holdfast.trainer.models.varlen import KERNELS, Kernel
+from holdfast.trainer.model.attention import KERNELS, Kernel
+from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import Policy, build_policy
 from tests.conftest import ROOT
 from tests.models.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
 from tests.models.per_sample import PerSample

@@ -22,28 +22,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from holdfast.shared.config import DpoConfig, RewardTrainingConfig
-from holdfast.shared.config.algorithm import CriticConfig
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.shared.config.trainer import SftDataConfig
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config import DpoConfig, RewardTrainingConfig
+from holdfast.config.algorithm import CriticConfig, PolicyLossConfig
+from holdfast.config.training import SftDataConfig
+from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
-from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, predict
-from holdfast.trainer.models.scalar_model import ScalarModel
-from holdfast.trainer.models.truncation import SamplingByToken
-from holdfast.trainer.models.varlen import KERNELS
-from holdfast.trainer.preferences.kto import KtoObjective
-from holdfast.trainer.preferences.labelled import LabelledAnswer
-from holdfast.trainer.preferences.pairs import Pair
-from holdfast.trainer.preferences.reference import Reference, reference_logprobs
+from holdfast.trainer.mesh import Mesh, Sums
+from holdfast.trainer.model.attention import KERNELS
+from holdfast.trainer.model.logprobs import Reading, SamplingByToken
+from holdfast.trainer.model.policy import Policy, predict
+from holdfast.trainer.model.value_model import ScalarModel
+from holdfast.trainer.preference.kto import KtoObjective, LabelledAnswer
+from holdfast.trainer.preference.pairs import Pair
+from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import reward_objective
-from holdfast.trainer.rl.auxiliary_models import critic as critic_module
-from holdfast.trainer.rl.auxiliary_models.critic import Critic
-from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets
-from holdfast.trainer.rl.batches.per_token import (
+from holdfast.trainer.programs.sft import supervised_step
+from holdfast.trainer.rl import auxiliary_models as critic_module
+from holdfast.trainer.rl.auxiliary_models import Critic
+from holdfast.trainer.rl.batch import (
     ADVANTAGE,
     AGE,
     OLD_LOGPROB,
@@ -52,12 +49,12 @@ from holdfast.trainer.rl.batches.per_token import (
     SAMPLER_LOGPROB,
     SAMPLING,
     VALUE,
+    Minibatch,
+    measure_targets,
 )
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
-from holdfast.trainer.rl.policy_step import policy_step
-from holdfast.trainer.sums import Sums
-from holdfast.trainer.supervised.step import supervised_step
+from holdfast.trainer.rl.losses import build_policy_loss
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.train_step import policy_step
 
 META = torch.device("meta")
 LENGTHS = (9, 4, 12, 7, 3)

@@ -14,16 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.commands.launcher import nodes as module
-from holdfast.commands.launcher.meeting import Meeting, free_port
-from holdfast.commands.launcher.node_words import Part
-from holdfast.commands.launcher.nodes import NodeGroup
-from holdfast.commands.resume.attempt import Attempt
-from holdfast.shared.config import SftConfig
-from holdfast.shared.config.trainer import OptimConfig, ParallelConfig
-from holdfast.shared.errors import ConfigError, NodeLost, ProcessDied
-from holdfast.shared.files.lock import Holder
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import SftConfig
+from holdfast.config.training import OptimConfig, ParallelConfig
+from holdfast.errors import ConfigError, NodeLost, ProcessDied
+from holdfast.launcher import rendezvous as module
+from holdfast.launcher.node_checks import Part
+from holdfast.launcher.rendezvous import Meeting, NodeGroup, free_port
+from holdfast.launcher.resume.attempt import Attempt
+from holdfast.run.lock import Holder
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 
 PAUSE_S = 0.02
@@ -82,7 +81,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setattr("holdfast.commands.launcher.meeting._PERIOD_S", 0.02)
+    monkeypatch.setattr("holdfast.launcher.rendezvous._PERIOD_S", 0.02)
     made = Nodes(tmp_path / "run")
     yield made
     made.end()
@@ -315,7 +314,7 @@ def test_who_must_lead_and_cannot_is_refused(nodes: Nodes, monkeypatch: pytest.M
     nodes.group()
     with pytest.raises(ConfigError, match=r"nodes cannot meet at localhost:.* Choose a free port of this machine"):
         nodes.group(rank=0)
-    monkeypatch.setattr("holdfast.commands.launcher.meeting._STORE_S", 0.5)
+    monkeypatch.setattr("holdfast.launcher.rendezvous._STORE_S", 0.5)
     nowhere = "no.such.host.invalid"
     with pytest.raises(ConfigError, match=rf"nodes cannot meet at {nowhere}:\d+: this machine knows no '{nowhere}'\. "):
         nodes.group(rank=0, parallel={"rdzv_endpoint": f"{nowhere}:{nodes.port}"})

@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.shared.config.trainer import ParallelConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.trainer.nodes import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, Store, meeting_point, node_rank
-from holdfast.trainer.session.stop import StopRequest
+from holdfast.config.training import ParallelConfig
+from holdfast.errors import ConfigError
+from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, Store, meeting_point, node_rank
+from holdfast.trainer.saving import StopRequest
 from tests.runs.processes import HANG_S
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.orchestrator.environments import find_environment, is_built_in
-from holdfast.orchestrator.environments.tool_use import check_tools
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.orchestrator.env.registry import find_environment, is_built_in
+from holdfast.orchestrator.env.tool_loop import check_tools
 from holdfast.orchestrator.evaluation.main import load_tasks
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.process.child import die_with_launcher, run_reporting_errors
+from holdfast.process.child import die_with_launcher, run_reporting_errors
 
 
 def check(config: EvaluateConfig) -> None:

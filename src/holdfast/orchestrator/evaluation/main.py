@@ -12,34 +12,34 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
-from holdfast.orchestrator.engines.answers import load_vocab_size
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.fixed_weights import adopt_served_weights
-from holdfast.orchestrator.environments.watchdog import watching_calls
-from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
-from holdfast.orchestrator.evaluation.tasks import (
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import read_toml
+from holdfast.config.orchestrator import OrchestratorConfig, ServersConfig
+from holdfast.errors import ConfigError
+from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.client.http import load_vocab_size
+from holdfast.orchestrator.env.guard import watching_calls
+from holdfast.orchestrator.episodes import Sampler
+from holdfast.orchestrator.evaluation.evaluator import (
     HeldOutTasks,
+    Policy,
     count_tasks,
+    evaluate,
     group_config,
     load_environments,
     refuse_training_tasks,
     settings_of_run,
     sizes_of,
 )
-from holdfast.orchestrator.judges.desk import judging
-from holdfast.orchestrator.rollouts.generation_log import GenerationLog
-from holdfast.orchestrator.rollouts.sampler import Sampler
-from holdfast.orchestrator.rollouts.workers import Workers, starting_workers
-from holdfast.orchestrator.task_group import run_until_stopped
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.config.load import read_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig, ServersConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.child import die_with_launcher, run_reporting_errors, set_up_logging
-from holdfast.shared.process.descriptors import allow_connections
-from holdfast.shared.process.events import report
+from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.judge_client import judging
+from holdfast.orchestrator.tasks import run_until_stopped
+from holdfast.orchestrator.teacher import adopt_served_weights
+from holdfast.orchestrator.workers import Workers, starting_workers
+from holdfast.process.child import allow_connections, die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.events import report
+from holdfast.run.run_dir import RunDir
 
 
 async def run(config: EvaluateConfig) -> None:

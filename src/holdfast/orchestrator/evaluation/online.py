@@ -12,36 +12,32 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.environments import find_environment, is_built_in, load_environment
-from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
-from holdfast.orchestrator.evaluation.evaluator import Policy, evaluate
-from holdfast.orchestrator.evaluation.results import claim_directory
-from holdfast.orchestrator.evaluation.tasks import (
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.orchestrator import EvalConfig, EvaluationSamplingConfig, OrchestratorConfig, check_sections
+from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.registry import find_environment, is_built_in, load_environment
+from holdfast.orchestrator.env.tool_loop import check_tools, tool_use_of
+from holdfast.orchestrator.episodes import Sampler
+from holdfast.orchestrator.evaluation.evaluator import (
     HeldOutTasks,
+    Policy,
     count_tasks,
+    evaluate,
     group_config,
     held_out_sections,
     load_environments,
     refuse_training_tasks,
     sizes_of,
 )
-from holdfast.orchestrator.rollouts.generation_log import GenerationLog
-from holdfast.orchestrator.rollouts.sampler import Sampler
-from holdfast.orchestrator.rollouts.workers import Workers, starting_workers
-from holdfast.orchestrator.weight_push.transport import PublishedWeights
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.orchestrator import (
-    EvalConfig,
-    EvaluationSamplingConfig,
-    OrchestratorConfig,
-    check_sections,
-)
-from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.events import report
+from holdfast.orchestrator.evaluation.results import claim_directory
+from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.weight_sync import PublishedWeights
+from holdfast.orchestrator.workers import Workers, starting_workers
+from holdfast.process.events import report
+from holdfast.run.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
 _KEY = "eval.environments"

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.shared.errors import ConfigError, DataError, RunDirError
-from holdfast.shared.files import durable
+from holdfast.errors import ConfigError, DataError, RunDirError
+from holdfast.run import atomic as durable
 
 ROLLOUTS_NAME = "rollouts.jsonl"
 IDENTITY_NAME = "evaluation.json"

@@ -5,31 +5,54 @@ samples do not depend on how many cores or ranks there were. Only a few chunks a
 be used ends it; of several the first is reported.
 """
 
+# Merged here, to be said in the docstring above:
+# - sample_table: Samples in an Arrow file that is mapped into memory: what is read is what is used, and nothing else is held.
+# - token_cache: Tokenised data, kept on disk: made once, by one process on all its cores, and mapped into memory ever after.
+
 from __future__ import annotations
 
+import datetime
+import fcntl
+import importlib.metadata
+import inspect
+import json
 import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import sys
 import time
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import overload
 
+import msgspec
 import numpy as np
+import pyarrow as pa
+import xxhash
 
-from holdfast.shared.chat.masking import Encoded
-from holdfast.shared.errors import DataError, ProcessDied
-from holdfast.shared.process.child import available_cores, die_with_parent
-from holdfast.shared.process.events import report
+from holdfast.chat import masking, messages, template
+from holdfast.chat import tokenizer as chat_tokenizer
+from holdfast.chat.masking import Encoded
+from holdfast.config.training import SftDataConfig
+from holdfast.errors import DataError, ProcessDied
+from holdfast.process.child import available_cores, die_with_parent
+from holdfast.process.events import report
+from holdfast.run import atomic as durable
+from holdfast.trainer.data import rows as row_files
+from holdfast.trainer.data import rows as row_formats
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.row_files import Row, Rows
+from holdfast.trainer.data.rows import Format, Row, Rows, hub_fingerprint
 from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
@@ -271,3 +294,326 @@ class _Progress:
         if self._is_reported and now - self._last >= _REPORT_S:
             self._last = now
             report("tokenising", rows=f"{self._done:,} of {self._total:,}")
+
+
+UNTRAINED = np.iinfo(np.int32).max
+"""In place of the first trained token of a sample that has none."""
+
+_SCHEMA = pa.schema({"token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "value": pa.float64()})
+
+
+def write_chunk(writer: pa.ipc.RecordBatchFileWriter, chunk: Chunk) -> None:
+    """Append the samples of a chunk."""
+    borders = pa.array(np.concatenate([[0], np.cumsum(chunk.lengths)]), type=pa.int32())
+    ids = pa.ListArray.from_arrays(borders, pa.array(chunk.ids, type=pa.int32()))
+    mask = pa.ListArray.from_arrays(borders, pa.array(chunk.mask.view(np.uint8), type=pa.uint8()))
+    values = pa.array(chunk.values, type=pa.float64())
+    writer.write_batch(pa.record_batch([ids, mask, values], schema=_SCHEMA))
+
+
+def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
+    """Return what writes a new table to `path`; it and its file are complete once it is closed."""
+    return pa.ipc.new_file(str(path), _SCHEMA)
+
+
+class _Samples(Sequence[Sample], ABC):
+    """What numbers and slices mean in a sequence of samples that are made when they are asked for."""
+
+    @abstractmethod
+    def _at(self, place: int) -> Sample:
+        """Return the sample at `place`, from 0 on."""
+
+    @overload
+    def __getitem__(self, place: int) -> Sample: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Sample]: ...
+    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
+        # IndexError behind the end, and from the end where it is negative.
+        found = range(len(self))[place]
+        return self._at(found) if isinstance(found, int) else [self._at(number) for number in found]
+
+
+class SampleTable(_Samples):
+    """The samples of a file, in order; their arrays are parts of it and cannot be written to.
+
+    Attributes:
+        lengths: tokens of each, int32.
+        first_targets: place of the first token of each that is trained, int32; `UNTRAINED` without one.
+
+    Raises:
+        OSError: (making it) the file cannot be read, or is no such table (`pyarrow.ArrowInvalid`, a ValueError).
+    """
+
+    def __init__(self, path: Path) -> None:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        if reader.schema != _SCHEMA:
+            raise pa.ArrowInvalid(f"{path} has other columns: {reader.schema.names}")
+        # Of each batch: borders of its samples, and the tokens, masks and values of all of them.
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        firsts: list[np.ndarray] = []
+        for number in range(reader.num_record_batches):
+            ids, mask, values = reader.get_batch(number).columns
+            borders = ids.offsets.to_numpy()
+            loss_mask = mask.values.to_numpy().view(bool)
+            self._parts.append((borders, ids.values.to_numpy(), loss_mask, values.to_numpy()))
+            firsts.append(_first_targets(borders, loss_mask))
+        counts = [len(borders) - 1 for borders, *_ in self._parts]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        nothing = np.zeros(0, dtype=np.int32)
+        self.lengths = np.concatenate([nothing, *(np.diff(borders) for borders, *_ in self._parts)])
+        self.first_targets = np.concatenate([nothing, *firsts])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _at(self, place: int) -> Sample:
+        part = int(np.searchsorted(self._ends, place, side="right"))
+        borders, ids, mask, values = self._parts[part]
+        own = place - (int(self._ends[part]) - len(values))
+        start, end = borders[own], borders[own + 1]
+        return Sample(ids[start:end], mask[start:end], value=float(values[own]))
+
+
+class ChosenSamples(_Samples):
+    """Some of the samples of a sequence, each cut to a length.
+
+    Args:
+        places: which, in order.
+        most: tokens of each at most.
+    """
+
+    def __init__(self, samples: Sequence[Sample], places: np.ndarray, *, most: int) -> None:
+        self._samples = samples
+        self._places = places
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _at(self, place: int) -> Sample:
+        sample = self._samples[int(self._places[place])]
+        return sample if len(sample.token_ids) <= self._most else sample.cut(self._most)
+
+
+def sizes_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Return length and first trained place of each, as `SampleTable` has them."""
+    if isinstance(samples, SampleTable):
+        return samples.lengths, samples.first_targets
+    lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int32)
+    borders = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.concatenate([np.zeros(0, dtype=bool), *(sample.loss_mask for sample in samples)])
+    return lengths, _first_targets(borders, mask)
+
+
+def _first_targets(borders: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the place of the first trained token of each sample; the first token of a sample is never trained."""
+    trained = mask.copy()
+    starts = borders[:-1][np.diff(borders) > 0]
+    trained[starts] = False
+    places = np.append(np.flatnonzero(trained), len(mask))
+    nearest = places[np.searchsorted(places, borders[:-1])]
+    return np.where(nearest < borders[1:], nearest - borders[:-1], UNTRAINED).astype(np.int32)
+
+
+def chunks_to_file(path: Path, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Write chunks to a new table as they come; yield each when it is written."""
+    with open_writer(path) as writer:
+        for chunk in chunks:
+            write_chunk(writer, chunk)
+            yield chunk
+
+
+_CACHE_ENV = "HOLDFAST_CACHE"
+_SAMPLES, _ABOUT = "samples.arrow", "about.json"
+_BLOCK_BYTES = 1 << 24
+# What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
+_CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
+_LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a directory of the cache holds, beside the samples.
+
+    Attributes:
+        digest: xxh3-128 of the file of samples and of what is said here.
+        format: place among the formats that were looked for.
+        rows: of the data.
+        remarks: what is in the data and not in the tokens, and in how many rows.
+    """
+
+    digest: str
+    format: int
+    rows: int
+    remarks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class CachedSamples:
+    """The samples of a dataset, from the cache."""
+
+    samples: SampleTable
+    about: About
+    directory: Path
+
+
+def cache_directory(config: SftDataConfig) -> Path | None:
+    """Return where tokenised data lies; None where it is not to be kept.
+
+    Raises:
+        RuntimeError: it is under the home directory of a user who has none.
+    """
+    if config.cache_dir == "":
+        return None
+    default = os.environ.get(_CACHE_ENV) or "~/.cache/holdfast"
+    return Path(config.cache_dir or f"{default}/tokenised").expanduser()
+
+
+def cache_key(
+    config: SftDataConfig,
+    tokenizer: chat_tokenizer.Tokenizer,
+    formats: Sequence[Format],
+    made_by: Callable[..., object],
+) -> str:
+    """Return the name of the directory for this data, tokenizer, code and these settings.
+
+    Args:
+        made_by: what makes samples of a row; its module is part of the code.
+
+    Raises:
+        DataError: the dataset is one of a hub, and cannot be had.
+    """
+    depends = {
+        "content": _content_of_data(config),
+        "split": config.split,
+        "train_on": config.train_on,
+        # A row that is too long is an error where it is made into tokens.
+        "seq_len": config.seq_len if config.too_long == "error" else None,
+        "formats": [form.name for form in formats],
+        "tokenizer": tokenizer.identity(),
+        "code": [_digest_of_file(Path(file)) for file in (*map(inspect.getfile, _CODE), inspect.getfile(made_by))],
+        "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
+    }
+    if "strftime_now" in str(depends["tokenizer"]):
+        depends["date"] = datetime.date.today().isoformat()  # such a template writes other prompts tomorrow
+    return xxhash.xxh3_128(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+
+
+def open_cached(directory: Path, *, verify: bool, is_said: bool = False) -> CachedSamples | None:
+    """Return what a directory of the cache holds; None where it is not there, or damaged.
+
+    Args:
+        verify: read all bytes and compare their digest, before any of them is taken for what it says.
+        is_said: say that it is damaged, and made again.
+    """
+    try:
+        about = msgspec.json.decode((directory / _ABOUT).read_bytes(), type=About)
+        if verify and _digest_of_cached(directory / _SAMPLES, about) != about.digest:
+            raise ValueError("its bytes are not those that were written")
+        return CachedSamples(SampleTable(directory / _SAMPLES), about, directory)
+    except (FileNotFoundError, NotADirectoryError):
+        if not directory.exists():
+            return None
+        reason = "a file is missing"
+    # msgspec's and Arrow's errors are ValueErrors.
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    if is_said:
+        report(f"WARNING: the tokenised data in {directory} is damaged ({reason}) and is made again")
+    return None
+
+
+def make_cached(
+    directory: Path, chunks: Iterator[Chunk], *, format_place: int, is_current: Callable[[], bool]
+) -> Iterator[Chunk]:
+    """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written.
+
+    Args:
+        is_current: asked at the end whether the data is still what the name says; if not, nothing is kept.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    # Its workers are forked by now: one that inherits the lock could hold it for longer than this process lives.
+    begun = list(islice(chunks, 1))
+    durable.make_directory(directory.parent)
+    with _own_temporary(directory) as temporary:
+        rows, remarks = 0, dict[str, int]()
+        for chunk in chunks_to_file(temporary / _SAMPLES, chain(begun, chunks)):
+            rows += chunk.num_rows
+            for remark, count in chunk.remarks.items():
+                remarks[remark] = remarks.get(remark, 0) + count
+            yield chunk
+        about = About("", format_place, rows, remarks)
+        about = msgspec.structs.replace(about, digest=_digest_of_cached(temporary / _SAMPLES, about))
+        (temporary / _ABOUT).write_bytes(msgspec.json.encode(about))
+        if not is_current() or open_cached(directory, verify=True) is not None:
+            return  # what was read may be something else; or another run was faster, with the same bytes
+        if directory.exists():
+            durable.remove_directory(directory)
+        try:
+            durable.publish_directory(temporary, directory)
+        except OSError:
+            if not (directory / _ABOUT).is_file():  # else another run was faster after all
+                raise
+
+
+@contextmanager
+def _own_temporary(directory: Path) -> Iterator[Path]:
+    """Give a new directory beside `directory`, which nobody takes for left behind while this process lives."""
+    _clear_left_behind(directory.parent)
+    temporary = durable.temporary_sibling(directory)
+    temporary.mkdir()
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor)
+        yield temporary
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_left_behind(parent: Path) -> None:
+    """Remove what killed processes left half made."""
+    for path in parent.glob(f"{durable.TEMPORARY_PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # another process removed it first
+        try:
+            if _lock(descriptor):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a directory; return whether nobody else had."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else's, or a filesystem without locks, where nothing is cleared
+        return False
+    return True
+
+
+def _content_of_data(config: SftDataConfig) -> str:
+    """Return what tells the rows of a dataset: a digest of a file, or of all files of a directory, or the revision."""
+    path = Path(config.name)
+    if path.is_file():
+        return f"{''.join(path.suffixes[-2:])} {_digest_of_file(path)}"
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return json.dumps([(str(file.relative_to(path)), _digest_of_file(file)) for file in files])
+    return f"hub {config.name} {hub_fingerprint(config.name, split=config.split)}"
+
+
+def _digest_of_cached(samples: Path, about: About) -> str:
+    said = msgspec.json.encode(msgspec.structs.replace(about, digest=""), order="sorted")
+    return _digest_of_file(samples, begin=said)
+
+
+def _digest_of_file(path: Path, *, begin: bytes = b"") -> str:
+    digest = xxhash.xxh3_128(begin)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

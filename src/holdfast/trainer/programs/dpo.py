@@ -1,7 +1,7 @@
 """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`.
 
 The loss compares what the policy and a frozen reference say about both sides of a pair, or (KTO) about one
-answer; the loop over them is in `holdfast.trainer.preferences.training`.
+answer; the loop over them is in `holdfast.trainer.preference.training`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import DpoConfig
-from holdfast.shared.process.events import report
+from holdfast.config import DpoConfig
+from holdfast.process.events import report
 from holdfast.trainer.data.packing import to_device
-from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.preferences.kto import KtoObjective
-from holdfast.trainer.preferences.labelled import load_answers
-from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.preferences.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
-from holdfast.trainer.preferences.reference import Reference, other_reference, predict_pairs, start_reference
-from holdfast.trainer.preferences.training import Objective, PairObjective, train_on_preferences
-from holdfast.trainer.session.session import start_program, start_session
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.preference.kto import KtoObjective, load_answers
+from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
+from holdfast.trainer.preference.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.reference import Reference, other_reference, predict_pairs, start_reference
+from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
+from holdfast.trainer.session import start_program, start_session
 
 _log = logging.getLogger("trainer")
 

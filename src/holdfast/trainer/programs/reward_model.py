@@ -1,7 +1,7 @@
 """Reward model training: `uv run reward-model @ configs/reverse_text/reward_model.toml`.
 
 The decoder of a language model and a new head learn to score the chosen side of a pair above the
-rejected one, each at its last token; the loop over the pairs is in `holdfast.trainer.preferences.training`.
+rejected one, each at its last token; the loop over the pairs is in `holdfast.trainer.preference.training`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import RewardTrainingConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.process.events import report
+from holdfast.config import RewardTrainingConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.process.events import report
 from holdfast.trainer.data.packing import Sample, to_device
-from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
-from holdfast.trainer.preferences.losses import reward_loss
-from holdfast.trainer.preferences.pairs import Pair, fingerprint_preferences, load_pairs, split_preferences
-from holdfast.trainer.preferences.training import PairObjective, train_on_preferences
-from holdfast.trainer.session.session import Build, start_program, start_session
+from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
+from holdfast.trainer.preference.losses import reward_loss
+from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.training import PairObjective, train_on_preferences
+from holdfast.trainer.session import Build, start_program, start_session
 
 _log = logging.getLogger("trainer")
 

@@ -11,28 +11,26 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.rl_trainer import JournalConfig
-from holdfast.shared.errors import WaitedInVain
-from holdfast.shared.files.journal import read_batch, wait_for
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.events import report
-from holdfast.shared.process.heartbeat import does
+from holdfast.config import TrainerConfig
+from holdfast.config.rl_trainer import JournalConfig
+from holdfast.errors import WaitedInVain
+from holdfast.process.events import report
+from holdfast.process.heartbeat import does
+from holdfast.run.journal import read_batch, wait_for
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.samples import check_same_tokens
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.rl.auxiliary_models.ema import Ema
-from holdfast.trainer.rl.batches.ledger import Ledger
-from holdfast.trainer.rl.batches.provenance import check_provenance
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.rl.accounting import Ledger, check_provenance
+from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.rl.components import RlComponents
-from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.monitoring.alerts import Alerts
-from holdfast.trainer.rl.monitoring.canary import measure_canary
-from holdfast.trainer.rl.pretraining import PretrainingMix
-from holdfast.trainer.session.measurements import Stopwatch, step_metrics
-from holdfast.trainer.session.session import Session, start_program, start_session
-from holdfast.trainer.session.stop import STOP_REQUEST
+from holdfast.trainer.rl.metrics import Alerts
+from holdfast.trainer.rl.mismatch import measure_canary
+from holdfast.trainer.rl.replay import PretrainingMix
+from holdfast.trainer.rl.train_step import Learner
+from holdfast.trainer.saving import STOP_REQUEST
+from holdfast.trainer.session import Session, Stopwatch, start_program, start_session, step_metrics
 
 
 def run(config: TrainerConfig) -> None:

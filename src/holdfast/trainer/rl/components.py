@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.files.checkpoints import TRAINER_DIR
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.events import report
-from holdfast.trainer.checkpoints.commit import Attachment
-from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.config import TrainerConfig
+from holdfast.errors import DataError
+from holdfast.process.events import report
+from holdfast.run.checkpoints import TRAINER_DIR
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.commit import Attachment
+from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.decoder import freeze
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.self_check import check_model
-from holdfast.trainer.rl.auxiliary_models.critic import Critic
-from holdfast.trainer.rl.auxiliary_models.ema import Ema
-from holdfast.trainer.rl.auxiliary_models.reference import FollowingModel, FrozenModel
-from holdfast.trainer.rl.batches.replay import ReplayBuffer
-from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient, KlCoefficient
-from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from holdfast.trainer.rl.rewards.running_moments import RunningMoments
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.decoder import freeze
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FollowingModel, FrozenModel, RewardModel
+from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
+from holdfast.trainer.rl.replay import ReplayBuffer
+from holdfast.trainer.rl.rewards import RunningMoments
 
 _REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.tables import Grid, Report, age, size
-from holdfast.shared.config import SftConfig
-from holdfast.shared.config.load import to_toml
-from holdfast.shared.files import manifest
-from holdfast.shared.files.metrics import MetricsWriter, read_metrics
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import SftConfig
+from holdfast.config.load import to_toml
+from holdfast.run import manifest
+from holdfast.run.metrics import MetricsWriter, read_metrics
+from holdfast.run.run_dir import RunDir
+from holdfast.view.tables import Grid, Report, age, size
 from tests.builders.checkpoint_files import commit, write_weights
 
 Ckpt = Callable[..., tuple[int, str, str]]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.ckpt.tensor_work import TensorWorkFailed, tensor_work
-from holdfast.shared.errors import STORAGE_FAILED, CheckpointError
+from holdfast.commands.ckpt_dirs import TensorWorkFailed, tensor_work
+from holdfast.errors import STORAGE_FAILED, CheckpointError
 
 
 def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +28,7 @@ def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.Captur
 
 def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
     code = (
-        "import ctypes\nfrom holdfast.commands.ckpt.tensor_work import tensor_work\n"
+        "import ctypes\nfrom holdfast.commands.ckpt_dirs import tensor_work\n"
         "with tensor_work('reading'):\n    ctypes.CDLL(None).printf(b'from C')\nprint('{}')\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
@@ -63,7 +63,7 @@ def test_ctrl_c_is_no_error_of_the_work() -> None:
 def test_files_of_the_user_do_not_replace_those_of_torch(tmp_path: Path) -> None:
     for name in ("torch", "random", "safetensors"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user was imported')\n")
-    code = "import sys; sys.path.pop(0); from holdfast.commands.cli import ckpt; ckpt()"
+    code = "import sys; sys.path.pop(0); from holdfast.cli import ckpt; ckpt()"
     argv = [sys.executable, "-c", code, "import", "model.safetensors", "--to", "out", "--output-dir", "."]
     (tmp_path / "model.safetensors").write_bytes(b"")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -16,15 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.commands.dashboard import builds
-from holdfast.commands.dashboard.builds import Builds
-from holdfast.commands.dashboard.built import Built
-from holdfast.commands.dashboard.endpoint import Dashboard, listening_for_browsers
-from holdfast.commands.report import live
-from holdfast.shared.config.dashboard import DashboardConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files.metrics import MetricsWriter
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.view import DashboardConfig
+from holdfast.errors import ConfigError
+from holdfast.run.metrics import MetricsWriter
+from holdfast.run.run_dir import RunDir
+from holdfast.view.report import live
+from holdfast.view.report import serve as builds
+from holdfast.view.report.serve import Builds, Built, Dashboard, listening_for_browsers
 from tests.builders.shown_runs import make_run
 from tests.runs.dashboards import charts_in, curve_in, page_when, request, state_when
 from tests.runs.processes import HANG_S, command_line, wait_until
@@ -286,7 +284,7 @@ def test_a_process_that_cannot_be_started_harms_nobody(
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("holdfast.commands.dashboard.builds.subprocess.Popen", refuse)
+    monkeypatch.setattr("holdfast.view.report.serve.subprocess.Popen", refuse)
     _, port = serve(make_run(tmp_path / "run"))
     found = state_when(port, lambda state: state["trouble"] is not None)
     assert "Resource temporarily unavailable" in found["trouble"]
@@ -351,7 +349,7 @@ def test_what_draws_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
         return real(name, *args, **kwargs)
 
-    monkeypatch.setattr("holdfast.orchestrator.environments.extras.import_module", without)
+    monkeypatch.setattr("holdfast.process.imports.import_module", without)
     with pytest.raises(ConfigError, match="--dashboard needs the extra 'report'.*uv sync --extra report"):
         listening_for_browsers(DashboardConfig()).__enter__()
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.dashboard import builds
-from holdfast.commands.dashboard.builds import Builds
-from holdfast.commands.dashboard.endpoint import Dashboard, listening_for_browsers
-from holdfast.shared.config.dashboard import DashboardConfig
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.view import DashboardConfig
+from holdfast.run.run_dir import RunDir
+from holdfast.view.report import serve as builds
+from holdfast.view.report.serve import Builds, Dashboard, listening_for_browsers
 from tests.builders.shown_runs import make_run
 from tests.runs.browser import OpenPage
 from tests.runs.ports import free_port

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.environments import check
-from holdfast.commands.environments.fingerprint import canonical
-from holdfast.orchestrator.environments import BUILT_IN
-from holdfast.shared.config import RlConfig
-from holdfast.shared.config.load import parse_command_line
+from holdfast.commands import environments_check as check
+from holdfast.commands.environments_probe import canonical
+from holdfast.config import RlConfig
+from holdfast.config.load import parse_command_line
+from holdfast.orchestrator.env.registry import BUILT_IN
 from tests.conftest import BASE
 from tests.models.chat_templates import QWEN_3, write_tokenizer
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.evaluate import policy
-from holdfast.commands.evaluate.serving import prepare_directory
-from holdfast.shared.config.environments import EnvironmentConfig, SamplingConfig
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import CheckpointError, DataError
-from holdfast.shared.files import durable
-from holdfast.shared.files.manifest import file_digest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.commands import evaluated_policy as policy
+from holdfast.commands.evaluated_policy import prepare_directory
+from holdfast.config.environments import EnvironmentConfig, SamplingConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import to_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import CheckpointError, DataError
+from holdfast.run import atomic as durable
+from holdfast.run.manifest import file_digest
+from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.evaluate import follow, serving
-from holdfast.commands.evaluate.follow import FollowedRun
-from holdfast.commands.evaluate.policy import name_of_export
-from holdfast.commands.evaluate.serving import prepare_directory, run_evaluation, write_settings
-from holdfast.commands.launcher.evaluation import check_evaluations, evaluation_gpus, with_evaluations
-from holdfast.commands.launcher.placement import place_training
-from holdfast.commands.launcher.plan import Plan
-from holdfast.commands.launcher.supervise import Supervisor
-from holdfast.commands.live.observe import ObservedRun
-from holdfast.commands.live.output import as_json_lines
-from holdfast.commands.resume.attempt import Attempt
-from holdfast.shared.config import PROGRAMS, OrchestratorConfig, SftConfig
-from holdfast.shared.config.base import ModelConfig
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.config.load import read_toml, to_toml
-from holdfast.shared.errors import ConfigError, DataError, ProcessDied
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.commands import evaluate_follow as follow
+from holdfast.commands import evaluated_policy as serving
+from holdfast.commands.evaluate_follow import FollowedRun
+from holdfast.commands.evaluated_policy import name_of_export, prepare_directory, run_evaluation, write_settings
+from holdfast.config import PROGRAMS, OrchestratorConfig, SftConfig
+from holdfast.config.base import ModelConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import read_toml, to_toml
+from holdfast.errors import ConfigError, DataError, ProcessDied
+from holdfast.launcher.devices import place_training
+from holdfast.launcher.launch import check_evaluations, evaluation_gpus, with_evaluations
+from holdfast.launcher.plan import Plan
+from holdfast.launcher.resume.attempt import Attempt
+from holdfast.launcher.supervise import Supervisor
+from holdfast.run.run_dir import RunDir
+from holdfast.view.console import as_json_lines
+from holdfast.view.monitor import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.conftest import ROOT

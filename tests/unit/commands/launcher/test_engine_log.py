@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.engine_log import engine_failure
-from holdfast.commands.launcher.restarts import Restarts
+from holdfast.launcher.failures import engine_failure
+from holdfast.launcher.plan import Restarts
 
 START = "00:12:20 inference INFO loading vllm"
 ENGINE = "(EngineCore pid=26418) ERROR 11-22 00:12:32 [core.py:1512] "

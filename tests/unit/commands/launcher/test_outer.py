@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.outer import outer_nodes, with_outer_nodes
-from holdfast.shared.config import SftConfig
-from holdfast.shared.config.trainer import ParallelConfig
-from holdfast.shared.errors import ConfigError
+from holdfast.config import SftConfig
+from holdfast.config.training import ParallelConfig
+from holdfast.errors import ConfigError
+from holdfast.launcher.nodes import outer_nodes, with_outer_nodes
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1",

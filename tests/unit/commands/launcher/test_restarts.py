@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.commands.launcher import restarts as restarts_module
-from holdfast.commands.launcher.restarts import Restarts
-from holdfast.commands.resume.superseded import clear_unpublished
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.launcher import plan as restarts_module
+from holdfast.launcher.plan import Restarts
+from holdfast.launcher.resume.resume_step import clear_unpublished
+from holdfast.run.run_dir import RunDir
 
 
 @pytest.mark.parametrize("code", [1, 75, -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGSEGV])

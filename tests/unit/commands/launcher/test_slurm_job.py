@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.launcher.launch import launch_rl, launch_training
-from holdfast.shared.config import PROGRAMS, RlConfig, SftConfig, SupervisedCommand
-from holdfast.shared.config.load import parse_command_line, read_toml
-from holdfast.shared.config.slurm import SlurmConfig
-from holdfast.shared.errors import ConfigError
+from holdfast.config import PROGRAMS, RlConfig, SftConfig, SupervisedCommand
+from holdfast.config.cluster import SlurmConfig
+from holdfast.config.load import parse_command_line, read_toml
+from holdfast.errors import ConfigError
+from holdfast.launcher.launch import launch_rl, launch_training
 
 pytestmark = pytest.mark.usefixtures("in_root")
 
@@ -212,7 +212,7 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         launch_training(sft)
     submitter.write_text(f"#!/bin/bash\nmkfifo {tmp_path}/nobody; read -r < {tmp_path}/nobody\n")
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.commands.launcher.slurm_job._SUBMIT_TIMEOUT_S", 0.1)
+        patch.setattr("holdfast.launcher.cluster.slurm_job._SUBMIT_TIMEOUT_S", 0.1)
         with pytest.raises(ConfigError, match=r"sbatch has not answered within 0 s: see by squeue"):
             launch_training(sft)
     submitter.unlink()

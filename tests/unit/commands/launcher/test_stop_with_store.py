@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from holdfast.commands.launcher import watch
-from holdfast.commands.resume.attempt import Attempt
-from holdfast.shared.config import SftConfig
-from holdfast.shared.errors import NOT_SAVED
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV
+from holdfast.config import SftConfig
+from holdfast.errors import NOT_SAVED
+from holdfast.launcher import watch
+from holdfast.launcher.resume.attempt import Attempt
+from holdfast.process.heartbeat import HEARTBEAT_ENV
+from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
 
 # Saves its step here at once, and then goes on "uploading" as its argument says.

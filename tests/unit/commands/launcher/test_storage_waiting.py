@@ -12,10 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.commands.launcher.console import Console
-from holdfast.commands.launcher.storage_backoff import StorageBackoff, fullest
-from holdfast.commands.live.tails import Tail
-from holdfast.shared.errors import (
+from holdfast.errors import (
     STORAGE_FAILED,
     DataError,
     EnvironmentFailure,
@@ -26,10 +23,13 @@ from holdfast.shared.errors import (
     TrainingError,
     is_storage_failure,
 )
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.child import _LossyFile
-from holdfast.shared.process.events import EVENTS_ENV, append, report
-from holdfast.shared.remote.object_store import _code
+from holdfast.launcher.plan import StorageBackoff, fullest
+from holdfast.process.child import _LossyFile
+from holdfast.process.events import EVENTS_ENV, append, report
+from holdfast.remote.object_store import _code
+from holdfast.run.run_dir import RunDir
+from holdfast.view.console import Console
+from holdfast.view.follow import Tail
 from tests.runs.stand_ins import Stands
 
 
@@ -91,8 +91,8 @@ def test_an_error_that_is_its_own_cause_has_no_more_causes_and_a_flag_on_another
 
 RAISE = """
 import errno, os
-from holdfast.shared.errors import RunDirError
-from holdfast.shared.process.child import exit_code_of, run_reporting_errors, set_up_logging
+from holdfast.errors import RunDirError
+from holdfast.process.child import exit_code_of, run_reporting_errors, set_up_logging
 set_up_logging("test")
 def run():
     import logging
@@ -123,7 +123,7 @@ def test_a_process_says_so_by_its_exit_code_also_where_its_log_is_on_the_full_di
 def test_output_that_its_disk_cannot_take_is_dropped_and_the_rest_is_written() -> None:
     code = (
         "import os, sys\n"
-        "from holdfast.shared.process.child import make_output_lossy\n"
+        "from holdfast.process.child import make_output_lossy\n"
         "make_output_lossy(); make_output_lossy()\n"
         "print('lost'); log = os.dup(1); os.dup2(int(sys.argv[1]), 1); print('kept ü')\n"
     )
@@ -155,7 +155,7 @@ def test_an_event_that_cannot_be_told_disturbs_nobody(monkeypatch: pytest.Monkey
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets seconds pass."""
     now = 1000.0
-    monkeypatch.setattr("holdfast.commands.launcher.storage_backoff.awake_s", lambda: now)
+    monkeypatch.setattr("holdfast.launcher.plan.awake_s", lambda: now)
 
     def pass_s(seconds: float) -> None:
         nonlocal now

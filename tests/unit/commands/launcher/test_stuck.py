@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.liveness import Health, LivenessMonitor
-from holdfast.commands.launcher.restarts import Restarts
-from holdfast.shared.errors import STUCK, ProcessDied
-from holdfast.shared.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait
-from holdfast.shared.process.stacks import show_stacks
+from holdfast.errors import STUCK, ProcessDied
+from holdfast.launcher.liveness import Health, LivenessMonitor
+from holdfast.launcher.plan import Restarts
+from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait, show_stacks
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.stand_ins import Stands
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("restored_signals")
 
 
 _WAITS = """
-from holdfast.shared.files.journal import wait_for
+from holdfast.run.journal import wait_for
 if not wait_for(Path("rollouts/step_1"), timeout_s={timeout_s}):
     print("error: gave up"); sys.exit(3)
 made("weights/step_1")
@@ -51,7 +50,7 @@ made("rollouts/step_1")
 _BLOCKED_ONCE = """
 import asyncio
 from holdfast.orchestrator.main import FreezeTolerantLoop
-from holdfast.orchestrator.environments.watchdog import beating
+from holdfast.orchestrator.env.guard import beating
 async def main():
     async with beating(bound_s=3):
         await asyncio.sleep(2)
@@ -78,7 +77,7 @@ def test_an_event_loop_that_is_blocked_is_killed_and_started_again(
 
 _MANY_THREADS = """
 import sys, threading
-from holdfast.shared.process.stacks import write_stacks_on_request
+from holdfast.process.heartbeat import write_stacks_on_request
 def deep(levels): deep(levels - 1) if levels else threading.Event().wait()
 def main():
     write_stacks_on_request()
@@ -95,7 +94,7 @@ def test_the_stacks_of_all_threads_are_waited_for_and_mixed_with_no_others(
 ) -> None:
     """That of the main thread, which counts, is written last; ranks share a log."""
     for name, seconds in (("_WAIT_S", HANG_S), ("_QUIET_S", 1.5), ("_MOST_S", HANG_S)):  # of a machine that is busy
-        monkeypatch.setattr(f"holdfast.shared.process.stacks.{name}", seconds)
+        monkeypatch.setattr(f"holdfast.process.heartbeat.{name}", seconds)
     log = tmp_path / "log"
     with log.open("ab") as output:
         argv = [sys.executable, "-c", _MANY_THREADS]
@@ -176,7 +175,7 @@ def test_a_server_that_was_well_and_cannot_start_again_is_given_another_try(
 def test_the_rank_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both beat, and one of them moves on."""
     now = 1000.0
-    monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
+    monkeypatch.setattr("holdfast.launcher.liveness.awake_s", lambda: now)
     monitor = LivenessMonitor(tmp_path / "trainer")
     for second in range(12):
         now += 1
@@ -204,7 +203,7 @@ def test_an_update_of_weights_is_no_silence(tmp_path: Path) -> None:
 
 def test_a_wait_is_over_when_nobody_gets_anything_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("holdfast.shared.process.heartbeat.awake_s", lambda: now)
+    monkeypatch.setattr("holdfast.process.heartbeat.awake_s", lambda: now)
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
     own, other, healing = (tmp_path / name for name in ("trainer_rank_0", "orchestrator", HEALING_NAME))
     other.write_text('{"moves": 1, "work": 1}')

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.hosts.local import LocalProcess
-from holdfast.commands.launcher.supervise import Child, Supervisor, error_message, last_lines
-from holdfast.shared.process.child import LAUNCHER_ENV
+from holdfast.launcher.cluster.hosts import LocalProcess
+from holdfast.launcher.supervise import Child, Supervisor, error_message, last_lines
+from holdfast.process.child import LAUNCHER_ENV
 from tests.runs.processes import HANG_S
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
@@ -102,7 +102,7 @@ def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path:
 
 
 def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.commands.launcher.supervise.ECHO_S", HANG_S)
+    monkeypatch.setattr("holdfast.launcher.supervise.ECHO_S", HANG_S)
     code = (
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
         "import os; print('saves', flush=True); time.sleep(600)"
@@ -120,7 +120,7 @@ def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pyte
 def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.commands.launcher.supervise.ECHO_S", 0.0)
+    monkeypatch.setattr("holdfast.launcher.supervise.ECHO_S", 0.0)
     with Supervisor() as supervisor:
         code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
         child = supervisor.start("deaf", python(code), tmp_path / "d.log", environment={})
@@ -173,7 +173,7 @@ def test_the_log_of_one_that_is_started_again_keeps_what_the_dead_one_said(tmp_p
 
 
 def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:
-    code = "from holdfast.shared.process.child import die_with_launcher as die; die(); print('alive')"
+    code = "from holdfast.process.child import die_with_launcher as die; die(); print('alive')"
     code += "; import os; print(os.environ)"
     launcher = {**os.environ, LAUNCHER_ENV: str(os.getpid())}
     alive = subprocess.run([sys.executable, "-c", code], env=launcher, capture_output=True, text=True)
@@ -188,7 +188,7 @@ def test_a_child_dies_with_its_launcher(ends: Ends) -> None:
     launch = (
         "import subprocess, sys, os\n"
         f"env = {{**os.environ, '{LAUNCHER_ENV}': str(os.getpid())}}\n"
-        "code = 'from holdfast.shared.process.child import die_with_launcher as die; die(); '\n"
+        "code = 'from holdfast.process.child import die_with_launcher as die; die(); '\n"
         "code += 'print(1, flush=True); input()'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], env=env, stdin=-1, stdout=-1)\n"
         "child.stdout.readline(); print(child.pid, flush=True); sys.stdin.read()\n"
@@ -205,11 +205,11 @@ def test_a_child_dies_with_its_launcher(ends: Ends) -> None:
 def test_what_a_child_started_outlives_a_launcher_that_is_killed(tmp_path: Path, ends: Ends) -> None:
     """As a sandbox that an environment starts: only who has asked the kernel dies with the launcher."""
     code = (
-        "import subprocess; from holdfast.shared.process.child import die_with_launcher as die; die()\n"
+        "import subprocess; from holdfast.process.child import die_with_launcher as die; die()\n"
         "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     )
     launch = (
-        "import sys; from pathlib import Path; from holdfast.commands.launcher.supervise import Supervisor\n"
+        "import sys; from pathlib import Path; from holdfast.launcher.supervise import Supervisor\n"
         f"Supervisor().__enter__().start('child', {python(code)!r}, Path(sys.argv[1]), environment={{}})\n"
         "sys.stdin.read()"
     )

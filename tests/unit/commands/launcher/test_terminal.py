@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.commands.launcher.liveness import Health, HealthProbe
-from holdfast.commands.launcher.servers import _look
-from holdfast.commands.launcher.supervise import Supervisor
-from holdfast.orchestrator.engines.http import HttpTransport
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.config.orchestrator import ClientConfig
-from holdfast.shared.process.child import _LossyFile
-from holdfast.shared.wire.inference_api import ServedWeights
+from holdfast.config import InferenceConfig
+from holdfast.config.orchestrator import ClientConfig
+from holdfast.launcher.engines import _look
+from holdfast.launcher.liveness import Health, HealthProbe
+from holdfast.launcher.supervise import Supervisor
+from holdfast.orchestrator.client.http import HttpTransport
+from holdfast.process.child import _LossyFile
+from holdfast.protocol.inference import ServedWeights
 from tests.runs.processes import HANG_S
 
 
@@ -69,9 +69,9 @@ def test_output_that_would_have_to_wait_is_dropped() -> None:
 @pytest.mark.launch
 def test_the_console_outlives_who_reads_it() -> None:
     code = (
-        "from pathlib import Path; from holdfast.commands.launcher.console import Console\n"
-        "from holdfast.shared.process.child import make_output_lossy\n"
-        "from holdfast.shared.files.run_dir import RunDir\n"
+        "from pathlib import Path; from holdfast.view.console import Console\n"
+        "from holdfast.process.child import make_output_lossy\n"
+        "from holdfast.run.run_dir import RunDir\n"
         "make_output_lossy(); nowhere = RunDir(Path('/nonexistent'))\n"
         "with Console(nowhere, attempt=1, first_step=0, max_steps=1) as console:\n"
         "    for number in range(200): console.say(f'line {number}'); print('plain', flush=True)\n"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.console import Console
-from holdfast.commands.live.plain import step_line
-from holdfast.commands.live.time_left import TimeLeft, duration
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
+from holdfast.view.console import Console, step_line
+from holdfast.view.state import TimeLeft, duration
 
 
 def test_it_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from holdfast.commands.launcher import restarts, watch
-from holdfast.shared.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
+from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
+from holdfast.launcher import plan as restarts
+from holdfast.launcher import watch
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.stand_ins import Stands
@@ -265,7 +266,7 @@ def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stan
 
 
 _WAITS_IN_VAIN_ONCE = f"""
-from holdfast.shared.files.journal import wait_for
+from holdfast.run.journal import wait_for
 while not Path("orchestrator_starts").exists(): time.sleep(0.02)
 if not wait_for(Path("rollouts/step_1"), timeout_s=2 if start == 1 else {HANG_S}): sys.exit(6)
 made("weights/step_1")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.launcher import watch
-from holdfast.commands.live.output import as_json_lines, json_lines
-from holdfast.shared.config.rl import RlConfig, hand_down_shared
-from holdfast.shared.errors import ConfigError, ProcessDied
+from holdfast.config.rl import RlConfig, hand_down_shared
+from holdfast.errors import ConfigError, ProcessDied
+from holdfast.launcher import watch
+from holdfast.view.console import as_json_lines, json_lines
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
 
@@ -30,7 +30,7 @@ def objects(capsys: pytest.CaptureFixture[str]) -> Objects:
 
 _METRICS = '{"step": 1, "loss": null, "time/step": 2.0}'
 _EVENTS = (
-    "from holdfast.shared.process.events import report\n"
+    "from holdfast.process.events import report\n"
     "report('loading model', model=Path('here'))\n"
     "report('ALERT: entropy fell', step=1)\n"
     "report('saved checkpoint', step=1, bytes=10, seconds=0.5)\n"

@@ -12,16 +12,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.launcher.console import Console
-from holdfast.commands.live.bottleneck import find_bottleneck
-from holdfast.commands.live.checkpoint_state import Checkpoints, CheckpointWatch
-from holdfast.commands.live.follow import Follower, Stepped
-from holdfast.commands.live.plain import event_line
-from holdfast.commands.live.state import Alarm, RunState
-from holdfast.commands.live.tails import Tail
-from holdfast.commands.live.time_left import TimeLeft
-from holdfast.commands.live.view import Shown, run_lines
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
+from holdfast.view.console import Console, Shown, event_line, run_lines
+from holdfast.view.follow import Follower, Stepped, Tail
+from holdfast.view.state import Alarm, Checkpoints, CheckpointWatch, RunState, TimeLeft, find_bottleneck
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.runs.terminal import Terminal
 
 # A launcher without processes: it shows what others write, and does what it reads from a file of words.
 _LAUNCHER = """
 import sys, time
 from pathlib import Path
-from holdfast.commands.launcher.console import Console
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.view.console import Console
+from holdfast.run.run_dir import RunDir
 run_dir = RunDir(Path(sys.argv[1])); words = run_dir.path / "words"; done = 0
 print("trainer on the CPU", flush=True)
 try:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.endings import end_of
-from holdfast.commands.live.observe import ObservedRun
-from holdfast.shared.config import SftConfig
-from holdfast.shared.errors import RunDirError
-from holdfast.shared.files import lock
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import SftConfig
+from holdfast.errors import RunDirError
+from holdfast.launcher.failures import end_of
+from holdfast.run import lock
+from holdfast.run.run_dir import RunDir
+from holdfast.view.monitor import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.processes import HANG_S, catches, wait_until
 

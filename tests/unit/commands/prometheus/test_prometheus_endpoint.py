@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.prometheus.collector import RunCollector
-from holdfast.commands.prometheus.endpoint import Endpoint, listening_for_prometheus
-from holdfast.shared.config.prometheus import PrometheusConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.view import PrometheusConfig
+from holdfast.errors import ConfigError
+from holdfast.run.run_dir import RunDir
+from holdfast.view.trackers.prometheus import Endpoint, RunCollector, listening_for_prometheus
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
@@ -154,7 +153,7 @@ def test_a_fault_of_a_look_is_told_once_and_answers_go_on(
     run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, port = serve()
-    monkeypatch.setattr("holdfast.commands.live.state.RunState.take_step", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("holdfast.view.state.RunState.take_step", lambda *_, **__: 1 / 0)
     train(run_dir, 1)
     said: list[str] = []
     deadline = time.monotonic() + HANG_S
@@ -229,7 +228,7 @@ def test_a_fault_of_ours_is_told_once_and_harms_nobody(
     run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, port = serve()
-    monkeypatch.setattr("holdfast.commands.prometheus.collector.series_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast.view.trackers.prometheus.series_of", lambda *_: 1 / 0)
     train(run_dir, 1)
     assert [answer(port, "/metrics")[0] for _ in range(2)] == [500, 500]
     said: list[str] = []
@@ -297,7 +296,7 @@ def test_a_client_that_goes_away_is_its_own_affair(
     def gone(*_: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("holdfast.commands.web._Handler.send", gone)
+    monkeypatch.setattr("holdfast.view.web._Handler.send", gone)
     with pytest.raises(OSError):
         scrape(port)
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from holdfast.commands.prometheus.series import Series, environments_of, series_of
+from holdfast.view.trackers.prometheus import Series, environments_of, series_of
 from tests.pages.metrics import documented_names
 
 _ENVIRONMENTS = frozenset({"sort", "verifiers:a/b"})

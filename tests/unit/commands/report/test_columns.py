@@ -9,10 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.commands.report.charts import Block
-from holdfast.commands.report.columns import means_of_stretches, read_columns, thin_out
-from holdfast.commands.report.lanes import MAX_BLOCKS, lanes_of
-from holdfast.commands.report.run_data import read_run
+from holdfast.view.report.columns import Block, means_of_stretches, read_columns, thin_out
+from holdfast.view.report.curves import MAX_BLOCKS, lanes_of
+from holdfast.view.report.run_data import read_run
 from tests.builders.shown_runs import make_run
 
 

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from holdfast.shared.files import durable
-from holdfast.shared.files.journal import publish_batch
-from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
-from holdfast.shared.wire.rollouts import Batch, Rollout
+from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds
+from holdfast.run import atomic as durable
+from holdfast.run.journal import publish_batch
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import make_run
 from tests.conftest import BASE

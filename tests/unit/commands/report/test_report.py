@@ -13,9 +13,9 @@ import msgspec
 import plotly.graph_objects as go
 import pytest
 
-from holdfast.shared.files import durable
-from holdfast.shared.files.journal import publish_batch
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run import atomic as durable
+from holdfast.run.journal import publish_batch
+from holdfast.run.run_dir import RunDir
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.resume.config_diff import (
+from holdfast.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.config.algorithm import PretrainingConfig
+from holdfast.config.base import CkptConfig
+from holdfast.config.load import to_toml
+from holdfast.config.orchestrator import OrchestratorConfig, TeacherConfig
+from holdfast.config.resolved import FREE, fingerprint, makes_same_batches
+from holdfast.config.training import learning_rate
+from holdfast.errors import CheckpointError
+from holdfast.launcher.resume.config_diff import (
     compare_settings,
     describe_stretch,
     refuse_other_model,
     refuse_other_tensors,
     settings_of,
 )
-from holdfast.commands.track.settings import read_settings
-from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
-from holdfast.shared.config.algorithm import PretrainingConfig
-from holdfast.shared.config.base import CkptConfig
-from holdfast.shared.config.fingerprint import FREE, fingerprint, makes_same_batches
-from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig, TeacherConfig
-from holdfast.shared.config.schedule import learning_rate
-from holdfast.shared.errors import CheckpointError
+from holdfast.run.settings import read_settings
 
 
 def test_where_and_from_which_step_an_attempt_starts_is_no_drift() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.endings import profile_lines
-from holdfast.commands.resume.plan import prepare, profile_notes
-from holdfast.shared.config import CkptConfig, SftConfig
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config import CkptConfig, SftConfig
+from holdfast.launcher.failures import profile_lines
+from holdfast.launcher.resume.plan import prepare, profile_notes
+from holdfast.run.run_dir import RunDir
 
 
 def _notes(profile: str, *, done: int) -> list[str]:

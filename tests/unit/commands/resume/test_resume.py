@@ -16,23 +16,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands import cli
-from holdfast.commands.resume.attempt import Attempt, with_resume, write_config
-from holdfast.commands.resume.plan import prepare
-from holdfast.shared.config import RlConfig, SftConfig
-from holdfast.shared.config.algorithm import KlConfig
-from holdfast.shared.config.base import CkptConfig
-from holdfast.shared.config.device_defaults import choose_for_training
-from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.config.rl import hand_down_shared
-from holdfast.shared.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.checkpoints import Kind
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.remote.object_store import StorageError
-from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan, encode_batch
+from holdfast import cli
+from holdfast.config import RlConfig, SftConfig
+from holdfast.config.algorithm import KlConfig
+from holdfast.config.base import CkptConfig
+from holdfast.config.load import to_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.resolved import choose_for_training
+from holdfast.config.rl import hand_down_shared
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
+from holdfast.remote.object_store import StorageError
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import Kind
+from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
 
 Sft = Callable[..., tuple[int, str, str]]
@@ -674,7 +674,7 @@ def test_a_journal_of_an_unknown_configuration_is_not_trusted(killed: RunDir) ->
 
 
 def test_an_orchestrator_alone_does_not_fork(tmp_path: Path, other: RunDir) -> None:
-    from holdfast.commands.launcher.launch import launch_orchestrator
+    from holdfast.launcher.launch import launch_orchestrator
 
     config = OrchestratorConfig(output_dir=tmp_path / "new", ckpt=CkptConfig(resume_dir=other.checkpoint(5)))
     with pytest.raises(ConfigError, match=re.escape("the trainer's command brings the checkpoint into the run")):

@@ -15,13 +15,23 @@ import pyarrow.parquet as parquet
 import pytest
 from tokenizers import Tokenizer
 
-from holdfast.commands.resume.superseded import set_aside_after
-from holdfast.shared.files import durable
-from holdfast.shared.files.journal import Accepted, Counts, publish_batch, read_batch
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds, decode_packed
-from holdfast.shared.wire.rollouts import Batch, Dropped, Rollout, StepRewards, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.launcher.resume.resume_step import set_aside_after
+from holdfast.protocol.rollouts import (
+    Batch,
+    Dropped,
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    Sampling,
+    StepRewards,
+    TokenIds,
+    VersionSpan,
+    decode_packed,
+)
+from holdfast.run import atomic as durable
+from holdfast.run.journal import Accepted, Counts, publish_batch, read_batch
+from holdfast.run.run_dir import RunDir
 from tests.conftest import BASE
 
 Command = Callable[..., tuple[int, str, str]]

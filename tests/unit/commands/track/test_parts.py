@@ -12,23 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.plan import Plan
-from holdfast.commands.launcher.tracking import Senders
-from holdfast.commands.live.follow import Follower
-from holdfast.commands.resume.attempt import Attempt
-from holdfast.commands.track.alarms import Alarms
-from holdfast.commands.track.cursor import Cursor
-from holdfast.commands.track.evaluations import Evaluations
-from holdfast.commands.track.lines import Lines
-from holdfast.commands.track.main import main as track
-from holdfast.commands.track.sending import Sending, TrackerFailed
-from holdfast.commands.track.settings import without_secrets
-from holdfast.commands.track.trackers import BUILT_IN, check_tracker
-from holdfast.shared.config import SftConfig
-from holdfast.shared.config.tracking import TrackingConfig
-from holdfast.shared.errors import ConfigError, RunDirError
-from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
-from holdfast.shared.process.scratch import scratch_name
+from holdfast.config import SftConfig
+from holdfast.config.view import TrackingConfig
+from holdfast.errors import ConfigError, RunDirError
+from holdfast.launcher.outputs import Senders
+from holdfast.launcher.plan import Plan
+from holdfast.launcher.resume.attempt import Attempt
+from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
+from holdfast.process.scratch import scratch_name
+from holdfast.run.settings import without_secrets
+from holdfast.view.follow import Follower
+from holdfast.view.trackers.interface import BUILT_IN, check_tracker
+from holdfast.view.trackers.main import main as track
+from holdfast.view.trackers.sending import Alarms, Cursor, Evaluations, Lines, Sending, TrackerFailed
 from tests.builders.broken_storage import unreadable
 from tests.builders.evaluations import evaluated
 from tests.runs.trackers import HANG_S, TrackedDirectory, short_directory, wait_until
@@ -243,7 +239,7 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
 def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     """In a process of its own, whose directory for temporary files it changes."""
     program = (
-        "import tempfile; from holdfast.commands.track.temporary_files import temporary_files_of\n"
+        "import tempfile; from holdfast.view.trackers.main import temporary_files_of\n"
         "tempfile.tempdir = '/no/such'\n"
         "with temporary_files_of('wandb'): assert tempfile.gettempdir() == '/no/such'\n"
         "tempfile.tempdir = '/' + 'long' * 20\n"

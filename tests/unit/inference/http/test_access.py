@@ -15,12 +15,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from holdfast.inference.http.access import ADMIN, Gate, asks_the_model
-from holdfast.inference.http.request_bodies import decode_body, decode_request
-from holdfast.inference.request_error import RequestError
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.process.descriptors import allow_connections, allow_many_connections
-from holdfast.shared.wire.inference_api import UpdateRequest, largest_request
+from holdfast.errors import ConfigError
+from holdfast.inference.access import ADMIN, Gate, RequestError, asks_the_model, decode_body, decode_request
+from holdfast.process.child import allow_connections, allow_many_connections
+from holdfast.protocol.inference import UpdateRequest, largest_request
 
 MOST = 1000
 JSON = {"Content-Type": "application/json"}

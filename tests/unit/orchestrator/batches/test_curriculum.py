@@ -9,25 +9,23 @@ from typing import Any
 import pytest
 
 from holdfast import TaskSeed
-from holdfast.orchestrator.batches.curriculum import (
+from holdfast.config.environments import CurriculumConfig
+from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
+from holdfast.errors import ConfigError
+from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.curriculum import (
     adopt_curricula,
+    adopt_mix,
     advance,
     curriculum_metrics,
     draw_level,
     level_shares,
 )
-from holdfast.orchestrator.batches.environment_mix import adopt_mix
-from holdfast.orchestrator.batches.state import CurriculumState, LevelState, OrchestratorState, read_state
-from holdfast.orchestrator.check_environments import check_environments
-from holdfast.orchestrator.rollouts.group import Outcome
-from holdfast.orchestrator.seeds import request_seed
-from holdfast.shared.config.environments import CurriculumConfig
-from holdfast.shared.config.orchestrator import EvalConfig, OrchestratorConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
-from holdfast.shared.wire.rollouts import Dropped, Rollout, StepRewards
+from holdfast.orchestrator.episodes import Outcome
+from holdfast.orchestrator.state import CurriculumState, LevelState, OrchestratorState, read_state, request_seed
+from holdfast.protocol.rollouts import Dropped, Logprobs, LossMask, Rewards, Rollout, StepRewards, TokenIds
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
     commit_checkpoint,
@@ -138,7 +136,7 @@ def test_levels_are_drawn_by_the_variance_of_their_groups() -> None:
 def test_shares_that_round_below_one_leave_no_task_without_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CurriculumConfig(levels=LEVELS, choice="variance")
     state = CurriculumState(digest="", levels=[LevelState() for _ in LEVELS])
-    monkeypatch.setattr("holdfast.orchestrator.batches.curriculum.stable_seed", lambda *_: 2**63 - 1)
+    monkeypatch.setattr("holdfast.orchestrator.curriculum.stable_seed", lambda *_: 2**63 - 1)
     assert draw_level(state, settings, task_id=0, seed=0, name="graded") == 2
 
 

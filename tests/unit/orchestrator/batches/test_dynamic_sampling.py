@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.batches.selection import has_signal
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import EnvironmentFailure
-from holdfast.shared.files import journal
-from holdfast.shared.files.journal import Accepted, Counts
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch
-from holdfast.trainer.rl.batches.ledger import check_tasks
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import EnvironmentFailure
+from holdfast.orchestrator.batch_maker import has_signal
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.protocol.rollouts import Batch
+from holdfast.run import journal
+from holdfast.run.journal import Accepted, Counts
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.rl.accounting import check_tasks
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
     make_config,

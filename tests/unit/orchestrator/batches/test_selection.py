@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.orchestrator.batches.selection import count, has_signal, select
-from holdfast.orchestrator.batches.state import OrchestratorState
-from holdfast.orchestrator.rollouts.group import Outcome
-from holdfast.shared.files.journal import Counts
-from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
-from holdfast.shared.wire.rollouts import Dropped, Rollout, StepRewards
+from holdfast.orchestrator.batch_maker import count, has_signal, select
+from holdfast.orchestrator.episodes import Outcome
+from holdfast.orchestrator.state import OrchestratorState
+from holdfast.protocol.rollouts import Dropped, Logprobs, LossMask, Rewards, Rollout, StepRewards, TokenIds
+from holdfast.run.journal import Counts
 
 
 def group(task: int, rewards: Sequence[float]) -> list[Rollout]:

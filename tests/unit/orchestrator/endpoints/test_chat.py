@@ -10,9 +10,9 @@ import pytest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from holdfast.orchestrator.endpoints.chat import ChatClient, ChatRefused, NoChatCompletion
-from holdfast.orchestrator.engines.http import Unavailable
-from holdfast.shared.wire.chat_reply import ChatCall, ChatReply
+from holdfast.orchestrator.client.http import Unavailable
+from holdfast.orchestrator.judge_client import ChatClient, ChatRefused, NoChatCompletion
+from holdfast.protocol.inference import ChatCall, ChatReply
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
 KEY = "sk-of-the-test"

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from fastapi import Response
 
-from holdfast.orchestrator.engines.answers import load_vocab_size
+from holdfast.errors import ConfigError, DataError, InferenceError
+from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.errors import ConfigError, DataError, InferenceError
-from holdfast.shared.files import journal
-from holdfast.shared.files.record_log import RecordLog, read_records
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.sampled_checks import problem_of_logprobs, vocab_size_in
+from holdfast.protocol.rollouts import problem_of_logprobs, vocab_size_in
+from holdfast.run import journal
+from holdfast.run.record_log import RecordLog, read_records
+from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, FakeTrainer, make_config, serving
 
 VOCAB_SIZE = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]

@@ -12,13 +12,13 @@ import pytest
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
-from holdfast.orchestrator.engines import retry
-from holdfast.orchestrator.engines.http import _RETRY_FAILING_S, Unavailable
-from holdfast.orchestrator.engines.retry import FIRST_BACKOFF_S
+from holdfast.config.orchestrator import ClientConfig
+from holdfast.errors import InferenceError
+from holdfast.orchestrator.client import pool as retry
+from holdfast.orchestrator.client.http import _RETRY_FAILING_S, Unavailable
+from holdfast.orchestrator.client.pool import FIRST_BACKOFF_S
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.config.orchestrator import ClientConfig
-from holdfast.shared.errors import InferenceError
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 Intercept = Callable[[int], Response | None]
@@ -166,9 +166,9 @@ def test_urls_are_checked_before_anything_starts(url: str, said: str) -> None:
 
 
 def test_a_password_in_a_url_is_never_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    from holdfast.shared.config.load import parse_command_line
-    from holdfast.shared.config.orchestrator import OrchestratorConfig
-    from holdfast.shared.errors import ConfigError
+    from holdfast.config.load import parse_command_line
+    from holdfast.config.orchestrator import OrchestratorConfig
+    from holdfast.errors import ConfigError
 
     for scheme in ("http", "ftp"):
         flags = ["--client.urls", f'["{scheme}://user:S3CRET@host"]']

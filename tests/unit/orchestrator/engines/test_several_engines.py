@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.engines.engine import Engine
-from holdfast.orchestrator.engines.http import HttpTransport
-from holdfast.orchestrator.engines.routing import Affinity, choose
-from holdfast.shared.config.orchestrator import ClientConfig, OrchestratorConfig
-from holdfast.shared.errors import InferenceError
-from holdfast.shared.files import durable, journal
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.events import EVENTS_ENV
-from holdfast.shared.wire.inference_api import GenerateRequest
+from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
+from holdfast.errors import InferenceError
+from holdfast.orchestrator.client.client import Affinity, InferenceClient, choose
+from holdfast.orchestrator.client.http import HttpTransport
+from holdfast.orchestrator.client.pool import Engine
+from holdfast.process.events import EVENTS_ENV
+from holdfast.protocol.inference import GenerateRequest
+from holdfast.run import atomic as durable
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
     FakeEngine,

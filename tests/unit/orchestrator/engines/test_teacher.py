@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.batches.state import read_state
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import CheckpointError, ConfigError, InferenceError
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import CheckpointError, ConfigError, InferenceError
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.state import read_state
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, run, serving
 

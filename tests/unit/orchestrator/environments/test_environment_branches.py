@@ -8,21 +8,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.environments.contract import step_rewards
-from holdfast.orchestrator.environments.interface import (
-    Environment,
-    Message,
-    Score,
-    Session,
-    SessionFull,
-    Task,
-    TaskSeed,
-)
-from holdfast.orchestrator.environments.session import HistoryRewritten
-from holdfast.orchestrator.environments.tool_use import tool_use_of
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.wire.arrays import Rewards, TokenIds
-from holdfast.shared.wire.rollouts import StepRewards
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.orchestrator.env.guard import step_rewards
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, SessionFull, Task, TaskSeed
+from holdfast.orchestrator.env.session import HistoryRewritten
+from holdfast.orchestrator.env.tool_loop import tool_use_of
+from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 from tests.builders.scripted_sessions import Asked, scripted_session
 from tests.unit.orchestrator.environments.test_environment_tools import Adds, called, tokenizer_of
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
 from holdfast.orchestrator.check_environments import check_environments
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.jsonl import Jsonl
-from holdfast.orchestrator.environments.reverse_text import ReverseText
-from holdfast.orchestrator.environments.tool_use import check_tools
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.env.jsonl import Jsonl
+from holdfast.orchestrator.env.registry import load_environment
+from holdfast.orchestrator.env.reverse_text import ReverseText
+from holdfast.orchestrator.env.tool_loop import check_tools
 from tests.servers.orchestrator_fakes import make_config
 
 if TYPE_CHECKING:

@@ -19,17 +19,16 @@ import pytest
 import tomli_w
 from fastapi.responses import JSONResponse
 
-from holdfast.orchestrator.environments.contract import PromptTooLong
-from holdfast.orchestrator.environments.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
-from holdfast.orchestrator.environments.watchdog import watching_calls
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
+from holdfast.orchestrator.env.guard import PromptTooLong, watching_calls
+from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
 from holdfast.orchestrator.main import orchestrate
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import STUCK, DataError, EnvironmentFailure, InferenceError, RunDirError, is_storage_failure
-from holdfast.shared.files import journal
-from holdfast.shared.files.record_log import RecordLog
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch
+from holdfast.protocol.rollouts import Batch
+from holdfast.run import journal
+from holdfast.run.record_log import RecordLog
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, publish_weights, serving
@@ -546,7 +545,7 @@ def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sam
 def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
-    prelude = "from holdfast.orchestrator.environments import watchdog\n"
+    prelude = "from holdfast.orchestrator.env.registry import watchdog\n"
     prelude += "watchdog._BENEFIT_OF_DOUBT_S = 0; watchdog.SILENT_S = 1"
     prelude += "\nwatchdog.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.check_environments import check_environments
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.interface import Environment, TaskSeed
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env.interface import Environment, TaskSeed
+from holdfast.orchestrator.env.registry import load_environment
 
 SOUND = '''
 from holdfast import Environment, Message, Task
@@ -90,7 +90,7 @@ def test_a_name_of_ours_or_of_two_packages_is_refused_and_all_others_go_on(insta
     assert message.startswith(
         "environments[0].id: 'python_code' is an environment of holdfast itself and of impostor 1.0"
     )
-    for name in ("impostor:Knock", "holdfast.orchestrator.environments.python_code:PythonCode"):
+    for name in ("impostor:Knock", "holdfast.orchestrator.env.code:PythonCode"):
         assert f"'{name}'" in message
         assert load(name)
     assert load("knock") and load("reverse_text")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.orchestrator.environments.scorers import SCORERS, lcs, lcs_length, regex_scorer
+from holdfast.orchestrator.env.jsonl import SCORERS, lcs, lcs_length, regex_scorer
 
 
 def slow_lcs_length(first: str, second: str) -> int:

@@ -10,13 +10,11 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from holdfast.orchestrator.environments.contract import step_rewards
-from holdfast.orchestrator.environments.interface import Message, Score, Session, SessionFull
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.wire.arrays import Rewards, TokenIds
-from holdfast.shared.wire.rollouts import StepRewards, VersionSpan
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.env.guard import step_rewards
+from holdfast.orchestrator.env.interface import Message, Score, Session, SessionFull
+from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds, VersionSpan
 from tests.builders.scripted_sessions import Asked, scripted_session
 
 BASE = "examples/reverse_text/base"

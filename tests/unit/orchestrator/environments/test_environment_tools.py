@@ -14,22 +14,13 @@ from typing import Any, Literal
 
 import pytest
 
-from holdfast.orchestrator.environments.contract import prompt_ids_of
-from holdfast.orchestrator.environments.interface import (
-    Environment,
-    Message,
-    Score,
-    Session,
-    SessionFull,
-    Task,
-    TaskSeed,
-)
-from holdfast.orchestrator.environments.tool_calls import PARSERS, ToolCall
-from holdfast.orchestrator.environments.tool_use import TOOL_FAILURES, check_tools, tool_metrics, tool_use_of
-from holdfast.orchestrator.environments.tools import Tool, WrongArguments
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env.guard import prompt_ids_of
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, SessionFull, Task, TaskSeed
+from holdfast.orchestrator.env.tool_loop import TOOL_FAILURES, check_tools, tool_metrics, tool_use_of
+from holdfast.orchestrator.env.tools import PARSERS, Tool, ToolCall, WrongArguments
 from tests.builders.scripted_sessions import scripted_session
 from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates

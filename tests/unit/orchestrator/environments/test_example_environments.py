@@ -11,14 +11,13 @@ import pytest
 
 from examples.environments.addition import right_digits, working_of
 from examples.environments.ledger import Books
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.rollouts import VersionSpan
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.env.registry import load_environment
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Logprobs, TokenIds, VersionSpan
 from tests.unit.orchestrator.environments.test_environment_tools import called
 from tests.unit.orchestrator.environments.test_environment_tools import play as play_with_tools
 

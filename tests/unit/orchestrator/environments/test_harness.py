@@ -12,14 +12,11 @@ import httpx
 import pytest
 
 from holdfast import Endpoint, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.chat_protocol import completion_of, is_same
-from holdfast.orchestrator.environments.chat_server import MODEL, chat_server
-from holdfast.orchestrator.environments.contract import PromptTooLong
-from holdfast.orchestrator.environments.harness import request_metrics
-from holdfast.orchestrator.environments.tool_use import tool_message
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.errors import InferenceError
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.errors import InferenceError
+from holdfast.orchestrator.env.guard import PromptTooLong
+from holdfast.orchestrator.env.harness import MODEL, chat_server, completion_of, is_same, request_metrics
+from holdfast.orchestrator.env.tool_loop import tool_message
 from tests.builders.scripted_sessions import scripted_session
 from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates

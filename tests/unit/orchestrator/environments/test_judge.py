@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from holdfast import Judge, JudgeConfig, Task, TaskSeed, judging
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.interface import Environment
-from holdfast.orchestrator.environments.judge import JudgeFailure
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, DataError
-from holdfast.shared.wire.chat_reply import ChatReply
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.judge import JudgeFailure
+from holdfast.orchestrator.env.registry import load_environment
+from holdfast.protocol.inference import ChatReply
 from tests.servers.judge import FakeJudge, judge_serving
 
 URL = "http://127.0.0.1:9/v1"

@@ -16,14 +16,15 @@ import httpx
 import psutil
 import pytest
 
-from holdfast.orchestrator.environments import find_environment, mcp_tools
-from holdfast.orchestrator.environments.contract import prompt_ids_of
-from holdfast.orchestrator.environments.harness import HarnessEnvironment
-from holdfast.orchestrator.environments.interface import Environment, Message, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.tool_use import check_tools, tool_use_of
-from holdfast.orchestrator.rollouts.group import Problem, play_session
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env import mcp as mcp_tools
+from holdfast.orchestrator.env.guard import prompt_ids_of
+from holdfast.orchestrator.env.harness import HarnessEnvironment
+from holdfast.orchestrator.env.interface import Environment, Message, Session, Task, TaskSeed
+from holdfast.orchestrator.env.registry import find_environment
+from holdfast.orchestrator.env.tool_loop import check_tools, tool_use_of
+from holdfast.orchestrator.episodes import Problem, play_session
 from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
@@ -281,8 +282,8 @@ def test_a_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     started = tmp_path / "started"
     script = (
         "import asyncio, os, signal, sys\n"
-        "from holdfast.orchestrator.environments.mcp_tools import _connect\n"
-        "from holdfast.shared.config.mcp import McpServerConfig\n"
+        "from holdfast.orchestrator.env.mcp import _connect\n"
+        "from holdfast.config.environments import McpServerConfig\n"
         f"config = McpServerConfig(command=sys.executable, args={STDIO['args']!r}, env=['MCP_STARTED'])\n"
         "async def main():\n    async with _connect(config) as client:\n"
         "        await client.list_tools()\n        os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.orchestrator.environments import sandbox, sandbox_inside
-from holdfast.orchestrator.environments.interface import Task, TaskSeed
-from holdfast.orchestrator.environments.python_code import PythonCode, code_of
-from holdfast.orchestrator.environments.sandbox import Limits, Outcome, require_sandbox, run_python
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env import code as sandbox
+from holdfast.orchestrator.env import sandbox_inside
+from holdfast.orchestrator.env.code import Limits, Outcome, PythonCode, code_of, require_sandbox, run_python
+from holdfast.orchestrator.env.interface import Task, TaskSeed
 from tests.coverage.scripts import with_marks
 from tests.runs.processes import HANG_S
 
@@ -312,7 +312,7 @@ print("nothing")
 @pytest.mark.launch
 def test_what_a_killed_process_had_in_a_sandbox_dies_with_it() -> None:
     script = (
-        "import asyncio\nfrom holdfast.orchestrator.environments.sandbox import Limits, run_python\n"
+        "import asyncio\nfrom holdfast.orchestrator.env.code import Limits, run_python\n"
         "program = 'import os, time; os.fork(); time.sleep(1000)'\n"
         "asyncio.run(run_python(program, Limits(cpu_s=1000)))"
     )

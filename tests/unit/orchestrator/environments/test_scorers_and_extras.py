@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.check_environments import check_environments
-from holdfast.orchestrator.environments import load_environment
-from holdfast.orchestrator.environments.interface import Environment, Message, Score, Task, TaskSeed
-from holdfast.orchestrator.environments.math_answers import MathAnswers
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Task, TaskSeed
+from holdfast.orchestrator.env.math_answers import MathAnswers
+from holdfast.orchestrator.env.registry import load_environment
 from tests.servers.orchestrator_fakes import make_config
 
 
@@ -142,7 +142,7 @@ def test_a_missing_extra_says_what_installs_it(
 
 
 def test_what_an_extra_lacks_itself_is_not_taken_for_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.orchestrator.environments.extras import import_extra
+    from holdfast.process.imports import import_extra
 
     (tmp_path / "half_an_extra.py").write_text("import no_such_library")
     monkeypatch.syspath_prepend(tmp_path)
@@ -173,7 +173,7 @@ class TestReasoningGym:
             assert (right.metrics["exact"], wrong.metrics["exact"]) == (1.0, 0.0)
 
     def test_held_out_tasks_have_seeds_that_training_never_has(self) -> None:
-        from holdfast.orchestrator.environments.reasoning_gym import _seed_of
+        from holdfast.orchestrator.env.reasoning_gym import _seed_of
 
         drawn, held_out = (
             [_seed_of(TaskSeed(0, "env", index, held_out=held_out).number) for index in range(200)]

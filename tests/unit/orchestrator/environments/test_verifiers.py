@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from holdfast import Endpoint, Score, TaskSeed
-from holdfast.orchestrator.environments import load_environment, verifiers_environments
-from holdfast.orchestrator.environments.verifiers_environments import PlayerDied, Row, Verifiers
-from holdfast.shared.config.environments import EnvironmentConfig
-from holdfast.shared.errors import ConfigError, EnvironmentFailure
-from holdfast.shared.wire.rollouts import Batch
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env import verifiers as verifiers_environments
+from holdfast.orchestrator.env.registry import load_environment
+from holdfast.orchestrator.env.verifiers import PlayerDied, Row, Verifiers
+from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.processes import command_line

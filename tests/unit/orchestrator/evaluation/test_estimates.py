@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from holdfast.orchestrator.evaluation.estimates import (
+from holdfast.orchestrator.evaluation.statistics import (
     Estimate,
     mean_over_tasks,
     paired_difference,

@@ -12,24 +12,23 @@ from typing import Any
 import pytest
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.environments.jsonl import Jsonl
+from holdfast.config.environments import CurriculumConfig, EnvironmentConfig, EnvironmentSamplingConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import to_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import ConfigError, DataError, EnvironmentFailure
+from holdfast.orchestrator.env.jsonl import Jsonl
 from holdfast.orchestrator.evaluation import main
-from holdfast.orchestrator.evaluation.comparison import compare
-from holdfast.orchestrator.evaluation.results import read_tasks
-from holdfast.orchestrator.evaluation.summary import Summary, read_evaluation, summary_in
-from holdfast.orchestrator.evaluation.tasks import (
+from holdfast.orchestrator.evaluation.evaluator import (
     count_tasks,
     held_out_sections,
     refuse_training_tasks,
     settings_of_run,
     sizes_of,
 )
-from holdfast.shared.config.environments import CurriculumConfig, EnvironmentConfig, EnvironmentSamplingConfig
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.config.load import to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import ConfigError, DataError, EnvironmentFailure
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.evaluation.results import read_tasks
+from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
+from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, cancel_at, serving
 
 

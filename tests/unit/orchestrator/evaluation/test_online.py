@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.resume.superseded import set_aside_after
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.resolved import makes_same_batches
+from holdfast.errors import ConfigError
+from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.evaluation.results import read_identity
-from holdfast.orchestrator.evaluation.summary import summary_in
-from holdfast.shared.config.fingerprint import makes_same_batches
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files import journal
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.orchestrator.evaluation.statistics import summary_in
+from holdfast.run import journal
+from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, serving
 
 EVAL = {"interval": 2, "num_tasks": 5, "samples_per_task": 2}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import RunDirError
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, read_tasks
-from holdfast.shared.errors import RunDirError
 from tests.runs.processes import in_a_child
 
 

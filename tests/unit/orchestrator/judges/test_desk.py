@@ -14,13 +14,11 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from holdfast import Judge, JudgeConfig, Judgement
-from holdfast.orchestrator.endpoints.reply_log import ReplyLog
-from holdfast.orchestrator.environments.judge import JudgeFailure
-from holdfast.orchestrator.judges.desk import Desk, judging
-from holdfast.orchestrator.judges.queue import JudgeDenied
-from holdfast.shared.errors import RunDirError
-from holdfast.shared.files import record_log
-from holdfast.shared.wire.chat_reply import ChatReply
+from holdfast.errors import RunDirError
+from holdfast.orchestrator.env.judge import JudgeFailure
+from holdfast.orchestrator.judge_client import Desk, JudgeDenied, ReplyLog, judging
+from holdfast.protocol.inference import ChatReply
+from holdfast.run import record_log
 from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 

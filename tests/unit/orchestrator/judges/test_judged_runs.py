@@ -13,12 +13,11 @@ import pytest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
+from holdfast.config.evaluation import EvaluateConfig
 from holdfast.orchestrator.evaluation import main as evaluation
-from holdfast.orchestrator.judges.desk import Desk
-from holdfast.orchestrator.judges.queue import JudgeDenied
-from holdfast.shared.config.evaluation import EvaluateConfig
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch
+from holdfast.orchestrator.judge_client import Desk, JudgeDenied
+from holdfast.protocol.rollouts import Batch
+from holdfast.run.run_dir import RunDir
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, played, serving
 

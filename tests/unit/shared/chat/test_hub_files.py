@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.chat.files import load_tokenizer
-from holdfast.shared.errors import ConfigError, DataError
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.errors import ConfigError, DataError
 
 LOAD = """
 import sys, time
 time.sleep = lambda _: None  # between the tries of the hub's own library
-from holdfast.shared.chat.files import load_tokenizer
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast import HoldfastError
 try:
     print(sorted(load_tokenizer("someone/model")._templates))

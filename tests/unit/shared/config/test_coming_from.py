@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from holdfast.shared.config.rl import RlConfig
+from holdfast.config.rl import RlConfig
 from tests.conftest import ROOT
 
 OPTION = re.compile(r"`([\w.]+)`(?: \(`?([\w.-]+)`?\))?")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.config import OrchestratorConfig, RlConfig, SftConfig
-from holdfast.shared.config.base import Command
-from holdfast.shared.config.load import parse_command_line, read_toml
-from holdfast.shared.errors import ConfigError, is_storage_failure
+from holdfast.config import OrchestratorConfig, RlConfig, SftConfig
+from holdfast.config.base import Command
+from holdfast.config.load import parse_command_line, read_toml
+from holdfast.errors import ConfigError, is_storage_failure
 
 Write = Callable[[str, str], str]
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from holdfast.shared.config import (
+from holdfast.config import (
     DpoConfig,
     EvaluateConfig,
     InferenceConfig,
@@ -23,10 +23,10 @@ from holdfast.shared.config import (
     SftConfig,
     TrainerConfig,
 )
-from holdfast.shared.config.algorithm import DistillationConfig
-from holdfast.shared.config.base import Command, ModelConfig
-from holdfast.shared.config.fingerprint import fingerprint
-from holdfast.shared.config.load import read_toml, to_toml
+from holdfast.config.algorithm import DistillationConfig
+from holdfast.config.base import Command, ModelConfig
+from holdfast.config.load import read_toml, to_toml
+from holdfast.config.resolved import fingerprint
 
 COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.launcher.launch import launch_rl
-from holdfast.shared.config import RlConfig, SftConfig, TrainerConfig
-from holdfast.shared.config.environments import RolloutSettings
-from holdfast.shared.config.fingerprint import makes_same_batches
-from holdfast.shared.config.load import parse_command_line, read_toml, to_toml
-from holdfast.shared.config.orchestrator import OrchestratorConfig
-from holdfast.shared.config.registry import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
-from holdfast.shared.config.reward_training import RewardTrainingConfig
-from holdfast.shared.config.rl import hand_down_shared
-from holdfast.shared.config.trainer import PolicyOptimConfig
-from holdfast.shared.errors import ConfigError, InferenceError
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.config.base import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.environments import RolloutSettings
+from holdfast.config.load import parse_command_line, read_toml, to_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.preference import RewardTrainingConfig
+from holdfast.config.resolved import makes_same_batches
+from holdfast.config.rl import hand_down_shared
+from holdfast.config.training import PolicyOptimConfig
+from holdfast.errors import ConfigError, InferenceError
+from holdfast.launcher.launch import launch_rl
+from holdfast.protocol.rollouts import Sampling
 from tests.builders.advantage_settings import ONLINE_DPO_LOSS
 
 ALGORITHMS = Path(__file__).resolve().parents[4] / "configs" / "reverse_text" / "algorithms"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic_settings import CliSettingsSource
 
-from holdfast.shared.config import DpoConfig, RlConfig, SftConfig
-from holdfast.shared.config.flags import ELSEWHERE, meant
+from holdfast.config import DpoConfig, RlConfig, SftConfig
+from holdfast.config.load import ELSEWHERE, meant
 
 
 def flags_of(command: type) -> set[str]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.config import RlConfig, SftConfig
-from holdfast.shared.config.fingerprint import fingerprint
-from holdfast.shared.config.load import parse_command_line, read_toml, to_toml
-from holdfast.shared.config.profile import ProfiledSteps
-from holdfast.shared.config.rl import hand_down_shared
-from holdfast.shared.errors import ConfigError
+from holdfast.config import RlConfig, SftConfig
+from holdfast.config.load import parse_command_line, read_toml, to_toml
+from holdfast.config.resolved import fingerprint
+from holdfast.config.rl import hand_down_shared
+from holdfast.config.view import ProfiledSteps
+from holdfast.errors import ConfigError
 
 
 def _sft(*flags: str) -> SftConfig:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from holdfast.shared.config import DpoConfig
+from holdfast.config import DpoConfig
 
 
 def test_an_unknown_preference_loss_is_refused_with_the_nearest_name() -> None:
@@ -16,6 +16,6 @@ def test_an_unknown_preference_loss_is_refused_with_the_nearest_name() -> None:
 
 
 def test_the_tables_are_read_without_the_libraries_that_compute() -> None:
-    program = "import sys, holdfast.shared.config.registry; print({'torch', 'transformers', 'vllm'} & {*sys.modules})"
+    program = "import sys, holdfast.config.base; print({'torch', 'transformers', 'vllm'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"

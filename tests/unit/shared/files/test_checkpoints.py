@@ -10,18 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.shared.config.base import CkptConfig
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.checkpoints import (
-    BestMetric,
-    Kind,
-    Retention,
-    describe_found,
-    kind_of,
-    list_entries,
-    require_weights,
-)
+from holdfast.config.base import CkptConfig
+from holdfast.errors import CheckpointError
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import BestMetric, Kind, Retention, describe_found, kind_of, list_entries, require_weights
 
 
 def write(directory: Path, *names: str) -> Path:

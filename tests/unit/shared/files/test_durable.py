@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files import durable
+from holdfast.run import atomic as durable
 
 
 class Failing:

@@ -10,12 +10,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wait_for
-from holdfast.shared.files.manifest import describe_files, read_manifest, write_manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
-from holdfast.shared.wire.rollouts import Batch, Rollout, StepRewards, VersionSpan, encode_batch
+from holdfast.errors import CheckpointError
+from holdfast.protocol.rollouts import (
+    Batch,
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    StepRewards,
+    TokenIds,
+    VersionSpan,
+    encode_batch,
+)
+from holdfast.run.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wait_for
+from holdfast.run.manifest import describe_files, read_manifest, write_manifest
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 

@@ -10,13 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.errors import DataError, ReadError
-from holdfast.shared.files.local_inputs import (
-    check_data_path,
-    check_model_path,
-    check_tokenizer_path,
-    check_weights_path,
-)
+from holdfast.errors import DataError, ReadError
+from holdfast.run.inputs import check_data_path, check_model_path, check_tokenizer_path, check_weights_path
 from tests.runs.processes import in_a_child
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files.manifest import (
+from holdfast.errors import CheckpointError
+from holdfast.run.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     FileEntry,
@@ -127,7 +127,7 @@ def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(mon
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr("holdfast.shared.files.manifest.version", version)
+    monkeypatch.setattr("holdfast.run.manifest.version", version)
     assert (library_versions()["holdfast"], library_versions()["torch"]) == ("not installed", "1.0")
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.console import Console
-from holdfast.commands.live.plain import step_line
-from holdfast.commands.live.tails import Tail
-from holdfast.commands.resume.superseded import set_aside_after
-from holdfast.shared.errors import DataError
-from holdfast.shared.files import durable
-from holdfast.shared.files.metrics import MetricsWriter, read_metrics
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV, report
+from holdfast.errors import DataError
+from holdfast.launcher.resume.resume_step import set_aside_after
+from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, report
+from holdfast.run import atomic as durable
+from holdfast.run.metrics import MetricsWriter, read_metrics
+from holdfast.run.run_dir import RunDir
+from holdfast.view.console import Console, step_line
+from holdfast.view.follow import Tail
 
 
 def test_every_step_is_one_json_line(tmp_path: Path) -> None:

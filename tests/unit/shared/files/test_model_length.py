@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config import InferenceConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.files.model_length import check_max_len, positions
+from holdfast.config import InferenceConfig
+from holdfast.errors import ConfigError
+from holdfast.run.inputs import check_max_len, positions
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 LINEAR = {"type": "linear", "factor": 4.0}

@@ -10,24 +10,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.commands.ckpt.checkpoint_dirs import CheckpointDirs
-from holdfast.commands.ckpt.inspecting import verify as ckpt_verify
-from holdfast.commands.ckpt.listing import ls
-from holdfast.commands.live.tails import Tail
-from holdfast.commands.resume.remote import fetch
-from holdfast.commands.resume.resume_step import resolve_resume_step
-from holdfast.commands.resume.superseded import set_aside_damaged
-from holdfast.orchestrator.batches.run_start import find_start
-from holdfast.orchestrator.batches.schedule import StrictSchedule
-from holdfast.orchestrator.batches.state import OrchestratorState
-from holdfast.orchestrator.weight_push.directory import DirectoryTransport
-from holdfast.shared.errors import ReadError, RunDirError, is_storage_failure
-from holdfast.shared.files import durable, journal
-from holdfast.shared.files.journal import read_accepted
-from holdfast.shared.files.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.shared.wire.rollouts import Batch
+from holdfast.commands.ckpt import ls
+from holdfast.commands.ckpt_dirs import CheckpointDirs
+from holdfast.commands.ckpt_dirs import verify as ckpt_verify
+from holdfast.errors import ReadError, RunDirError, is_storage_failure
+from holdfast.launcher.resume.remote import fetch
+from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged
+from holdfast.orchestrator.main import find_start
+from holdfast.orchestrator.pipeline import StrictSchedule
+from holdfast.orchestrator.state import OrchestratorState
+from holdfast.orchestrator.weight_sync import DirectoryTransport
+from holdfast.protocol.rollouts import Batch
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.run import atomic as durable
+from holdfast.run import journal
+from holdfast.run.journal import read_accepted
+from holdfast.run.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
+from holdfast.run.run_dir import RunDir
+from holdfast.view.follow import Tail
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
 
@@ -62,7 +62,7 @@ def test_no_older_step_is_taken_for_one_that_cannot_be_read(
         raise OSError(number, os.strerror(number), str(path))
 
     with monkeypatch.context() as faulty:
-        faulty.setattr("holdfast.shared.files.manifest.file_digest", fail)
+        faulty.setattr("holdfast.run.manifest.file_digest", fail)
         for wanted in ("auto", "latest", 30):
             with pytest.raises(ReadError) as caught:
                 resolve_resume_step(three, wanted)

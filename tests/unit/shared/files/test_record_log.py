@@ -16,14 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.orchestrator.rollouts.generation_log import GenerationLog
-from holdfast.shared.files import durable, record_log
-from holdfast.shared.files.record_log import MARKER, RecordLog, read_records
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, TokenIds
-from holdfast.shared.wire.inference_api import Completion
-from holdfast.shared.wire.rollouts import VersionSpan
-from holdfast.shared.wire.sampling import PLAIN_SAMPLING
+from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, TokenIds, VersionSpan
+from holdfast.run import atomic as durable
+from holdfast.run import record_log
+from holdfast.run.record_log import MARKER, RecordLog, read_records
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 
@@ -138,7 +137,7 @@ def test_what_cannot_be_made_durable_is_told_at_the_next_record(
 KILLED = """
 import sys
 from pathlib import Path
-from holdfast.shared.files.record_log import RecordLog
+from holdfast.run.record_log import RecordLog
 log = RecordLog(Path(sys.argv[1]), valid_bytes=0)
 number = 0
 while True:

@@ -12,11 +12,11 @@ from typing import Literal
 
 import pytest
 
-from holdfast.commands.resume.resume_step import resolve_resume_step
-from holdfast.commands.resume.superseded import set_aside_after, set_aside_damaged
-from holdfast.shared.errors import CheckpointError, RunDirError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.errors import CheckpointError, RunDirError
+from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 
 
@@ -44,7 +44,7 @@ def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
 
 def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     hold = (
-        "import sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "import sys; from pathlib import Path; from holdfast.run.run_dir import RunDir\n"
         "held = RunDir(Path(sys.argv[1])); held.lock(); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -63,7 +63,7 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
 
 def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from holdfast.shared.files.run_dir import RunDir\n"
+        "import os, sys; from pathlib import Path; from holdfast.run.run_dir import RunDir\n"
         "RunDir(Path(sys.argv[1])).lock()\n"
         "if os.fork() == 0: print('held', flush=True)\n"
         "sys.stdin.read()"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.process.gpus import Gpu, Inventory, TorchBuild, find_gpus, visible, why_unusable
+from holdfast.errors import ConfigError
+from holdfast.process.gpus import Gpu, Inventory, TorchBuild, find_gpus, visible, why_unusable
 from tests.builders.nvml import library, machine
 
 H100 = "NVIDIA H100 80GB HBM3"
 _FIND = """
-from holdfast.shared.process.gpus import find_gpus
+from holdfast.process.gpus import find_gpus
 found = find_gpus()
 print([[gpu.name for gpu in found.gpus], sorted({gpu.model for gpu in found.gpus}), found.driver, found.cuda])
 """

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands.launcher.liveness import Health, LivenessMonitor, place_of_beats
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
+from holdfast.launcher.liveness import Health, LivenessMonitor, place_of_beats
+from holdfast.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
 from tests.runs.processes import HANG_S
 
 PERIOD_S = 0.1
@@ -29,7 +29,7 @@ _BEAT = (
 
 @pytest.fixture(autouse=True)
 def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("holdfast.shared.process.heartbeat", "holdfast.commands.launcher.liveness"):
+    for module in ("holdfast.process.heartbeat", "holdfast.launcher.liveness"):
         monkeypatch.setattr(f"{module}.PERIOD_S", PERIOD_S)
 
 
@@ -84,7 +84,7 @@ def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("holdfast.commands.launcher.liveness.awake_s", lambda: now)
+    monkeypatch.setattr("holdfast.launcher.liveness.awake_s", lambda: now)
     monitor = LivenessMonitor(tmp_path / "orchestrator")
     for number in range(3):
         now += 30
@@ -173,7 +173,7 @@ def test_what_somebody_else_made_in_the_place_of_beats_is_not_used(
     memory, elsewhere, run = (tmp_path / name for name in ("memory", "elsewhere", "run"))
     for directory in (memory, elsewhere, run):
         directory.mkdir()
-    monkeypatch.setattr("holdfast.commands.launcher.liveness._MEMORY", memory)
+    monkeypatch.setattr("holdfast.launcher.liveness._MEMORY", memory)
     with place_of_beats(run) as usual:
         assert usual.parent == memory
     for make in (lambda: usual.symlink_to(elsewhere), usual.touch):

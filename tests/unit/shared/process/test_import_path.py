@@ -9,11 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.commands.launcher.check_functions import check_functions
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.process.import_path import import_users, leave_out_working_directory
-from holdfast.shared.user_functions import load_function
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from holdfast.launcher.check_functions import check_functions
+from holdfast.process.imports import import_users, leave_out_working_directory, load_function
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from holdfast.shared.process.child import heavy_imports
+from holdfast.process.child import heavy_imports
 
 
 def test_the_collector_rests_during_imports_and_leaves_what_they_made_alone() -> None:

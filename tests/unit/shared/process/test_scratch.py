@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.process import scratch
-from holdfast.shared.process.scratch import LOCK_NAME, hold, make_scratch, remove_abandoned, scratch_directory
+from holdfast.process import scratch
+from holdfast.process.scratch import LOCK_NAME, hold, make_scratch, remove_abandoned, scratch_directory
 
 _HOLDER = (
     "import os, sys, time; from pathlib import Path\n"
-    "from holdfast.shared.process.scratch import make_scratch\n"
+    "from holdfast.process.scratch import make_scratch\n"
     "print(make_scratch(Path(sys.argv[1])), flush=True); {then}"
 )
 

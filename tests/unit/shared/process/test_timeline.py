@@ -11,10 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.timeline import read_timeline
-from holdfast.shared.process import timeline
-from holdfast.shared.process.timeline import record, span, start_timeline
+from holdfast.run import timeline
+from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import read_timeline, record, span, start_timeline
 
 
 @pytest.fixture(autouse=True)

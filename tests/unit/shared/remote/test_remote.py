@@ -20,17 +20,18 @@ import msgspec
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from holdfast.commands.resume.plan import prepare
-from holdfast.commands.resume.remote import fetch, set_aside_remote_after
-from holdfast.commands.track.cursor import Cursor
-from holdfast.shared.config import SftConfig
-from holdfast.shared.errors import CheckpointError, ConfigError, ReadError, RunDirError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.checkpoints import BestMetric, Retention
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.shared.remote.object_store import ObjectStore, StorageError, is_transient
-from holdfast.shared.remote.uploader import Uploader
+from holdfast.config import SftConfig
+from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
+from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.remote.object_store import ObjectStore, StorageError, is_transient
+from holdfast.remote.uploader import Uploader
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import BestMetric, Retention
+from holdfast.run.run_dir import RunDir
+from holdfast.view.trackers.sending import Cursor
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
 from tests.runs.processes import HANG_S
 
@@ -247,8 +248,8 @@ def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> 
 def test_a_missing_driver_names_the_extra() -> None:
     program = (
         "import sys; sys.modules['s3fs'] = None  # as if it were not installed\n"
-        "from holdfast.shared.errors import ConfigError\n"
-        "from holdfast.shared.remote.checkpoints import RemoteCheckpoints\n"
+        "from holdfast.errors import ConfigError\n"
+        "from holdfast.remote.checkpoints import RemoteCheckpoints\n"
         "try: RemoteCheckpoints('s3://bucket/prefix')\n"
         "except ConfigError as error: print(error)"
     )
@@ -562,7 +563,7 @@ class TestUploader:
     def test_closing_gives_up_in_time_and_says_what_is_missing(
         self, here: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("holdfast.shared.remote.uploader._GIVE_UP_S", 0.01)
+        monkeypatch.setattr("holdfast.remote.uploader._GIVE_UP_S", 0.01)
         remote = _Slow(f"file://{place}")
         uploader = Uploader(remote)
         for step in (1, 2):
@@ -594,13 +595,13 @@ class _Away:
         monkeypatch.setattr(remote._store, "_once", fail)
         for module, name in (("object_store", "FIRST_DELAY_S"), ("uploader", "_FIRST_PAUSE_S")):
             monkeypatch.setattr(f"holdfast.shared.remote.{module}.{name}", 0.001)
-        monkeypatch.setattr("holdfast.shared.remote.uploader._LONGEST_PAUSE_S", 0.05)
+        monkeypatch.setattr("holdfast.remote.uploader._LONGEST_PAUSE_S", 0.05)
 
 
 def test_a_call_that_is_cancelled_fails_and_one_that_begins_as_the_run_ends_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.shared.remote.object_store.STALLED_S", HANG_S)
+    monkeypatch.setattr("holdfast.remote.object_store.STALLED_S", HANG_S)
     store = ObjectStore("s3://bucket/prefix")
 
     async def cancelled(*_: object) -> bytes:

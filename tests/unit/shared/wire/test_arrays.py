@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
+from holdfast.protocol.rollouts import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
 
 
 class Holder(msgspec.Struct):

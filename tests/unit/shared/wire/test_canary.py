@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.engines.client import InferenceClient
-from holdfast.orchestrator.weight_push.canary_check import check_canary
-from holdfast.orchestrator.weight_push.directory import describe_weights
-from holdfast.shared.config.orchestrator import ClientConfig
-from holdfast.shared.errors import CheckpointError, InferenceError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.canary import CANARY_NAME, Canary, deviation
+from holdfast.config.orchestrator import ClientConfig
+from holdfast.errors import CheckpointError, InferenceError
+from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.weight_sync import check_canary, describe_weights
+from holdfast.protocol.inference import CANARY_NAME, Canary, deviation
+from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
 
 MODEL = Path(__file__).parents[4] / "examples" / "reverse_text" / "model"

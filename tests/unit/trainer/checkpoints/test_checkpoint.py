@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
-from holdfast.shared.files.journal import STATE_NAME
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.commit import Identity, fingerprint_tensors
-from holdfast.trainer.checkpoints.random_state import capture_random_state, seed_everything
+from holdfast.errors import CheckpointError
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
+from holdfast.run.journal import STATE_NAME
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint.commit import Identity, fingerprint_tensors
+from holdfast.trainer.checkpoint.state import capture_random_state, seed_everything
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.session.train_state import TrainState
+from holdfast.trainer.state import TrainState
 from tests.builders.train_states import MakeState, copied, draw, same, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])

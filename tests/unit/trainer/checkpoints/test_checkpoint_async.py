@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from holdfast.shared.errors import CheckpointError, SaveError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.dcp import ShardWriter
-from holdfast.trainer.checkpoints.plain_state import ObjectsState
-from holdfast.trainer.checkpoints.staging import Stager
+from holdfast.errors import CheckpointError, SaveError
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer, Stager
+from holdfast.trainer.checkpoint.dcp import ShardWriter
+from holdfast.trainer.checkpoint.state import ObjectsState
 from tests.builders.train_states import MakeState, copied, draw, held_writes, local_part, same, train
 from tests.runs.processes import HANG_S
 

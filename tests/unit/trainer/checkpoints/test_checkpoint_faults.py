@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from holdfast.shared.errors import CheckpointError, RankLost, SaveError
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
-from holdfast.shared.files.journal import STATE_NAME
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.errors import CheckpointError, RankLost, SaveError
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
+from holdfast.run.journal import STATE_NAME
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer import mesh
-from holdfast.trainer.checkpoints import commit, dcp
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint import commit, dcp
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from tests.builders.train_states import MakeState, NotifyingStorage, train
 
 both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])

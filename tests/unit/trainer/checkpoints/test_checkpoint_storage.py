@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import durable
-from holdfast.shared.files.checkpoints import Retention
-from holdfast.shared.files.metrics import MetricsWriter
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
+from holdfast.errors import CheckpointError
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.run import atomic as durable
+from holdfast.run.checkpoints import Retention
+from holdfast.run.metrics import MetricsWriter
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
 from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.builders.train_states import NotifyingStorage
 from tests.runs.processes import HANG_S

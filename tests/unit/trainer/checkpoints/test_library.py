@@ -9,8 +9,8 @@ import pytest
 
 _PROGRAM = """
 import sys
-import holdfast.trainer.checkpoints.checkpointer
-import holdfast.trainer.checkpoints.warm_start
+import holdfast.trainer.checkpoint.checkpointer
+import holdfast.trainer.checkpoint.init_from
 print(*sorted({"transformers", "datasets", "peft", "vllm"} & sys.modules.keys()))
 """
 

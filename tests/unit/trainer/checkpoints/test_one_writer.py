@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.shared.errors import SaveError
-from holdfast.shared.files import durable, lock
-from holdfast.shared.files.checkpoints import Entry
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
+from holdfast.errors import SaveError
+from holdfast.run import atomic as durable
+from holdfast.run import lock
+from holdfast.run.checkpoints import Entry
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from tests.builders.train_states import held_writes
 from tests.runs.processes import HANG_S
 
 HOLD = """
 import sys
 from pathlib import Path
-from holdfast.shared.files.lock import DirectoryLock
+from holdfast.run.lock import DirectoryLock
 DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -65,7 +66,7 @@ def test_nobody_begins_to_save_while_prune_removes(
         begun.append(subprocess.run(another, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False))
         durable.remove_directory(entry.path)
 
-    monkeypatch.setattr("holdfast.commands.ckpt.change._remove", remove)
+    monkeypatch.setattr("holdfast.commands.ckpt_export._remove", remove)
     code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path, "--keep", "1")
     assert code == 0, err
     assert "another process saves into" in begun[0].stderr and not begun[0].stdout

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files.checkpoints import TRAINER_DIR
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer, load_state_with_optimizer, save_state
-from holdfast.trainer.checkpoints.plain_state import ObjectsState, module_tensors
-from holdfast.trainer.checkpoints.plain_values import decode, encode
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.errors import CheckpointError
+from holdfast.run.checkpoints import TRAINER_DIR
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode, module_tensors
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

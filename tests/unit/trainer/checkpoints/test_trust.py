@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from holdfast.commands.resume.fork import copy_fork, find_fork
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files import manifest
-from holdfast.shared.files.checkpoints import require_weights
-from holdfast.shared.files.manifest import FileEntry, decode_manifest, encode_manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.checkpointer import save_state
-from holdfast.trainer.checkpoints.index import IndexReader
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
-from holdfast.trainer.conversion.reading import TensorReader
+from holdfast.errors import CheckpointError
+from holdfast.launcher.resume.fork import copy_fork, find_fork
+from holdfast.run import manifest
+from holdfast.run.checkpoints import require_weights
+from holdfast.run.manifest import FileEntry, decode_manifest, encode_manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.checkpointer import save_state
+from holdfast.trainer.checkpoint.dcp import IndexReader
+from holdfast.trainer.checkpoint.export import TensorReader
+from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import write_checkpoint
 

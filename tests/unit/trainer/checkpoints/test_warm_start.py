@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.shared.config.lora import LoraConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.files.checkpoints import kind_of
-from holdfast.shared.files.warm_start import check_warm_start
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.config.training import LoraConfig, TrainedModelConfig
+from holdfast.errors import CheckpointError
+from holdfast.run.checkpoints import kind_of
+from holdfast.run.inputs import check_warm_start
+from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.model.build import trained_tensors
 from tests.builders.checkpoint_files import commit
 from tests.conftest import ModelFactory
 
@@ -135,7 +134,7 @@ def test_other_dtypes_are_cast_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.trainer.checkpoints.weight_sources._BUFFER_BYTES", 5000)  # several groups of buffers
+    monkeypatch.setattr("holdfast.trainer.checkpoint.init_from._BUFFER_BYTES", 5000)  # several groups of buffers
     half = tmp_path / "half"
     half.mkdir()
     model = tiny_model(num_hidden_layers=1)

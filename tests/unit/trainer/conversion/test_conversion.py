@@ -11,15 +11,20 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from holdfast.shared.errors import CheckpointError, SaveError
-from holdfast.shared.files import manifest
-from holdfast.shared.files.manifest import Manifest
-from holdfast.trainer.conversion.exporting import export
-from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.reading import Group, TensorReader, describe
-from holdfast.trainer.conversion.writing import Export, new_directory
+from holdfast.errors import CheckpointError, SaveError
+from holdfast.run import manifest
+from holdfast.run.manifest import Manifest
+from holdfast.trainer.checkpoint.export import (
+    Export,
+    Group,
+    TensorReader,
+    describe,
+    export,
+    import_weights,
+    new_directory,
+)
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.hf_files import SafetensorsWriter
+from holdfast.trainer.model.hf_files import SafetensorsWriter
 
 
 def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:

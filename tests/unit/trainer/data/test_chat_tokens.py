@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
-from holdfast.orchestrator.environments.interface import Session
-from holdfast.orchestrator.environments.tools import Tool
-from holdfast.shared.chat.files import load_tokenizer as load_chat_tokenizer
-from holdfast.shared.chat.masking import Chat, encode_chat, encode_completion, encode_text
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.errors import ConfigError, DataError
+from holdfast.chat.masking import Chat, encode_chat, encode_completion, encode_text
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chat.tokenizer import load_tokenizer as load_chat_tokenizer
+from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.env.interface import Session
+from holdfast.orchestrator.env.tools import Tool
 from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
 from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_chat_tokenizer, make_tokenizer
 from tests.models.tool_templates import tool_templates

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from holdfast.shared.config.trainer import SftDataConfig
-from holdfast.shared.errors import DataError, HoldfastError
+from holdfast.config.training import SftDataConfig
+from holdfast.errors import DataError, HoldfastError
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
+from holdfast.trainer.data.rows import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
 from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, load_samples, load_tokenizer
 
 Tokenizer = PreTrainedTokenizerBase

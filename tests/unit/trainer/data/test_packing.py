@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.data.row_plan import first_fit_decreasing
+from holdfast.config.training import TrainedModelConfig
+from holdfast.trainer.data.packing import Sample, build_micro_batch, first_fit_decreasing
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.supervised.loss import cross_entropy
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.programs.sft import cross_entropy
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config.dpo import PreferenceDataConfig
-from holdfast.shared.errors import ProcessDied
+from holdfast.config.preference import PreferenceDataConfig
+from holdfast.errors import ProcessDied
 from holdfast.trainer.data.samples import fingerprint_samples
 from holdfast.trainer.data.tokenizing import workers_of_this_rank
-from holdfast.trainer.preferences.pairs import load_pairs
+from holdfast.trainer.preference.pairs import load_pairs
 from tests.models.chat_templates import make_tokenizer
 from tests.unit.trainer.data.test_data import load, refused, tokenize_row, trained_text, whole_text, write
 

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.trainer.data.row_plan import (
-    Arrangement,
-    first_fit_decreasing,
-    group_by_length,
-    plan_rows,
-    spread_by_cost,
-)
+from holdfast.trainer.data.packing import Arrangement, first_fit_decreasing, group_by_length, plan_rows, spread_by_cost
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 

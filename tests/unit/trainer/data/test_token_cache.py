@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.chat.tokenizer import Tokenizer
-from holdfast.shared.config.dpo import PreferenceDataConfig
-from holdfast.shared.config.trainer import SftDataConfig
-from holdfast.shared.errors import DataError
-from holdfast.trainer.data import read_samples, token_cache, tokenizing
-from holdfast.trainer.data.row_formats import SAMPLE_FORMATS, Format
-from holdfast.trainer.data.sample_table import ChosenSamples, SampleTable, sizes_of
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.preference import PreferenceDataConfig
+from holdfast.config.training import SftDataConfig
+from holdfast.errors import DataError
+from holdfast.trainer.data import samples as read_samples
+from holdfast.trainer.data import tokenizing
+from holdfast.trainer.data import tokenizing as token_cache
+from holdfast.trainer.data.rows import SAMPLE_FORMATS, Format
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
-from holdfast.trainer.data.token_cache import cache_directory, cache_key
-from holdfast.trainer.preferences.pairs import fingerprint_preferences, load_pairs
+from holdfast.trainer.data.tokenizing import ChosenSamples, SampleTable, cache_directory, cache_key, sizes_of
+from holdfast.trainer.preference.pairs import fingerprint_preferences, load_pairs
 from tests.runs.processes import in_a_child
 
 ROWS = [{"prompt": "ab" * (1 + k % 5), "completion": "c" * (1 + k % 7)} for k in range(1200)]

@@ -11,20 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.inference.weights.adapters import BaseWeights, read_adapter
-from holdfast.inference.weights.files import read_architecture, read_weights
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.files.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME
-from holdfast.shared.files.manifest import MANIFEST_NAME
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.inference.weight_files import BaseWeights, read_adapter, read_architecture, read_weights
+from holdfast.run.manifest import MANIFEST_NAME
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME, weights_digest
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.lora import Adapters
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.tensor_layout import TensorLayout
-from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.lora import Adapters
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
 FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from holdfast.trainer.data.packing import PackedIndex
-from holdfast.trainer.models.attention import packed_attention
+from holdfast.trainer.model.attention import packed_attention
 
 CPU = torch.device("cpu")
 lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models import initial_weights as initial
-from holdfast.trainer.models.initial_weights import filler
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.pretrained import initial_weights, load_model_config, trained_tensors
-from holdfast.trainer.models.scalar_model import build_scalar_model
+from holdfast.trainer.model import build as initial
+from holdfast.trainer.model.build import filler, initial_weights, load_model_config, trained_tensors
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.value_model import build_scalar_model
 from tests.models.families import FAMILIES, write_model
 
 Models = Callable[..., Path]

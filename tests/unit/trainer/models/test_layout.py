@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models import initial_weights, layout
-from holdfast.trainer.models.attention import packed_attention
-from holdfast.trainer.models.head import has_plain_head
-from holdfast.trainer.models.layout import PACKED, Layout, find_layout
-from holdfast.trainer.models.materialize import naming_failures
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.scalar_model import build_scalar_model
-from holdfast.trainer.models.structure import decoder_layers, decoder_of, last_position, pair_cost
+from holdfast.trainer.model import build as initial_weights
+from holdfast.trainer.model import packing_check as layout
+from holdfast.trainer.model.attention import packed_attention
+from holdfast.trainer.model.build import naming_failures
+from holdfast.trainer.model.packing_check import PACKED, Layout, find_layout
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.structure import decoder_layers, decoder_of, has_plain_head, last_position, pair_cost
+from holdfast.trainer.model.value_model import build_scalar_model
 
 Models = Callable[..., Path]
 CPU = torch.device("cpu")

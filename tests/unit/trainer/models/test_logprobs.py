@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.shared.wire.sampling import Sampling
-from holdfast.trainer.models.logprobs import Reading, Readout, plain_head, token_logprobs
+from holdfast.protocol.rollouts import Sampling
+from holdfast.trainer.model.logprobs import Reading, Readout, plain_head, token_logprobs
 
 N, H, V = 11, 6, 17
 

@@ -14,22 +14,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
-from holdfast.shared.errors import CheckpointError, DataError
-from holdfast.shared.files.adapter import ADAPTER_DIR, ADAPTER_NAME, Base, read_base, tensors_digest
-from holdfast.shared.files.checkpoints import Kind, kind_of
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.checkpointer import load_state_with_optimizer, save_state
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.errors import CheckpointError, DataError
+from holdfast.run.checkpoints import Kind, kind_of
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, Base, read_base, tensors_digest
+from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.lora import Adapters, base_tensors, digest_of, merged
-from holdfast.trainer.models.policy import Policy, build_policy, predict
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.tensor_layout import TensorLayout
-from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.optim.optimizers import build_optimizer
-from holdfast.trainer.session.train_state import Progress, TrainState
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.lora import Adapters, base_tensors, digest_of, merged
+from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.optimizer import build_optimizer
+from holdfast.trainer.state import Progress, TrainState
 from tests.builders.train_states import copied, local_part, same, train
 
 Models = Callable[..., Path]

@@ -13,19 +13,19 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from holdfast.shared.config import RewardTrainingConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.files.adapter import ADAPTER_DIR, read_base
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
+from holdfast.config import RewardTrainingConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_DIR, read_base
+from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.lora import HEAD, Adapters
-from holdfast.trainer.models.pretrained import trained_parameters, trained_tensors
-from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, score_samples
-from holdfast.trainer.models.tensor_layout import TensorLayout
-from holdfast.trainer.models.weight_publisher import WeightPublisher
-from holdfast.trainer.rl.rewards.reward_model import RewardModel
+from holdfast.trainer.model.build import trained_parameters, trained_tensors
+from holdfast.trainer.model.lora import HEAD, Adapters
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
+from holdfast.trainer.rl.auxiliary_models import RewardModel
 from tests.builders.train_states import copied, local_part, same
 from tests.ranks.policy_metrics import ragged_samples
 

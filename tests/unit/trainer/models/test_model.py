@@ -18,19 +18,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from holdfast.shared.config.trainer import OptimConfig, TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import Layout
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.lora import whole_tensors
-from holdfast.trainer.models.policy import Policy, build_policy, predict
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.sharding import reshard
-from holdfast.trainer.models.structure import decoder_layers
-from holdfast.trainer.optim.optimizers import build_optimizer
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.lora import whole_tensors
+from holdfast.trainer.model.packing_check import Layout
+from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.model.structure import decoder_layers
+from holdfast.trainer.optimizer import build_optimizer
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]

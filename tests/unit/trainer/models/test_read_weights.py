@@ -11,9 +11,9 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from holdfast.inference.weights.files import Architecture, read_architecture, read_weights
-from holdfast.shared.errors import DataError
-from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.errors import DataError
+from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
+from holdfast.run.weights import weights_digest
 from tests.models.served import write_model
 
 ARCHITECTURE = Architecture(shapes={"a": (2, 3), "b": (4,)}, tied=False)

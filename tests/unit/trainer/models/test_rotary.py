@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.self_check import check_model
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import build_policy
 from tests.models.families import Family, Outcome, random_samples, reference_outcome, trainer_outcome, write_model
 
 ORIGINAL = 16

@@ -21,16 +21,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.heartbeat import start_heartbeat
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.process.heartbeat import start_heartbeat
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model, predict_values, score_samples
-from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, predict_values, score_samples
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]

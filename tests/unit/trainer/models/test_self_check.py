@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.shared.config.base import DType
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
+from holdfast.config.base import DType
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models import attention
-from holdfast.trainer.models.layout import PACKED
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.scalar_model import build_scalar_model
-from holdfast.trainer.models.self_check import check_model, is_random_in_training
-from holdfast.trainer.models.structure import use_attention
+from holdfast.trainer.model import attention
+from holdfast.trainer.model.packing_check import PACKED
+from holdfast.trainer.model.parity_check import check_model, is_random_in_training
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.structure import use_attention
+from holdfast.trainer.model.value_model import build_scalar_model
 from tests.models.families import FAMILIES, write_model
 
 Build = Callable[..., Policy]

@@ -15,26 +15,23 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from holdfast.inference.weights.adapters import BaseWeights, read_adapter
-from holdfast.inference.weights.files import read_architecture, read_weights
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import CheckpointError, DataError
-from holdfast.shared.files.adapter import read_base
-from holdfast.shared.files.checkpoints import NAMES_NAME
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.commit import Identity
-from holdfast.trainer.checkpoints.warm_start import load_weights_only
-from holdfast.trainer.conversion.exporting import export
-from holdfast.trainer.conversion.importing import import_weights
-from holdfast.trainer.conversion.writing import Export
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import CheckpointError, DataError
+from holdfast.inference.weight_files import BaseWeights, read_adapter, read_architecture, read_weights
+from holdfast.run.checkpoints import NAMES_NAME
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import read_base
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint.commit import Identity
+from holdfast.trainer.checkpoint.export import Export, export, import_weights
+from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models import hf_files
-from holdfast.trainer.models.lora import Adapters
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.pretrained import initial_weights, load_model_config, trained_tensors
-from holdfast.trainer.models.tensor_layout import TensorLayout, names_in_files
-from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.model import hf_files
+from holdfast.trainer.model.build import initial_weights, load_model_config, trained_tensors
+from holdfast.trainer.model.lora import Adapters
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
 from tests.builders.train_states import local_part
 from tests.conftest import ModelFactory
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.shared.wire.sampling import Sampling
-from holdfast.trainer.models.logprobs import Reading, plain_head, token_logprobs
-from holdfast.trainer.models.truncation import SamplingByToken, sums_by_products
+from holdfast.protocol.rollouts import Sampling
+from holdfast.trainer.model.logprobs import Reading, SamplingByToken, plain_head, sums_by_products, token_logprobs
 
 V = 23
 CUTS = [

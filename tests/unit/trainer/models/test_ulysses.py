@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from holdfast.shared.config import SftConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
+from holdfast.config import SftConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh, SequenceGroup
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.models.ulysses import RowSlice, reason_against
+from holdfast.trainer.model.context_parallel import RowSlice, reason_against
+from holdfast.trainer.model.policy import build_policy
 from tests.models.families import FAMILIES, write_model
 
 Models = Callable[..., Path]

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from holdfast.trainer.data.packing import PackedIndex
-from holdfast.trainer.models import attention
-from holdfast.trainer.models.attention import packed_attention
-from holdfast.trainer.models.varlen import KERNELS, Kernel, reason_against
+from holdfast.trainer.model import attention
+from holdfast.trainer.model.attention import KERNELS, Kernel, packed_attention, reason_against
 from tests.models.per_sample import PerSample
 
 CPU = torch.device("cpu")

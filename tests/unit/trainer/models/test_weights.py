@@ -14,16 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.files import durable, manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
+from holdfast.config.training import TrainedModelConfig
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import weights_digest
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models import hf_files
-from holdfast.trainer.models.hf_files import SafetensorsWriter
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.models.weight_publisher import WeightPublisher
+from holdfast.trainer.model import hf_files
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.hf_files import SafetensorsWriter
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.publish import WeightPublisher
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.config.trainer import OptimConfig, SftConfig
-from holdfast.trainer.optim.optimizers import build_optimizer, hidden_matrices, initial_moments, update_parameters
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import OptimConfig, SftConfig
+from holdfast.trainer.optimizer import build_optimizer, hidden_matrices, initial_moments, update_parameters
 
 MUON = OptimConfig(type="muon", lr=0.02, momentum=0.9, weight_decay=0.1)
 

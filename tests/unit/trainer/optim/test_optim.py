@@ -14,13 +14,12 @@ from transformers.optimization import (
     get_polynomial_decay_schedule_with_warmup,
 )
 
-from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.config.schedule import learning_rate, schedule_end
-from holdfast.shared.config.trainer import OptimConfig, SftConfig
-from holdfast.shared.errors import TrainingError
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import OptimConfig, SftConfig, learning_rate, schedule_end
+from holdfast.errors import TrainingError
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.optim.optimizers import build_optimizer, check_finite, clip_gradients
-from holdfast.trainer.session.measurements import Stopwatch, memory_gib
+from holdfast.trainer.optimizer import build_optimizer, check_finite, clip_gradients
+from holdfast.trainer.session import Stopwatch, memory_gib
 
 
 def small() -> nn.Sequential:

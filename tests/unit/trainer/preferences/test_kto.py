@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import DpoConfig
-from holdfast.shared.config.dpo import PreferenceDataConfig, PreferenceLossConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
+from holdfast.config import DpoConfig
+from holdfast.config.preference import PreferenceDataConfig, PreferenceLossConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.preferences.kto import KtoObjective
-from holdfast.trainer.preferences.labelled import LabelledAnswer, following_others, load_answers
-from holdfast.trainer.preferences.losses import kto_loss
-from holdfast.trainer.preferences.pairs import fingerprint_preferences, load_pairs, split_preferences
-from holdfast.trainer.preferences.reference import Reference, reference_logprobs
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.preference.kto import KtoObjective, LabelledAnswer, following_others, load_answers
+from holdfast.trainer.preference.losses import kto_loss
+from holdfast.trainer.preference.pairs import fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from tests.builders.preference_steps import check_splits, taken_gradients
 from tests.models.plain_logprobs import answer_logprob
 

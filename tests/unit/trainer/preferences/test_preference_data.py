@@ -17,30 +17,29 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import CkptConfig, DpoConfig
-from holdfast.shared.config.dpo import PreferenceDataConfig
-from holdfast.shared.config.lora import LoraConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import CheckpointError, DataError
-from holdfast.trainer.data.row_formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.config import CkptConfig, DpoConfig
+from holdfast.config.preference import PreferenceDataConfig
+from holdfast.config.training import LoraConfig, TrainedModelConfig
+from holdfast.errors import CheckpointError, DataError
+from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import PACKED, Layout
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.preferences.pairs import (
+from holdfast.trainer.model.packing_check import PACKED, Layout
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.preference.pairs import (
     Pair,
     fingerprint_preferences,
     load_pairs,
     plan_preferences,
     split_preferences,
 )
-from holdfast.trainer.preferences.reference import (
+from holdfast.trainer.preference.reference import (
     OtherReference,
     Reference,
     other_reference,
     predict_pairs,
     reference_logprobs,
 )
-from holdfast.trainer.preferences.reference import _read as read_reference
+from holdfast.trainer.preference.reference import _read as read_reference
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients

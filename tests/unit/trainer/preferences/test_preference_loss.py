@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.shared.config import DpoConfig, RewardTrainingConfig
-from holdfast.shared.config.dpo import PreferenceLossConfig
-from holdfast.trainer.preferences.losses import PairLogprobs, PairLosses, build_preference_loss, sequence_sums
+from holdfast.config import DpoConfig, RewardTrainingConfig
+from holdfast.config.preference import PreferenceLossConfig
+from holdfast.trainer.preference.losses import PairLogprobs, PairLosses, build_preference_loss, sequence_sums
 
 MARGINS = torch.tensor([0.5, 0.0, 3.0, -1.0], dtype=torch.float64)
 LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import RewardTrainingConfig
-from holdfast.shared.config.reward_training import RewardLossConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
+from holdfast.config import RewardTrainingConfig
+from holdfast.config.preference import RewardLossConfig
+from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.scalar_model import ScalarModel, build_scalar_model
-from holdfast.trainer.preferences.losses import reward_loss
-from holdfast.trainer.preferences.pairs import Pair
+from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model
+from holdfast.trainer.preference.losses import reward_loss
+from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.runs.rl import EVERYTHING
 from tests.runs.training import PAIRS

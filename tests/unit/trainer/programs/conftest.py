@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.process import timeline
+from holdfast.run import timeline
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
 from tests.unit.trainer.programs.cases import Programs

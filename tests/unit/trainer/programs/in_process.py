@@ -16,18 +16,17 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
-from holdfast.commands.resume.attempt import with_resume, write_config
-from holdfast.commands.resume.plan import prepare
-from holdfast.shared.config import PROGRAMS
-from holdfast.shared.config.trainer import TrainingCommand
-from holdfast.shared.files import manifest
-from holdfast.shared.files.journal import Accepted, EnvironmentPosition, publish_batch
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.arrays import Logprobs, LossMask, TokenIds
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
-from holdfast.trainer.checkpoints.dcp import ShardWriter
-from holdfast.trainer.checkpoints.random_state import capture_random_state
-from holdfast.trainer.conversion.reading import TensorReader
+from holdfast.config import PROGRAMS
+from holdfast.config.training import TrainingCommand
+from holdfast.launcher.resume.attempt import with_resume, write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan
+from holdfast.run import manifest
+from holdfast.run.journal import Accepted, EnvironmentPosition, publish_batch
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.dcp import ShardWriter
+from holdfast.trainer.checkpoint.export import TensorReader
+from holdfast.trainer.checkpoint.state import capture_random_state
 from holdfast.trainer.mesh import RankGroup
 from tests.faults.run_states import checkpoint_state
 from tests.runs.rl import exact_metrics

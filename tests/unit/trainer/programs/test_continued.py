@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from holdfast.shared.config.schedule import learning_rate
-from holdfast.shared.config.trainer import OptimConfig
-from holdfast.shared.errors import CheckpointError, HoldfastError, SaveError
-from holdfast.shared.files import manifest
-from holdfast.shared.files.adapter import ADAPTER_DIR
-from holdfast.shared.files.checkpoints import Kind, kind_of
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.remote.checkpoints import RemoteCheckpoints
-from holdfast.shared.remote.object_store import StorageError
-from holdfast.trainer.conversion.exporting import export
-from holdfast.trainer.conversion.reading import TensorReader
-from holdfast.trainer.conversion.writing import Export
+from holdfast.config.training import OptimConfig, learning_rate
+from holdfast.errors import CheckpointError, HoldfastError, SaveError
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.remote.object_store import StorageError
+from holdfast.run import manifest
+from holdfast.run.checkpoints import Kind, kind_of
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_DIR, weights_digest
+from holdfast.trainer.checkpoint.export import Export, TensorReader, export
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.run_states import checkpoint_state, differing

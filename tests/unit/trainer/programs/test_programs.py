@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from holdfast.shared.errors import TrainingError
-from holdfast.shared.files import manifest
-from holdfast.shared.files.metrics import read_metrics
-from holdfast.shared.files.run_dir import REFERENCE_NAME, RunDir
+from holdfast.errors import TrainingError
+from holdfast.run import manifest
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from tests.conftest import ROOT
 from tests.runs.rl import EVERYTHING
 from tests.runs.training import PAIRS

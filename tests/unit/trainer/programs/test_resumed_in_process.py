@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config import PROGRAMS
-from holdfast.shared.config.base import Section
-from holdfast.shared.config.trainer import OptimConfig
-from holdfast.shared.errors import CheckpointError, TrainingError
-from holdfast.trainer.checkpoints.plain_state import State
+from holdfast.config import PROGRAMS
+from holdfast.config.base import Section
+from holdfast.config.training import OptimConfig
+from holdfast.errors import CheckpointError, TrainingError
+from holdfast.trainer.checkpoint.state import State
 from tests.faults.run_states import differing
 from tests.unit.trainer.programs.cases import CASES, Programs
 from tests.unit.trainer.programs.in_process import HALF, STEPS, parts_of

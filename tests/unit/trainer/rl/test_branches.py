@@ -13,31 +13,25 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.algorithm import UpdatesConfig
-from holdfast.shared.config.registry import POLICY_LOSSES
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.wire.arrays import LossMask, Rewards, TokenIds
-from holdfast.shared.wire.rollouts import Batch, Rollout, StepRewards, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config import TrainerConfig
+from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.protocol.rollouts import Batch, LossMask, Rewards, Rollout, Sampling, StepRewards, TokenIds, VersionSpan
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import PACKED
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.rl.advantages.assign import assign_advantages
-from holdfast.trainer.rl.batches.minibatches import plan_epochs
-from holdfast.trainer.rl.batches.per_token import VALUE
-from holdfast.trainer.rl.batches.samples import to_samples
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.packing_check import PACKED
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.auxiliary_models import RewardModel
+from holdfast.trainer.rl.batch import VALUE, plan_epochs, to_samples
 from holdfast.trainer.rl.components import RlComponents
-from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
-from holdfast.trainer.rl.policy_step import policy_step
-from holdfast.trainer.rl.rewards.reward_model import RewardModel
-from holdfast.trainer.session.measurements import Stopwatch
-from holdfast.trainer.session.session import start_session
+from holdfast.trainer.rl.losses import build_policy_loss
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.train_step import Learner, policy_step
+from holdfast.trainer.session import Stopwatch, start_session
 from tests.builders.policy_inputs import policy_input
 from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part

@@ -7,30 +7,29 @@ import math
 import numpy as np
 import pytest
 
-from holdfast.shared.config.algorithm import CriticConfig
-from holdfast.shared.errors import DataError
-from holdfast.shared.wire.arrays import Rewards, TokenIds
-from holdfast.shared.wire.rollouts import Rollout, StepRewards
+from holdfast.config.algorithm import CriticConfig
+from holdfast.errors import DataError
+from holdfast.protocol.rollouts import Rewards, Rollout, StepRewards, TokenIds
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.advantages.assign import (
+from holdfast.trainer.rl.advantages import (
     add_distillation,
     advantage_metrics,
     assign_advantages,
     assign_gae_advantages,
+    grpo,
     whiten_advantages,
 )
-from holdfast.trainer.rl.advantages.group import grpo
-from holdfast.trainer.rl.advantages.scored_rollouts import Groups, score_rollouts
-from holdfast.trainer.rl.batches.per_token import (
+from holdfast.trainer.rl.batch import (
     ADVANTAGE,
     OLD_LOGPROB,
     REFERENCE_LOGPROB,
     RETURN,
     SAMPLER_LOGPROB,
     VALUE,
+    without_truncated,
 )
-from holdfast.trainer.rl.batches.samples import without_truncated
-from holdfast.trainer.rl.regularization.kl import KlPenalty, kl_of_sequences
+from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
+from holdfast.trainer.rl.scored_rollouts import Groups, score_rollouts
 from tests.builders.scored_rollouts import advantage_of
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config.rl_trainer import JournalConfig
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
+from holdfast.config.rl_trainer import JournalConfig
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.programs.rl import _prune_batches
 
 

@@ -16,24 +16,22 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.registry import POLICY_LOSSES
-from holdfast.shared.errors import CheckpointError, ConfigError, DataError, TrainingError
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config import TrainerConfig
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.errors import CheckpointError, ConfigError, DataError, TrainingError
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import Layout
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, predict
-from holdfast.trainer.models.pretrained import trained_tensors
-from holdfast.trainer.rl.advantages.group import dr_grpo, grpo
-from holdfast.trainer.rl.batches.samples import to_samples
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.packing_check import Layout
+from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.rl.advantages import dr_grpo, grpo
+from holdfast.trainer.rl.batch import to_samples
 from holdfast.trainer.rl.components import RlComponents
-from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.losses.base import PolicyLossInput
-from holdfast.trainer.session.measurements import Stopwatch
-from holdfast.trainer.session.session import Session, start_session
+from holdfast.trainer.rl.losses import PolicyLossInput
+from holdfast.trainer.rl.train_step import Learner
+from holdfast.trainer.session import Session, Stopwatch, start_session
 
 GROUPS, GROUP_SIZE = 3, 4
 REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}

@@ -11,23 +11,19 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from holdfast.shared.config.algorithm import UpdatesConfig
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.shared.config.registry import POLICY_LOSSES
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config.algorithm import PolicyLossConfig, UpdatesConfig
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.config.training import TrainedModelConfig
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import PACKED
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy
-from holdfast.trainer.rl.advantages.assign import assign_advantages
-from holdfast.trainer.rl.batches.minibatches import plan_epochs
-from holdfast.trainer.rl.batches.per_token import AGE
-from holdfast.trainer.rl.batches.samples import to_samples
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
-from holdfast.trainer.rl.policy_step import policy_step
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.packing_check import PACKED
+from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.batch import AGE, plan_epochs, to_samples
+from holdfast.trainer.rl.losses import build_policy_loss
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.train_step import policy_step
 from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.config import PROGRAMS, DpoConfig, SftConfig
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.trainer.checkpoints.storage import LocalStorage, ObjectStorage
+from holdfast.config import PROGRAMS, DpoConfig, SftConfig
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.session.checkpointing import _is_to_be_evaluated, open_storage
+from holdfast.trainer.saving import _is_to_be_evaluated, open_storage
 from tests.runs.processes import HANG_S
 
 

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.shared.config.profile import ProfiledSteps
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process import timeline
-from holdfast.shared.process.timeline import Span, record, start_timeline
+from holdfast.config.view import ProfiledSteps
+from holdfast.run import timeline
+from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import Span, record, start_timeline
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.session.measurements import Stopwatch
-from holdfast.trainer.session.profile_file import BASE_S, ProfileFile, write_part
-from holdfast.trainer.session.profiling import Profiler
+from holdfast.trainer.profiling import BASE_S, ProfileFile, Profiler, write_part
+from holdfast.trainer.session import Stopwatch
 from tests.runs.profiles import Profile, check_clocks
 
 
@@ -186,7 +185,7 @@ def test_a_rank_without_a_trace_is_named_and_the_others_are_kept(
     run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three ranks have theirs: the third died. (This process plays rank 0.)"""
-    monkeypatch.setattr("holdfast.trainer.session.profiling._OTHER_PARTS_S", 0.1)
+    monkeypatch.setattr("holdfast.trainer.profiling._OTHER_PARTS_S", 0.1)
     three = Mesh(rank=0, world_size=3, device=mesh.device, device_mesh=mesh.device_mesh)
     profiler = Profiler(ProfiledSteps(1, 5), run_dir, three, done=0)
     _train(profiler, range(1, 3))

@@ -14,19 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.shared.config import CkptConfig
-from holdfast.shared.errors import SaveError, Stopped
-from holdfast.shared.files import manifest
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.process.heartbeat import does, start_heartbeat
-from holdfast.shared.remote.uploader import CLOSE_S
-from holdfast.trainer.checkpoints.checkpointer import Checkpointer
-from holdfast.trainer.checkpoints.storage import ObjectStorage
+from holdfast.config import CkptConfig
+from holdfast.errors import SaveError, Stopped
+from holdfast.process.heartbeat import does, start_heartbeat
+from holdfast.remote.uploader import CLOSE_S
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer import saving
+from holdfast.trainer import saving as stop_module
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint.storage import ObjectStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.session import saving
-from holdfast.trainer.session import stop as stop_module
-from holdfast.trainer.session.saving import GraceOver, Saver
-from holdfast.trainer.session.stop import StopRequest
+from holdfast.trainer.saving import GraceOver, Saver, StopRequest
 from tests.builders.train_states import held_writes
 from tests.runs.processes import HANG_S
 

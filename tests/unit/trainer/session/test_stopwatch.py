@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.timeline import read_timeline
-from holdfast.shared.process import timeline
-from holdfast.shared.process.timeline import start_timeline
-from holdfast.trainer.session.measurements import Stopwatch
+from holdfast.run import timeline
+from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import read_timeline, start_timeline
+from holdfast.trainer.session import Stopwatch
 
 
 def test_many_phases_of_one_step_are_a_bounded_number_of_lines(

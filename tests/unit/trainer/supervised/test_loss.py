@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.shared.errors import DataError
-from holdfast.shared.wire.rollouts import Rollout, VersionSpan
+from holdfast.errors import DataError
+from holdfast.protocol.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.rl.advantages.assign import assign_advantages
-from holdfast.trainer.rl.batches.per_token import ADVANTAGE, AGE, SAMPLER_LOGPROB
-from holdfast.trainer.rl.batches.samples import to_samples
-from holdfast.trainer.rl.regularization.kl import k3
-from holdfast.trainer.supervised.loss import cross_entropy
+from holdfast.trainer.programs.sft import cross_entropy
+from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.batch import ADVANTAGE, AGE, SAMPLER_LOGPROB, to_samples
+from holdfast.trainer.rl.kl import k3
 
 
 def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:

@@ -13,14 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.commands.launcher.hosts import pipe
-from holdfast.commands.launcher.hosts.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
-from holdfast.commands.launcher.hosts.local import THIS_MACHINE
-from holdfast.commands.launcher.hosts.pipe import PipeWire, agent_command
-from holdfast.commands.launcher.hosts.place import travelling
-from holdfast.commands.launcher.hosts.remote import HostLost, RemoteHost, RemoteProcess
-from holdfast.shared.errors import ConfigError
-from holdfast.shared.process.import_path import module_command
+from holdfast.errors import ConfigError
+from holdfast.launcher.cluster import hosts as pipe
+from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
+from holdfast.launcher.cluster.hosts import (
+    THIS_MACHINE,
+    HostLost,
+    PipeWire,
+    RemoteHost,
+    RemoteProcess,
+    agent_command,
+    travelling,
+)
+from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
 
 SERVES = module_command("http.server", "0")
@@ -80,7 +85,7 @@ def test_what_runs_there_ends_with_the_agent_and_is_lost(wire: PipeWire, tmp_pat
 def test_ours_ends_with_the_agent(wire: PipeWire, tmp_path: Path, ends: Ends) -> None:
     """Though nothing tells it to: the kernel does."""
     log = tmp_path / "a.log"
-    code = "import sys, time; from holdfast.shared.process.child import die_with_launcher as die; die()\n"
+    code = "import sys, time; from holdfast.process.child import die_with_launcher as die; die()\n"
     (tmp_path / "ours.py").write_text(code + "print('up', flush=True); time.sleep(600)")
     pid = wire.call("start", ["ours"], str(log), {"PYTHONPATH": str(tmp_path)}, str(tmp_path))
     while b"up" not in (log.read_bytes() if log.exists() else b""):
@@ -110,7 +115,7 @@ def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_pa
 
 
 def test_an_agent_that_hangs_at_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.commands.launcher.hosts.pipe._CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("holdfast.launcher.cluster.hosts._CLOSE_TIMEOUT_S", 0.01)
     wire = PipeWire(["sleep", "60"])
     wire.close()
     assert wire.is_lost or wire._process.returncode == -signal.SIGKILL

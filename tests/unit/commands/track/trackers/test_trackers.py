@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.shared.process.events import EVENTS_ENV, PROCESS_ENV
+from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from tests.builders.evaluations import evaluated
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
 

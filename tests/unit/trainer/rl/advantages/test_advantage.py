@@ -15,17 +15,24 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from holdfast.shared.config.registry import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
-from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.shared.errors import ConfigError, TrainingError
-from holdfast.shared.wire.rollouts import Rollout
-from holdfast.trainer.rl.advantages.assign import assign_advantages
-from holdfast.trainer.rl.advantages.build import build_advantage, require_siblings
-from holdfast.trainer.rl.advantages.group import dr_grpo, grpo, max_rl, opo, pass_at_k, rloo
-from holdfast.trainer.rl.advantages.reinforce_pp import reinforce_pp
-from holdfast.trainer.rl.advantages.scored_rollouts import Groups, ScoredRollout
-from holdfast.trainer.rl.batches.per_token import ADVANTAGE
-from holdfast.trainer.rl.batches.samples import group_rollouts, to_samples
+from holdfast.config.base import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.errors import ConfigError, TrainingError
+from holdfast.protocol.rollouts import Rollout
+from holdfast.trainer.rl.advantages import (
+    assign_advantages,
+    build_advantage,
+    dr_grpo,
+    grpo,
+    max_rl,
+    opo,
+    pass_at_k,
+    reinforce_pp,
+    require_siblings,
+    rloo,
+)
+from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
+from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.trainer.rl.advantages.gae import explained_variance, generalized_advantages, value_loss, value_sums
+from holdfast.trainer.rl.gae import explained_variance, generalized_advantages, value_loss, value_sums
 
 
 def doubles(*values: float) -> Tensor:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.shared.config.dpo import PreferenceLossConfig
-from holdfast.shared.config.rl_trainer import TrainerConfig
-from holdfast.trainer.preferences.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.rl.advantages.online_dpo import online_dpo
-from holdfast.trainer.rl.advantages.scored_rollouts import ScoredRollout
+from holdfast.config.preference import PreferenceLossConfig
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
+from holdfast.trainer.rl.advantages import online_dpo
+from holdfast.trainer.rl.scored_rollouts import ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 from tests.builders.scored_rollouts import scored_rollout
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.rl.auxiliary_models.ema import Ema
+from holdfast.trainer.rl.auxiliary_models import Ema
 
 
 def test_many_updates_equal_the_weighted_sum_over_all_steps() -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.commands.launcher.liveness import LivenessMonitor
+from holdfast.launcher.liveness import LivenessMonitor
 from holdfast.orchestrator.main import FreezeTolerantLoop
-from holdfast.shared.files import journal
-from holdfast.shared.process.clock import FROZEN_S, awake_s
-from holdfast.shared.process.heartbeat import PERIOD_S
+from holdfast.process.heartbeat import FROZEN_S, PERIOD_S, awake_s
+from holdfast.run import journal
 from tests.runs.processes import HANG_S
 
 
@@ -83,14 +82,14 @@ import sys, time
 from pathlib import Path
 real, an_hour_later = time.monotonic, Path(sys.argv[1]) / "an_hour_later"
 time.monotonic = lambda: real() + 3600 * an_hour_later.exists()
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.process.heartbeat import HEARTBEAT_ENV
-from holdfast.commands.resume.attempt import Attempt
-from holdfast.commands.launcher.restarts import Restarts
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.commands.launcher.storage_backoff import StorageBackoff
-from holdfast.commands.launcher.plan import Healing, Plan
-from holdfast.commands.launcher.watch import watch
+from holdfast.config import TrainerConfig
+from holdfast.process.heartbeat import HEARTBEAT_ENV
+from holdfast.launcher.resume.attempt import Attempt
+from holdfast.launcher.plan import Restarts
+from holdfast.run.run_dir import RunDir
+from holdfast.launcher.plan import StorageBackoff
+from holdfast.launcher.plan import Healing, Plan
+from holdfast.launcher.watch import watch
 
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.create()
@@ -98,7 +97,7 @@ run_dir.create()
 WORK = '''
 import sys, time
 from pathlib import Path
-from holdfast.shared.process.heartbeat import start_heartbeat
+from holdfast.process.heartbeat import start_heartbeat
 start_heartbeat()
 print("works", flush=True)
 until = Path(sys.argv[1])

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.orchestrator.batches.state import EnvironmentState, OrchestratorState
-from holdfast.shared.errors import CheckpointError, TrainingError
-from holdfast.shared.files.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.wire.rollouts import Batch, Dropped, DropReason, Rollout
-from holdfast.trainer.rl.batches.ledger import Ledger, check_tasks, check_trained
-from holdfast.trainer.session.train_state import Progress
+from holdfast.errors import CheckpointError, TrainingError
+from holdfast.orchestrator.state import EnvironmentState, OrchestratorState
+from holdfast.protocol.rollouts import Batch, Dropped, DropReason, Rollout
+from holdfast.run.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.rl.accounting import Ledger, check_tasks, check_trained
+from holdfast.trainer.state import Progress
 
 GROUP, TOKENS = 2, 5
 

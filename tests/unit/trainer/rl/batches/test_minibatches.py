@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.algorithm import UpdatesConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.layout import PACKED
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, predict
-from holdfast.trainer.models.sharding import reshard
-from holdfast.trainer.rl.batches.minibatches import Minibatch, measure_targets, plan_epochs
+from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.packing_check import PACKED
+from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.rl.batch import Minibatch, measure_targets, plan_epochs
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.shared.files.run_dir import RunDir
-from holdfast.shared.files.weights_digest import weights_digest
-from holdfast.shared.process.events import EVENTS_ENV
-from holdfast.shared.wire.rollouts import Batch
-from holdfast.trainer.rl.batches.provenance import check_provenance
+from holdfast.process.events import EVENTS_ENV
+from holdfast.protocol.rollouts import Batch
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import weights_digest
+from holdfast.trainer.rl.accounting import check_provenance
 from tests.servers.orchestrator_fakes import publish_weights
 
 

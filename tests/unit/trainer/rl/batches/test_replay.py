@@ -8,11 +8,18 @@ from collections import Counter
 import msgspec
 import pytest
 
-from holdfast.shared.errors import CheckpointError
-from holdfast.shared.wire.arrays import Logprobs, LossMask, Rewards, TokenIds
-from holdfast.shared.wire.rollouts import Rollout, StepRewards, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
-from holdfast.trainer.rl.batches.replay import ReplayBuffer
+from holdfast.errors import CheckpointError
+from holdfast.protocol.rollouts import (
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    Sampling,
+    StepRewards,
+    TokenIds,
+    VersionSpan,
+)
+from holdfast.trainer.rl.replay import ReplayBuffer
 
 
 def group(task_id: int, *, size: int = 2) -> list[Rollout]:

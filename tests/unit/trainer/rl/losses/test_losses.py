@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.shared.config.registry import POLICY_LOSSES
-from holdfast.shared.errors import ConfigError, TrainingError
-from holdfast.trainer.rl.losses.base import PolicyLossInput
-from holdfast.trainer.rl.losses.build import build_policy_loss
+from holdfast.config.algorithm import PolicyLossConfig
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.errors import ConfigError, TrainingError
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
 
 BUILT_IN = tuple(POLICY_LOSSES)

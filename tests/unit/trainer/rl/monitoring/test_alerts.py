@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from holdfast.shared.config.alerts import AlertsConfig
-from holdfast.trainer.rl.monitoring.alerts import Alerts
+from holdfast.config.view import AlertsConfig
+from holdfast.trainer.rl.metrics import Alerts
 
 CONFIG = AlertsConfig(window=4)
 CALM = {"ref_kld": 0.02, "entropy": 1.0, "mismatch_kl": 1e-3, "groups/zero_variance": 0.2}

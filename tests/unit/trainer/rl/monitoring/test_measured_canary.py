@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.shared.config import TrainerConfig
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.wire.canary import TEXT, Canary
+from holdfast.config import TrainerConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.protocol.inference import TEXT, Canary
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.policy import build_policy
-from holdfast.trainer.rl.monitoring.canary import measure_canary
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.rl.mismatch import measure_canary
 from tests.conftest import ROOT
 
 MODEL = ROOT / "examples" / "reverse_text" / "model"

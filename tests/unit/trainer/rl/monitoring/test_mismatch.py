@@ -12,22 +12,19 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.shared.config import RlConfig, TrainerConfig
-from holdfast.shared.config.rl import hand_down_shared
-from holdfast.shared.errors import TrainingError
-from holdfast.shared.wire.arrays import Logprobs
-from holdfast.shared.wire.rollouts import Batch, Rollout, VersionSpan
-from holdfast.shared.wire.sampling import Sampling
+from holdfast.config import RlConfig, TrainerConfig
+from holdfast.config.rl import hand_down_shared
+from holdfast.errors import TrainingError
+from holdfast.protocol.rollouts import Batch, Logprobs, Rollout, Sampling, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.models.logprobs import Reading
-from holdfast.trainer.models.policy import Policy, build_policy, predict
-from holdfast.trainer.models.pretrained import trained_tensors
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.rl.components import RlComponents
-from holdfast.trainer.rl.learner import Learner
-from holdfast.trainer.rl.monitoring.mismatch import mismatch_limit
-from holdfast.trainer.session.measurements import Stopwatch
-from holdfast.trainer.session.session import start_session
+from holdfast.trainer.rl.mismatch import mismatch_limit
+from holdfast.trainer.rl.train_step import Learner
+from holdfast.trainer.session import Stopwatch, start_session
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]

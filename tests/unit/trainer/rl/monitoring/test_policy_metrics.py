@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.rl.monitoring.metrics import PolicyStatistics
+from holdfast.trainer.rl.metrics import PolicyStatistics
 from tests.forking.commands import shared_commands
 from tests.ranks.policy_metrics import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 

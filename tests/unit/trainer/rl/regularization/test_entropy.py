@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from holdfast.shared.config.losses import EntropyConfig
-from holdfast.trainer.rl.regularization.coefficients import EntropyCoefficient
+from holdfast.config.algorithm import EntropyConfig
+from holdfast.trainer.rl.kl import EntropyCoefficient
 
 STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.shared.errors import TrainingError
-from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
-from holdfast.trainer.rl.regularization.kl import KlEstimator, estimate_kl
+from holdfast.errors import TrainingError
+from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator, estimate_kl
 
 ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.shared.config.losses import PolicyLossConfig
-from holdfast.trainer.rl.losses.base import PolicyLossInput
-from holdfast.trainer.rl.losses.build import build_policy_loss
-from holdfast.trainer.rl.losses.regularizers import with_kl_term
-from holdfast.trainer.rl.regularization.coefficients import KlCoefficient
-from holdfast.trainer.rl.regularization.kl import KlEstimator
+from holdfast.config.algorithm import PolicyLossConfig
+from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
 
 # Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from holdfast.shared.config.trainer import TrainedModelConfig
-from holdfast.shared.errors import DataError
-from holdfast.trainer.checkpoints.random_state import seed_everything
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import DataError
+from holdfast.trainer.checkpoint.state import seed_everything
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.preferences.pairs import Pair
+from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import _with_padding
-from holdfast.trainer.rl.rewards.reward_model import RewardModel
+from holdfast.trainer.rl.auxiliary_models import RewardModel
 from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]

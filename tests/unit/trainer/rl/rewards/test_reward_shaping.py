@@ -10,8 +10,7 @@ import statistics
 
 import pytest
 
-from holdfast.trainer.rl.rewards.running_moments import RunningMoments
-from holdfast.trainer.rl.rewards.shaping import shape_rewards, soft_overlong_penalty
+from holdfast.trainer.rl.rewards import RunningMoments, shape_rewards, soft_overlong_penalty
 
 
 @pytest.mark.parametrize(

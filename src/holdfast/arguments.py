@@ -1,0 +1,82 @@
+"""Command lines with subcommands: `ckpt` and `rollouts`, which look into a run, and `environments`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from holdfast.errors import ConfigError, nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises errors instead of exiting, so that they look like all others of the project."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message}. {self.prog} --help shows what is allowed.")
+
+
+class Subcommands:
+    """A parser with subcommands; those of a command that is `of_a_run` share `--output-dir` and `--json`."""
+
+    def __init__(self, program: str, description: str, epilog: str, *, of_a_run: bool = True) -> None:
+        self._epilog = epilog
+        self._shared = Parser(add_help=False, allow_abbrev=False)
+        if of_a_run:
+            self._shared.add_argument(
+                "--output-dir", type=Path, default=Path("outputs"), metavar="DIR", help="the run (outputs)"
+            )
+            add_json(self._shared)
+        self._parser = Parser(prog=program, allow_abbrev=False, description=description, epilog=epilog)
+        self._subparsers = self._parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
+        self._commands: dict[str, Parser] = {}
+
+    def add(self, name: str, text: str) -> Parser:
+        """Add a subcommand, and return its parser."""
+        self._commands[name] = self._subparsers.add_parser(
+            name, help=text, description=text, parents=[self._shared], allow_abbrev=False, epilog=self._epilog
+        )
+        return self._commands[name]
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Return the arguments; prints help and exits on -h.
+
+        Returns:
+            `command` (name of the subcommand), what is shared, and what the subcommand takes.
+
+        Raises:
+            ConfigError: an unknown subcommand or flag, with the nearest spelling, or a value that cannot be used.
+        """
+        program, commands = self._parser.prog, self._commands
+        first = argv[0] if argv else "--help"
+        if first.startswith("-"):
+            if first not in ("-h", "--help"):
+                example = next(iter(commands))
+                raise ConfigError(
+                    f"'{first}' comes before the subcommand. Write it behind, as in `{program} {example} {first} ...`."
+                )
+            self._parser.parse_args([first])
+        _check_words(program, first, argv[1:], commands)
+        return self._parser.parse_args(argv)
+
+
+def add_json(parser: Parser) -> None:
+    """Add the flag `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+
+
+def _check_words(program: str, name: str, words: list[str], commands: Mapping[str, Parser]) -> None:
+    if name not in commands:
+        hint = nearest(name, commands)
+        raise ConfigError(f"unknown subcommand '{name}'.{hint} There are: {', '.join(commands)}.")
+    known = set(commands[name]._option_string_actions)
+    for word in words:
+        flag = word.split("=")[0]
+        if flag.startswith("--") and flag not in known:
+            raise ConfigError(f"unknown flag '{flag}'.{nearest(flag, known)} {program} {name} --help lists all flags.")

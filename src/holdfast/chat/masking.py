@@ -1,0 +1,388 @@
+"""Whole chats and texts as token ids, with a mask of what is trained.
+
+A chat is rendered once and tokenised once, so its tokens are those of transformers'
+`apply_chat_template(tokenize=True)`. A turn is trained from where the prompt ends that `rl` would feed: the ids
+of the messages before it and of the generation prompt must be the first ids of the whole, else the chat is
+refused with the reason. It is trained to where the template ends it, with the token that does so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from holdfast.chat.messages import (
+    check_calls_written,
+    check_messages,
+    common_length,
+    find_unread,
+    function_of,
+    holds,
+    roles_left_out,
+    squeezed,
+    texts_of,
+    thoughts_of,
+)
+from holdfast.chat.template import ChatTemplate
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.errors import ConfigError, DataError
+
+TrainOn = Literal["all", "last", "template"]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation to train on.
+
+    Attributes:
+        messages: as in the data.
+        first_trained: messages before this one are never trained.
+        tools, documents: what the template may render besides.
+        options: further variables of the template.
+    """
+
+    messages: Sequence[Any]
+    first_trained: int = 0
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and for each whether it is trained.
+
+    Attributes:
+        remarks: what was in the data and is not in the tokens, in words.
+        value: a number that the row says of it; 0 where it says none.
+    """
+
+    ids: list[int]
+    mask: list[bool]
+    remarks: tuple[str, ...] = ()
+    value: float = 0.0
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
+    """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS.
+
+    Neither is added to a text that has it already.
+    """
+    ids = _ended(tokenizer.text_prompt(text), tokenizer)
+    return Encoded(ids, [True] * len(ids))
+
+
+def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
+    """Return a prompt and its completion, which is trained with the EOS behind it.
+
+    The prompt has the ids that `rl` gives to a prompt that is text. The ids of the completion are those that it
+    has behind the prompt, or where the tokenizer would join the two, those that it has alone.
+
+    Raises:
+        DataError: neither gives back the text.
+    """
+    prompt_ids = tokenizer.text_prompt(prompt)
+    whole_ids = tokenizer.text_prompt(prompt + completion)
+    if whole_ids[: len(prompt_ids)] != prompt_ids:
+        apart_ids = prompt_ids + tokenizer.encode_after(completion)
+        expected, actual = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (whole_ids, apart_ids))
+        if expected != actual:
+            raise DataError(
+                f"the tokenizer joins the end of the prompt ({prompt[-12:]!r}) and the beginning of the completion "
+                f"({completion[:12]!r}), so a completion of its own would read {actual[-40:]!r}. Let the prompt end "
+                "where a word ends."
+            )
+        whole_ids = apart_ids
+    ids = _ended(whole_ids, tokenizer)
+    return Encoded(ids, [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids)))
+
+
+def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") -> Encoded:
+    """Return the chat up to its last trained turn.
+
+    Args:
+        train_on: all turns of the assistant, the last, or what `{% generation %}` of the template marks.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that marks nothing though it should.
+        DataError: the chat cannot be trained; says why.
+    """
+    template = tokenizer.template(chat.tools)
+    if train_on == "template" and not template.marks_turns:
+        raise ConfigError(
+            f"data.train_on = template: the chat template of '{tokenizer.name}' marks no turns with "
+            "{% generation %}. Use `all` or `last`."
+        )
+    template.check_options(chat.options)
+    messages = check_messages(chat.messages)
+    turns = [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant" and number >= chat.first_trained
+    ]
+    if not turns:
+        roles = ", ".join(dict.fromkeys(f"`{message['role']}`" for message in messages)) or "none"
+        raise DataError(
+            f"there is no assistant message to train on: the roles are {roles}. Name that of the answers `assistant`."
+        )
+    messages = tokenizer.forms(chat.tools).adapt(messages[: turns[-1] + 1])
+    rendering = _Rendering(chat, messages, tokenizer, template)
+    if train_on == "template":
+        mask = rendering.marked()
+    else:
+        mask = [False] * len(rendering.ids)
+        for number in turns if train_on == "all" else turns[-1:]:
+            start, end = rendering.turn(number)
+            mask[start:end] = [True] * (end - start)
+    return Encoded(rendering.ids, mask, rendering.remarks(mask))
+
+
+class _Rendering:
+    """A chat as text and as tokens."""
+
+    def __init__(
+        self, chat: Chat, messages: list[dict[str, Any]], tokenizer: Tokenizer, template: ChatTemplate
+    ) -> None:
+        self._chat = chat
+        self._messages = messages
+        self._tokenizer = tokenizer
+        self._template = template
+        self._spans: list[tuple[int, int]] = []
+        if template.marks_turns:
+            self.text, self._spans = template.render_marked(messages, **self._given)
+        else:
+            self.text = template.render(messages, **self._given)
+        self._encoding = tokenizer.encode_with_places(self.text)
+        self.ids: list[int] = self._encoding.ids
+        self._refuse_ignored()
+
+    @cached_property
+    def _ends_of_tokens(self) -> list[int]:
+        """Where the characters of each token end. `Encoding.offsets` is a new list each time."""
+        return [end for _, end in self._encoding.offsets]
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        chat = self._chat
+        return {"tools": chat.tools, "documents": chat.documents, "options": chat.options}
+
+    def _render(self, number: int, *, open_turn: bool) -> str:
+        """Render the first `number` messages."""
+        return self._template.render(self._messages[:number], open_turn=open_turn, **self._given)
+
+    def marked(self) -> list[bool]:
+        """Return which tokens the template marks, of the turns that may be trained."""
+        first = self._chat.first_trained
+        border = 0
+        if first:
+            before = self._render(first, open_turn=False)
+            border = len(before)
+            if not self.text.startswith(before):
+                raise DataError(
+                    "the chat template renders the prompt in another way before the answer than alone, so the marks "
+                    "of the answer cannot be told from those of the prompt. Set data.train_on = all or last."
+                )
+        mask = [False] * len(self.ids)
+        for start, end in self._spans:
+            if start < border:
+                continue
+            for place, (left, right) in enumerate(self._encoding.offsets):
+                if left < end and right > start:
+                    mask[place] = True
+        if not any(mask):
+            raise DataError("the chat template marks nothing in this chat with {% generation %}")
+        return mask
+
+    def turn(self, number: int) -> tuple[int, int]:
+        """Return the first token that is trained of the turn that is message `number`, and the one after the last."""
+        before = self._render(number, open_turn=True)
+        start = self._prompt_length(number, before)
+        if number == len(self._messages) - 1:
+            end_text, end = len(self.text), len(self.ids)
+        else:
+            end_text = len(before) + self._length_of_answer(number, before)
+            ends = self._ends_of_tokens
+            end = start
+            while end < len(ends) and ends[end] <= end_text:
+                end += 1
+        self._refuse_missing(number, len(before), end_text)
+        return start, end
+
+    def _prompt_length(self, number: int, before: str) -> int:
+        """Return how many of the tokens are the prompt of message `number`."""
+        if not self.text.startswith(before):
+            raise DataError(self._why_not_beginning(number, before))
+        start, place = self._last_border(len(before))
+        last_ids = self._tokenizer.encode(before[start:])
+        if self.ids[place : place + len(last_ids)] != last_ids:
+            raise DataError(
+                f"{_nth(number)}: the tokenizer joins the end of its prompt ({before[-16:]!r}) and the beginning of "
+                f"the answer ({self.text[len(before) : len(before) + 16]!r}) to other tokens than the prompt has by "
+                "itself, so what the model is prompted with cannot be told from what it says. Change the white space "
+                "at that place in the data or in the chat template."
+            )
+        return place + len(last_ids)
+
+    def _last_border(self, end: int) -> tuple[int, int]:
+        """Return the character and the place of the last token before character `end` that stands for itself: what
+        comes before such a token never changes how what comes after it is tokenised, nor the other way round."""
+        place = self._encoding.char_to_token(end - 1) if end else None
+        while place is not None and place >= 0:
+            content = self._tokenizer.border_tokens.get(self.ids[place])
+            chars = self._encoding.token_to_chars(place) if content is not None else None
+            if chars is not None:
+                start, stop = chars
+                if stop <= end and self.text[start:stop] == content:  # and no byte that falls back on such a token
+                    return start, place
+            place -= 1
+        return 0, 0
+
+    def _why_not_beginning(self, number: int, before: str) -> str:
+        closed = self._render(number, open_turn=False)
+        common = common_length(self.text, before)
+        opened = before[common_length(closed, before) :]
+        if opened and common >= len(before) - len(opened):
+            line = before[before.rfind("\n", 0, common) + 1 :]
+            return (
+                f"{_nth(number)}: the generation prompt of the chat template ends with {line[-40:]!r}, which the "
+                f"answer as the template renders it does not have (it goes on with "
+                f"{self.text[common : common + 16]!r}). The row may need its thoughts, or the template another "
+                "generation prompt." + (f" {self._remedy(number)}" if number < len(self._messages) - 1 else "")
+            )
+        return f"{_nth(number)}: {self._what_changes(before)}. {self._remedy(number)}"
+
+    def _remedy(self, number: int) -> str:
+        if number < len(self._messages) - 1:
+            return "Set data.train_on = last to train the last turn alone, or use another template."
+        return "Use another template, or prompt and completion columns as text."
+
+    def _what_changes(self, before: str) -> str:
+        common = common_length(self.text, before)
+        return (
+            "the chat template changes earlier turns once others follow "
+            f"(at {before[max(0, common - 12) : common + 12]!r})"
+        )
+
+    def _length_of_answer(self, number: int, before: str) -> int:
+        """Return how many characters after `before` an earlier turn takes, its end included.
+
+        A template may end the last turn in another way than an earlier one, or write empty thoughts before the
+        last one alone. It must not take away anything that the turn says.
+        """
+        after = self._render(number + 1, open_turn=False)
+        rest = self.text[len(before) :]
+        if after.startswith(before):
+            answer = after[len(before) :]
+            # What may be missing at the end of an earlier turn: white space, and tokens that end a text.
+            end = self._end_of_words(answer)
+            for skipped in range(end + 1):
+                if rest[:1] != answer[skipped : skipped + 1]:
+                    continue
+                common = common_length(answer[skipped:], rest)
+                if skipped + common >= end and (not skipped or self._says_nothing(number, answer[:skipped])):
+                    return common
+        if thoughts_of(self._messages[number]) or "</think>" in "".join(texts_of(self._messages[number])):
+            raise DataError(
+                f"{_nth(number)}: the chat template takes the thoughts out of earlier turns, so what the assistant "
+                f"said there is no longer in the chat. {self._remedy(number)}"
+            )
+        raise DataError(f"{_nth(number)}: {self._what_changes(after)}. {self._remedy(number)}")
+
+    def _end_of_words(self, answer: str) -> int:
+        """Return where an answer ends but for white space and tokens that end a turn or a text."""
+        stops = [self._tokenizer.decode([stop], skip_special_tokens=False) for stop in self._tokenizer.stop_token_ids]
+        closing = "|".join([r"\s", *(re.escape(stop) for stop in stops if stop)])
+        while match := re.search(rf"(?:{closing})\Z", answer):
+            answer = answer[: match.start()]
+        return len(answer)
+
+    def _says_nothing(self, number: int, text: str) -> bool:
+        """Whether `text`, which an earlier turn lacks, holds nothing of the message."""
+        said = [*texts_of(self._messages[number]), *thoughts_of(self._messages[number])]
+        return not any(squeezed(part) and squeezed(part) in squeezed(text) for part in said) and not any(
+            character.isalnum() for character in re.sub(r"</?\w+>", "", text)
+        )
+
+    def _refuse_missing(self, number: int, start: int, end: int) -> None:
+        """Refuse a trained turn of which the template leaves something out."""
+        message = self._messages[number]
+        kept = squeezed(self.text[start:end])
+        said = [*texts_of(message), *thoughts_of(message)]
+        if not holds(kept, said):  # the generation prompt may have written the beginning of the answer
+            closed = self._render(number, open_turn=False)
+            opened = common_length(closed, self.text[:start])
+            kept = squeezed(self.text[opened:end])
+        if not holds(kept, said):
+            raise DataError(
+                f"{_nth(number)}: the chat template leaves out part of what the assistant says there"
+                + (" (thoughts, it seems)" if thoughts_of(message) or "</think>" in "".join(texts_of(message)) else "")
+                + f", so it would not be trained. {self._remedy(number)}"
+            )
+        if message.get("content") is None and "None" in kept and "None" not in str(message.get("tool_calls")):
+            raise DataError(f"{_nth(number)}: the chat template writes None for its null content: make that empty text")
+
+    def _refuse_ignored(self) -> None:
+        """Refuse a chat with tools, calls or documents that the template does not write."""
+        text = self.text
+        for tool in self._chat.tools or []:
+            name = function_of(tool).get("name")
+            if "tools" not in self._template.variables or (isinstance(name, str) and name not in text):
+                raise DataError(
+                    f"the row has `tools`, which the chat template of '{self._tokenizer.name}' does not write. Remove "
+                    "the column, or use a template with tools."
+                )
+        check_calls_written(self._messages, text, name=self._tokenizer.name)
+        for document in self._chat.documents or []:
+            parts = [part for part in document.values() if isinstance(part, str)] if isinstance(document, dict) else []
+            if not parts or not all(squeezed(part) in squeezed(text) for part in parts):
+                raise DataError(
+                    f"the row has `documents`, which the chat template of '{self._tokenizer.name}' does not write "
+                    "whole. Remove the column, or use a template with documents."
+                )
+
+    def remarks(self, mask: Sequence[bool]) -> tuple[str, ...]:
+        """Return what the messages hold and the template does not write, in words, and if a turn has no end."""
+        source = self._template.source
+        unread = find_unread(self._messages, lambda key: key in source)
+        found = [f"messages have `{key}`, which the chat template does not read" for key in unread]
+        roles = roles_left_out(self._messages, self.text)
+        found += [f"the chat template leaves out what messages of role `{role}` say" for role in roles]
+        if not self._ends(mask):
+            found.append("a trained turn has no token that ends a turn, so that the model does not learn to stop there")
+        return tuple(found)
+
+    def _ends(self, mask: Sequence[bool]) -> bool:
+        """Whether all trained stretches hold a token that ends a turn."""
+        stops = {*self._tokenizer.stop_token_ids}
+        trained_to = 0
+        while True in mask[trained_to:]:
+            start = mask.index(True, trained_to)
+            trained_to = mask.index(False, start) if False in mask[start:] else len(mask)
+            if stops.isdisjoint(self.ids[start:trained_to]):
+                return False
+        return True
+
+
+def _nth(number: int) -> str:
+    return f"message {number + 1}"
+
+
+def options_of(value: object) -> dict[str, Any]:
+    """Return a column of variables for the template as a map, without those that are null.
+
+    Raises:
+        DataError: it is no map.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"`chat_template_kwargs` must be an object, got {value!r:.80}")
+    return {key: entry for key, entry in value.items() if entry is not None}

@@ -1,0 +1,463 @@
+"""Text to token ids and back, prompts, and what follows a sampled turn."""
+
+# Merged here, to be said in the docstring above:
+# - files: A tokenizer from the files of a model, local or on the hub.
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
+from holdfast.chat.messages import (
+    Forms,
+    Message,
+    as_dict,
+    check_calls_written,
+    forms_of,
+    roles_left_out,
+    squeezed,
+    texts_of,
+)
+from holdfast.chat.template import ChatMessage, ChatTemplate
+from holdfast.errors import ConfigError, DataError
+
+_log = logging.getLogger("holdfast")
+# Stands for an assistant's turn when a template is rendered for the messages that follow it:
+# private-use characters, which no template and no user writes.
+_MARKER = "\ue0f0\ue0f1\ue0f0"
+# Characters that are always tokenised, to learn how many tokens they are: that takes a second.
+_MANY_CHARACTERS = 1 << 20
+# Where the token that begins an assistant's turn is looked for, before that turn.
+_NEAR_CHARACTERS = 256
+# A normalizer may make one character of several, and a model one unknown token.
+_SHRINKING = 8
+
+
+class Around(NamedTuple):
+    """Text up to the end of an assistant's turn, and behind it."""
+
+    before: str
+    after: str
+
+
+class Tokenizer:
+    """A fast tokenizer with its chat template.
+
+    Attributes:
+        name: where it comes from, for messages.
+        eos_token_id: the token that ends a text; None where there is none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        name: str,
+        templates: str | Mapping[str, str] | None,
+        special: Mapping[str, str],
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Wrap `backend`, which is changed: it neither pads nor truncates from now on.
+
+        Args:
+            templates: the chat template, or several by name (`default`, `tool_use`).
+            special: special tokens by role, such as `eos_token`.
+            end_token_ids: tokens that end a turn, besides the end-of-text token.
+
+        Raises:
+            DataError: a template is not valid.
+        """
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.name = name
+        named = {"default": templates} if isinstance(templates, str) else dict(templates or {})
+        self._templates = {
+            kind: ChatTemplate(source, name=name, special=special) for kind, source in named.items() if source
+        }
+        self._special = dict(special)
+        self._forms: dict[str, Forms] = {}
+        self._end_token_ids = set(end_token_ids)
+        eos = special.get("eos_token")
+        self.eos_token_id = None if eos is None else backend.token_to_id(eos)
+        probe = backend.encode("a", add_special_tokens=True)
+        added = probe.special_tokens_mask
+        num_before = added.index(0) if 0 in added else 0
+        self._text_beginning = probe.ids[:num_before]
+
+    @cached_property
+    def stop_token_ids(self) -> list[int]:
+        """What ends a turn: the end-of-text token, those of generation_config.json, and the special token with
+        which the chat template closes an assistant's turn, behind white space or not."""
+        ends = set(self._end_token_ids)
+        if self.eos_token_id is not None:
+            ends.add(self.eos_token_id)
+        if self._templates:
+            closing = self._ids_after(self.around_assistant([], open_turn=False))
+            written = (token for token in closing if self.decode([token], skip_special_tokens=False).strip(" \n\r\t▁"))
+            first = next(written, None)
+            if first is not None and first in self._backend.get_added_tokens_decoder():
+                ends.add(first)
+        return sorted(ends)
+
+    @cached_property
+    def border_tokens(self) -> dict[int, str]:
+        """The special tokens that are cut out of a text before anything else is done with it, and nothing more."""
+        return {
+            token_id: token.content
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        }
+
+    def identity(self) -> str:
+        """Return all that its tokens depend on, as text: the tokenizer, the templates and the special tokens."""
+        templates = {kind: template.source for kind, template in self._templates.items()}
+        return json.dumps([self._backend.to_str(), templates, self._special, sorted(self._end_token_ids)])
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._templates)
+
+    def template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
+        """Return the chat template for a chat with these tools.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self._templates:
+            raise ConfigError(
+                f"the tokenizer of '{self.name}' has no chat template, which messages need. Add chat_template.jinja "
+                "to its directory, or give prompts as text."
+            )
+        kind = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if kind not in self._templates:
+            raise ConfigError(
+                f"the tokenizer of '{self.name}' has several chat templates and none is named `default`: "
+                f"{', '.join(sorted(self._templates))}. Name one of them so."
+            )
+        return self._templates[kind]
+
+    def forms(self, tools: Sequence[Any] | None = None) -> Forms:
+        """Return which forms of a message the chat template reads."""
+        template = self.template(tools)
+        if template.source not in self._forms:
+            self._forms[template.source] = forms_of(template)
+        return self._forms[template.source]
+
+    def is_too_long(self, num_characters: int, *, room: int) -> bool:
+        """Whether a text surely has more than `room` tokens, told by its length: tokenising 50 MB takes gigabytes."""
+        return num_characters > max(_MANY_CHARACTERS, _SHRINKING * self._longest_token * (room + 1))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, nothing added; special tokens written in it are recognised."""
+        return _encoded(self._backend, text).ids
+
+    def encode_with_places(self, text: str) -> tokenizers.Encoding:
+        """Return the ids of `text` with the characters that each stands for, nothing added."""
+        return _encoded(self._backend, text)
+
+    def encode_after(self, text: str) -> list[int]:
+        """Return the ids of `text` as they follow others: without the blank that some tokenizers put before a text."""
+        return _encoded(self._inner, text).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt that is plain text, after those with which the tokenizer begins a text (BOS).
+
+        They are not added to a text that begins with them already.
+        """
+        token_ids = self.encode(text)
+        beginning = self._text_beginning
+        return token_ids if token_ids[: len(beginning)] == beginning else beginning + token_ids
+
+    def prompt(
+        self,
+        messages: Sequence[Message | ChatMessage],
+        *,
+        tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of a chat so far, up to where the assistant's turn begins.
+
+        Raises:
+            ConfigError: there is no chat template.
+            DataError: the template refuses the messages, or leaves out a tool call.
+        """
+        text = self.render(messages, open_turn=True, tools=tools, options=options)
+        chat = [as_dict(message) for message in messages]
+        check_calls_written(chat, text, name=self.name)
+        for role in roles_left_out(chat, text):
+            _warn_of_what_is_left_out(self.name, role)
+        return self.encode(text)
+
+    def render(
+        self,
+        messages: Sequence[Message | ChatMessage],
+        *,
+        open_turn: bool,
+        tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a chat; see `ChatTemplate.render`."""
+        chat = self.forms(tools).adapt(as_dict(message) for message in messages)
+        return self.template(tools).render(chat, open_turn=open_turn, tools=tools, options=options)
+
+    def rewrites(
+        self,
+        chat: Sequence[Message | ChatMessage],
+        messages: Sequence[Message | ChatMessage],
+        *,
+        around: Around,
+        tools: Sequence[Any] | None = None,
+    ) -> bool:
+        """Whether the template writes a chat otherwise once `messages` follow: such as without the thoughts of turns
+        before a question, or with the tools at another place.
+
+        So it is not what the policy saw before its last turn, then this turn, then what `continuation` appends. White
+        space does not count: many templates strip what is said.
+
+        Args:
+            chat: all that was said so far, a turn of the assistant's last.
+            around: what `around_assistant` says of these messages and tools.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        seen = self.render(chat[:-1], open_turn=True, tools=tools)
+        turn = "".join(texts_of(as_dict(chat[-1])))
+        anew = self.render([*chat, *messages], open_turn=True, tools=tools)
+        return squeezed(anew) != squeezed(seen) + squeezed(turn) + squeezed(around.after)
+
+    def continuation(
+        self,
+        messages: Sequence[Message | ChatMessage],
+        *,
+        last_token_id: int,
+        tools: Sequence[Any] | None = None,
+        around: Around | None = None,
+    ) -> list[int]:
+        """Return the ids to append to a session whose last turn was sampled, then `messages`.
+
+        Closes the assistant's turn where sampling did not, adds `messages`, opens the next turn.
+        Nothing before is rendered or tokenised again.
+
+        Args:
+            around: what `around_assistant` says of these messages and tools; unset: it is asked.
+
+        Raises:
+            DataError: the template cannot continue a chat, or leaves out what a message says.
+        """
+        around = around or self.around_assistant(messages, tools=tools)
+        text, token_ids = around.after, self._ids_after(around)
+        if not text:
+            raise DataError(
+                f"the chat template of '{self.name}' adds nothing after an assistant's turn, so this environment "
+                "cannot continue a chat with it: use append_text, or another template"
+            )
+        chat = [as_dict(message) for message in messages]
+        check_calls_written(chat, text, name=self.name)
+        if left_out := roles_left_out(chat, text):
+            raise DataError(
+                f"the chat template of '{self.name}' leaves out what messages of role `{left_out[0]}` say behind an "
+                "assistant's turn, so the policy would not see it. Use a role that the template writes (such as "
+                "`user`), append_text, or another template."
+            )
+        return token_ids[self._length_of_closing(token_ids, last_token_id) :]
+
+    def _length_of_closing(self, token_ids: list[int], last_token_id: int) -> int:
+        """Return how many of the ids after an assistant's turn only close it, where `last_token_id` has done so.
+
+        Some templates write white space before the token that ends the turn (as Llama 2's), which was not sampled.
+        """
+        if last_token_id not in self.stop_token_ids or last_token_id not in token_ids:
+            return 0
+        place = token_ids.index(last_token_id)
+        return 0 if self.decode(token_ids[:place], skip_special_tokens=False).strip() else place + 1
+
+    def _ids_after(self, around: Around) -> list[int]:
+        """Return the ids of what follows an assistant's turn, tokenised behind that turn."""
+        # What stands before a border of the text, such as all tools, has no part in the tokens behind it.
+        start = self._last_border(around.before)
+        border = len(around.before) - start
+        encoding = self.encode_with_places(around.before[start:] + around.after)
+        first = next((place for place, (start, _) in enumerate(encoding.offsets) if start >= border), None)
+        if first is None or (first and encoding.offsets[first - 1][1] > border):
+            # The tokenizer joins it with the marker, which it does not know.
+            return self.encode_after(around.after)
+        return encoding.ids[first:]
+
+    def around_assistant(
+        self, messages: Sequence[Message | ChatMessage], *, open_turn: bool = True, tools: Sequence[Any] | None = None
+    ) -> Around:
+        """Return a chat up to the end of a turn of the assistant's, and what follows it: `messages`, and the next turn.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
+        before, marker, after = self.render(chat, open_turn=open_turn, tools=tools).partition(_MARKER)
+        return Around(before + marker, after)
+
+    def _last_border(self, text: str) -> int:
+        """Return where the last of the `border_tokens` near the end of `text` begins; 0 without one."""
+        near = max(0, len(text) - _NEAR_CHARACTERS)
+        places = (text.rfind(border, near) for border in self.border_tokens.values())
+        return max(0, max(places, default=0))
+
+    @cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        """The tokenizer without the blank that it puts before a text, if it is of that kind."""
+        pre_tokenizer = _state(self._backend.pre_tokenizer)
+        normalizer = _state(self._backend.normalizer)
+        plain = _without_prefix(pre_tokenizer), _without_prefix(normalizer)
+        if plain == (pre_tokenizer, normalizer):
+            return self._backend
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        if plain[0] != pre_tokenizer:
+            part = pre_tokenizers.Whitespace()
+            part.__setstate__(json.dumps(plain[0]).encode())
+            copy.pre_tokenizer = part
+        if plain[1] != normalizer:
+            part = normalizers.NFC()
+            part.__setstate__(json.dumps(plain[1]).encode())
+            copy.normalizer = part
+        return copy
+
+
+def _encoded(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    try:
+        return backend.encode(text, add_special_tokens=False)
+    except TypeError:  # what tokenizers says of text that is not Unicode
+        place = next(place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+        raise DataError(
+            f"the text has {text[place]!a}, half of a surrogate pair, behind {text[max(0, place - 20) : place]!a}"
+        ) from None
+
+
+@lru_cache
+def _warn_of_what_is_left_out(name: str, role: str) -> None:
+    _log.warning("the chat template of '%s' leaves out what messages of role `%s` say in prompts", name, role)
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _without_prefix(part: Any) -> Any:
+    """Return the description of a normalizer or pre-tokenizer without what puts a blank before a text."""
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if part.get("type") == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    for key in ("pretokenizers", "normalizers"):
+        if key in part:
+            return {**part, key: [_without_prefix(inner) for inner in part[key]]}
+    return part
+
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE_TEMPLATES = "additional_chat_templates"
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a local directory or of a model on the hub.
+
+    Raises:
+        ConfigError: there is no such directory or model, or it has no `tokenizer.json`.
+        DataError: a file of it is damaged.
+    """
+    files = _local_files(Path(name)) if Path(name).is_dir() else _hub_files(name)
+    if "tokenizer.json" not in files:
+        raise ConfigError(
+            f"model.tokenizer: '{name}' has no tokenizer.json. Write one with "
+            "`AutoTokenizer.from_pretrained(...).save_pretrained(directory)` and name that directory."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(files["tokenizer.json"]))
+    except Exception as error:  # noqa: BLE001 (tokenizers raises plain Exception)
+        raise DataError(f"{files['tokenizer.json']} cannot be read: {error}") from None
+    config = _read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    templates = _templates_of(config.get("chat_template"))
+    if "chat_template.jinja" in files:
+        more = (files["chat_template.jinja"].parent / _MORE_TEMPLATES).glob("*.jinja")
+        templates = {path.stem: path.read_text() for path in more}
+        templates["default"] = files["chat_template.jinja"].read_text()
+    generation = _read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
+    ends = generation.get("eos_token_id")
+    return Tokenizer(
+        backend,
+        name=name,
+        templates=templates,
+        special={key: text for key in _SPECIAL if (text := _text_of(config.get(key)))},
+        end_token_ids=[] if ends is None else ends if isinstance(ends, list) else [ends],
+    )
+
+
+def _local_files(directory: Path) -> dict[str, Path]:
+    return {name: directory / name for name in _FILES if (directory / name).is_file()}
+
+
+def _hub_files(name: str) -> dict[str, Path]:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    found = {}
+    for file in _FILES:
+        try:
+            found[file] = Path(hf_hub_download(name, file))
+        except LocalEntryNotFoundError as error:
+            if file == "tokenizer.json":
+                raise ConfigError(
+                    f"model.tokenizer: '{name}' is no directory, and the hub is silent: {error}"
+                ) from None
+            # A template that is missing for a broken connection would change what the model is trained on.
+            is_known_missing = try_to_load_from_cache(name, file) is not None
+            if not (is_known_missing or constants.HF_HUB_OFFLINE):
+                raise ConfigError(
+                    f"model.tokenizer: whether '{name}' has {file} is not known, as the hub is silent: {error}. Try "
+                    "again, or set HF_HUB_OFFLINE=1 to go by what is in the cache."
+                ) from None
+        except EntryNotFoundError:
+            continue
+        except (HFValidationError, OSError) as error:
+            raise ConfigError(f"model.tokenizer: '{name}' is no directory and no model on the hub: {error}") from None
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+
+
+def _text_of(token: Any) -> str | None:
+    """Special tokens are written as text, or as a map with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _templates_of(entry: Any) -> dict[str, str]:
+    """`chat_template` of tokenizer_config.json: text, or a list of named templates."""
+    if isinstance(entry, list):
+        return {item["name"]: item["template"] for item in entry}
+    return {"default": entry} if entry else {}

@@ -1,0 +1,193 @@
+"""The commands: one table, from which come `holdfast NAME ...`, the console script of every name, and the help.
+
+Each parses its command line before anything heavy is imported, so `--help` and errors come at once. Those that start
+something then hand their configuration over to the launcher. Nothing is imported above the functions that Python has
+not imported at its start: files of the user may come before everything until `_exit`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.process.run_module import put_users_last
+from holdfast.process.streams import (
+    OutputFailed,
+    drop_output,
+    mark_output,
+    open_closed_streams,
+    raise_swallowed_failure,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+
+TYPE_CHECKING = False
+
+# Name -> what it does; the function in `holdfast.commands` that does it; the class in `holdfast.config` that its
+# command line is read into. Without a class, the function gets the words as they are. It returns the exit code.
+# A line here is a command of `holdfast`; a line in [project.scripts] of pyproject.toml, one by its bare name as well.
+COMMANDS = {
+    "sft": ("Supervised fine-tuning.", "launcher.launch:launch_training", "SftConfig"),
+    "dpo": ("Preference optimisation: DPO, IPO, SimPO, ORPO.", "launcher.launch:launch_training", "DpoConfig"),
+    "reward-model": ("Training of a reward model.", "launcher.launch:launch_training", "RewardTrainingConfig"),
+    "rl": ("An RL run: trainer, orchestrator and inference server together.", "launcher.launch:launch_rl", "RlConfig"),
+    "trainer": (
+        "The trainer of an RL run, alone: for runs spread over machines.",
+        "launcher.launch:launch_training",
+        "TrainerConfig",
+    ),
+    "orchestrator": (
+        "The orchestrator of an RL run, alone.",
+        "launcher.launch:launch_orchestrator",
+        "OrchestratorConfig",
+    ),
+    "inference": (
+        "The inference server, alone; `rl` uses one that already answers.",
+        "launcher.launch:launch_inference",
+        "InferenceConfig",
+    ),
+    "evaluate": (
+        "How good a policy is on held-out tasks; `--compare A B`: two side by side.",
+        "evaluate.main:main",
+        None,
+    ),
+    "ckpt": ("Checkpoints: list, verify, show, compare, export, thin out, import.", "ckpt.main:main", None),
+    "environments": (
+        "Environments: list, begin one, check it, play a task.",
+        "environments.main:main",
+        None,
+    ),
+    "monitor": ("What runs are doing, from their files alone.", "monitor:main", None),
+    "track": ("Send a run to experiment trackers, or what they lack of it.", "track.main:main", None),
+    "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
+    "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "report.main:main", None),
+}
+
+
+def main() -> NoReturn:
+    """Be `holdfast NAME ...`, which is the same as the command NAME."""
+    _exit(lambda: dispatch(sys.argv[1:]))
+
+
+def __getattr__(name: str) -> Callable[[], NoReturn]:
+    """Return the function of a console script: `reward_model` for `reward-model`."""
+    command = name.replace("_", "-")
+    if command not in COMMANDS or "-" in name:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return lambda: _exit(lambda: run(command, sys.argv[1:]))
+
+
+def dispatch(argv: list[str]) -> int:
+    """Run the command that the first word names, or list the commands; return the exit code.
+
+    Raises:
+        ConfigError: there is no such command; with the nearest spelling.
+    """
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"holdfast {version('holdfast')}")
+        return 0
+    if name not in COMMANDS:
+        from holdfast.errors import ConfigError, nearest
+
+        raise ConfigError(f"unknown command '{name}'.{nearest(name, COMMANDS)} There are: {', '.join(COMMANDS)}.")
+    return run(name, argv[1:])
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Run one command; return its exit code.
+
+    Raises:
+        HoldfastError: a mistake on the command line, or what stopped the command.
+    """
+    from importlib import import_module
+
+    _, function, configuration = COMMANDS[name]
+    module, _, attribute = function.partition(":")
+    action: Callable[[Any], int] = getattr(import_module(f"holdfast.commands.{module}"), attribute)
+    if configuration is None:
+        return action(argv)
+    from holdfast import config
+    from holdfast.config.load import parse_command_line
+
+    parsed = parse_command_line(getattr(config, configuration), argv, program=name)
+    if not parsed.dry_run:
+        from holdfast.process.child import make_output_lossy
+
+        make_output_lossy()  # a run goes on, whatever becomes of what it prints
+    if getattr(parsed, "log_format", "text") == "text":
+        return action(parsed)
+    from holdfast.view.console import run_in_json_lines
+
+    return run_in_json_lines(lambda: action(parsed))
+
+
+def _help() -> str:
+    lines = [f"  {name:<14}{summary}" for name, (summary, _, _) in COMMANDS.items()]
+    head = ["usage: holdfast COMMAND ...", "", "Post-training that survives being killed at any moment.", ""]
+    return "\n".join(
+        [
+            *head,
+            *lines,
+            "",
+            "`holdfast COMMAND --help` shows the settings of a command; `holdfast --version` the version.",
+        ]
+    )
+
+
+def _exit(run: Callable[[], int]) -> NoReturn:
+    """Exit with the code that `run` returns, or that of its error."""
+    put_users_last()
+    open_closed_streams()
+    mark_output()
+    import signal
+
+    from holdfast.errors import STORAGE_FAILED, HoldfastError
+    from holdfast.installation import correct_wheel_label
+    from holdfast.process.child import make_output_lossy
+
+    make_output_lossy("stderr")  # an error that nobody can read has the exit code that it has
+    correct_wheel_label()
+    try:
+        try:
+            code = run()
+        except SystemExit as end:  # `--help`
+            code = end.code
+            raise_swallowed_failure()
+        sys.stdout.flush()
+    except HoldfastError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except BrokenPipeError:  # `... | head`: whoever read has had enough
+        code = 128 + signal.SIGPIPE
+    except OutputFailed as error:
+        print(f"error: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+        code = STORAGE_FAILED
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        print(
+            f"error: {error.strerror or error}{where}. Check permissions and free space there, or choose another "
+            "directory with --output-dir.",
+            file=sys.stderr,
+        )
+        code = 2
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    _end_output()
+    sys.exit(code)
+
+
+def _end_output() -> None:
+    """Write what was printed; where that fails, Python would say so again at its end, by an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop_output()

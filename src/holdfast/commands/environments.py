@@ -1,0 +1,283 @@
+"""The command `environments`: list environments, begin a new one, and check one.
+
+`ls`, `init NAME` and `check ID`. ID is what `id` is in `[[orchestrator.environments]]`.
+"""
+
+# Merged here, to be said in the docstring above:
+# - listing: `environments ls`: what an `id` may be, and the first line of each docstring.
+# - scaffold: `environments init`: a module with an environment of one turn, a test that passes as it stands, settings for `rl`.
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import keyword
+from pathlib import Path
+from typing import Any
+
+from holdfast.arguments import Subcommands, add_json
+from holdfast.errors import ConfigError, HoldfastError, RunDirError, printable
+from holdfast.installation import is_checkout
+from holdfast.orchestrator.env.reasoning_gym import PREFIX
+from holdfast.orchestrator.env.registry import BUILT_IN, find_class, find_plugins
+from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
+from holdfast.view.tables import Grid, Report
+
+_EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; return 0, or 1 where `check` has found something.
+
+    Raises:
+        HoldfastError: a mistake in the command, or an environment that cannot be loaded.
+    """
+    arguments = parse(argv)
+    if arguments.command == "ls":
+        listing().print(as_json=arguments.json)
+        return 0
+    if arguments.command == "init":
+        create(arguments.name, Path.cwd()).print(as_json=False)
+        return 0
+    from holdfast.config.environments import EnvironmentConfig
+
+    settings = EnvironmentConfig(id=arguments.id, args=arguments.args, history=arguments.history)
+    from holdfast.commands.environments_check import check
+
+    report = check(
+        settings, num_tasks=arguments.num_tasks, seed=arguments.seed, model=arguments.model, seq_len=arguments.seq_len
+    )
+    report.print(as_json=arguments.json)
+    return report.exit_code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the arguments: `command` and what the subcommand takes.
+
+    Raises:
+        ConfigError: one that cannot be used.
+    """
+    return _subcommands().parse(argv)
+
+
+def _subcommands() -> Subcommands:
+    subcommands = Subcommands("environments", "Environments of rl: list, begin, check.", _EPILOG, of_a_run=False)
+    add_json(subcommands.add("ls", "List what is built in and what installed packages bring."))
+    init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
+    init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
+    check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
+    check.add_argument("id", metavar="ID")
+    check.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
+    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="the seed of the run (0)")
+    check.add_argument("--seq-len", type=_positive, default=1024, metavar="N", help="most tokens of a session (1024)")
+    check.add_argument(
+        "--history",
+        choices=("split", "keep"),
+        default="split",
+        help="where the template would rewrite earlier turns: as in the settings of a run (split)",
+    )
+    check.add_argument("--num-tasks", type=_positive, default=32, metavar="N", help="tasks that are made (32)")
+    check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
+    add_json(check)
+    return subcommands
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is not JSON ({error}), got {text!r}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'must be an object such as {{"max_length": 6}}, got {text!r}')
+    return value
+
+
+def _natural(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (number := _natural(text)):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return number
+
+
+def listing() -> Report:
+    """Return every environment that has a name; what cannot be used says why, and stops nothing."""
+    rows = [(name, "holdfast", *_about(name)) for name in BUILT_IN]
+    missing = "" if importlib.util.find_spec("reasoning_gym") else "not installed: the extra 'reasoning-gym' has it"
+    rows.append((f"{PREFIX}NAME", "holdfast", *_about(f"{PREFIX}NAME")[:1], missing))
+    rows.append((f"{VERIFIERS}ID", "holdfast", *_about(f"{VERIFIERS}ID")[:1], ""))
+    for name, plugins in find_plugins().items():
+        rows += [(name, plugin.package, *_about(name)) for plugin in plugins]
+    entries = [dict(zip(("id", "from", "about", "error"), row, strict=True)) for row in rows]
+    shown = [
+        (name, origin, " ".join(filter(None, (about, f"({error})" if error else ""))))
+        for name, origin, about, error in rows
+    ]
+    return Report({"environments": entries}, [Grid(("id", "from", "about"), shown)])
+
+
+def _about(name: str) -> tuple[str, str]:
+    """Return the first line of the docstring, and why the environment cannot be used, empty where it can."""
+    if ":" in name and not name.startswith((PREFIX, VERIFIERS)):
+        return "", "a name with ':' is read as module:Class"
+    try:
+        cls = find_class(name, key="environments[0]")
+    except HoldfastError as error:
+        return "", printable(str(error).removeprefix("environments[0].id: "))
+    lines = (inspect.getdoc(cls) or "").splitlines() if cls.__doc__ else []
+    return printable(lines[0]) if lines else "", ""
+
+
+_MODULE = '''"""The environment of {name}.toml."""
+
+from collections.abc import Sequence
+
+from holdfast import Environment, Message, Score, Session, Task, TaskSeed
+
+
+class {cls}(Environment):
+    """Add two numbers: 1 for the right sum, else 0."""
+
+    # Tools are functions or methods with a docstring and annotations:
+    #
+    #     def look_up(self, session: Session, word: str) -> str:
+    #         """Look a word up.
+    #
+    #         Args:
+    #             word: it.
+    #         """
+    #         return ...
+    #
+    #     tools = (look_up,)
+    #
+    # The policy then calls them, turn by turn, until a turn calls none. For other sessions of several turns write an
+    # `async def run(self, session: Session, task: Task) -> None` that awaits `session.sample()`.
+
+    def __init__(self, largest: int = 99) -> None:
+        self._largest = largest
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        # A function of the seed and of nothing else: every task may be made again after a crash.
+        random = seed.random()
+        first, second = random.randint(0, self._largest), random.randint(0, self._largest)
+        question = f"What is {{first}} + {{second}}? Answer with the number alone."
+        return Task(prompt=[Message("user", question)], answer=str(first + second))
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        # All sessions of one task; whatever a policy says must get a finite number.
+        rights = [float(session.completion.strip() == task.answer) for session in sessions]
+        return [Score(right, {{"exact": right}}) for right in rights]
+'''
+_TEST = '''"""The environment {cls}: its tasks, and what answers earn."""
+
+import asyncio
+from types import SimpleNamespace
+
+from holdfast import Task, TaskSeed
+from {name} import {cls}
+
+
+def make_task(index: int) -> Task:
+    return {cls}().make_task(TaskSeed(run_seed=0, environment="{name}", index=index))
+
+
+def rewards(task: Task, *answers: str) -> list[float]:
+    sessions = [SimpleNamespace(completion=answer, texts=[answer]) for answer in answers]
+    return [score.reward for score in asyncio.run({cls}().score(task, sessions))]
+
+
+def test_a_task_is_a_pure_function_of_its_seed() -> None:
+    tasks = [make_task(index) for index in range(20)]
+    assert [make_task(index) for index in reversed(range(20))] == tasks[::-1]
+    assert len({{task.answer for task in tasks}}) > 1
+
+
+def test_the_right_answer_earns_most() -> None:
+    task = make_task(0)
+    assert rewards(task, task.answer, f" {{task.answer}}\\n") == [1.0, 1.0]
+    assert rewards(task, "", "no number", "9" * 10_000, "\\u0663") == [0.0] * 4
+'''
+_SETTINGS = """# {run}environments check {name}:{cls}
+# {run}rl @ {name}.toml
+output_dir = "outputs/{name}"
+max_steps = 100
+
+[model]
+name = "Qwen/Qwen2.5-0.5B-Instruct"  # a directory, or a model of the hub
+
+[trainer]
+advantage = "grpo"
+
+[trainer.loss]
+type = "grpo"
+
+[trainer.optim]
+lr = 1e-6
+weight_decay = 0.0
+
+[trainer.ckpt]
+interval = 10
+resume_step = "auto"
+
+[orchestrator]
+problems_per_step = 16
+group_size = 8
+seq_len = 512
+
+[orchestrator.sampling]
+max_tokens = 64
+
+[[orchestrator.environments]]
+id = "{name}:{cls}"
+args = {{ largest = 99 }}
+
+[inference.model]
+max_len = 512
+"""
+
+
+def create(name: str, directory: Path) -> Report:
+    """Write `NAME.py`, `test_NAME.py` and `NAME.toml` into `directory`, and say what to do with them.
+
+    Raises:
+        ConfigError: the name cannot be that of a module, or is taken; or one of the files is there. Nothing is written.
+        RunDirError: they cannot be written.
+    """
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name[0] == "_":
+        raise ConfigError(
+            f"'{name}' cannot be the name of a module: letters, digits and _ are allowed, a letter first, no word of "
+            "Python, such as word_game"
+        )
+    cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
+    texts = {f"{name}.py": _MODULE, f"test_{name}.py": _TEST, f"{name}.toml": _SETTINGS}
+    run = "uv run " if is_checkout() else ""
+    paths = {directory / file: text.format(name=name, cls=cls, run=run) for file, text in texts.items()}
+    if there := [path.name for path in paths if path.exists() or path.is_symlink()]:
+        raise ConfigError(
+            f"{', '.join(there)}: there already, so nothing was written. Choose another name, or move them away."
+        )
+    found = importlib.util.find_spec(name)
+    if found is not None:
+        raise ConfigError(
+            f"the name '{name}' belongs to {found.origin or 'another module'}, which would be imported in the place of "
+            "yours; nothing was written. Choose another name."
+        )
+    try:
+        for path, text in paths.items():
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise RunDirError(f"{error.filename} cannot be written: {error.strerror or error}") from error
+    lines = [
+        f"wrote {', '.join(path.name for path in paths)}. What comes next:",
+        f"  {'uv run --with pytest pytest' if run else 'python -m pytest'} test_{name}.py",
+        f"  {run}environments check {name}:{cls}",
+        f"  {run}rl @ {name}.toml",
+    ]
+    return Report({}, lines)

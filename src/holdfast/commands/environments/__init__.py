@@ -1,1 +1,0 @@
-"""The command `environments`: list environments, begin a new one, and check one."""

@@ -1,0 +1,350 @@
+"""What an environment does when it is asked: its tasks, sessions with scripted answers, their scores, as digests.
+
+    python -m holdfast.commands.environments_probe FINDINGS < request.json
+
+`check` does the same several times in several ways, in processes of their own too, and compares.
+"""
+
+# Merged here, to be said in the docstring above:
+# - plain_chat: A tokenizer of bytes with a chat template of its own, for environments that are tried without a model.
+# - fingerprint: Tasks as digests of their parts that are the same in every process, so that two of them can be compared.
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+import xxhash
+from tokenizers import decoders, models, pre_tokenizers
+
+from holdfast.chat.messages import as_dict
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, EnvironmentFailure, text_of
+from holdfast.orchestrator.client.client import Affinity
+from holdfast.orchestrator.env.guard import PromptTooLong, result_of
+from holdfast.orchestrator.env.interface import Environment, Score, Session, Task
+from holdfast.orchestrator.env.registry import load_environment
+from holdfast.orchestrator.env.session import HistoryRewritten, as_messages
+from holdfast.orchestrator.env.tool_loop import ToolUse, tool_use_of
+from holdfast.orchestrator.episodes import (
+    Problem,
+    calling_of,
+    play_session,
+    prompt_ids_for,
+    sample_turn_of,
+    score_sessions,
+)
+from holdfast.orchestrator.judge_client import judging
+from holdfast.orchestrator.state import TaskSeed
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Sampling, TokenIds
+
+_START, _END = "<|im_start|>", "<|im_end|>"
+# ChatML, with tools and their calls as Hermes and Qwen write them. Nothing that was said is left out later.
+_TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\nTools, to be called as "
+    '<tool_call>{"name": "...", "arguments": {...}}</tool_call>:\' }}'
+    "{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def plain_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token for each byte, which writes every message, its tools and what they answer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([_START, _END])
+    return Tokenizer(backend, name="plain chat", templates=_TEMPLATE, special={"eos_token": _END})
+
+
+_DEEPEST = 50
+
+
+def parts_of(task: Any) -> dict[str, str]:
+    """Return a digest of each part of a task, by name: `prompt`, `answer`, and what a subclass has besides."""
+    if not isinstance(task, Task):
+        return {"task": digest_of(task)}
+    names = dict.fromkeys([field.name for field in dataclasses.fields(task)] + list(getattr(task, "__dict__", {})))
+    return {name: digest_of(_prompt_of(task) if name == "prompt" else getattr(task, name)) for name in names}
+
+
+def _prompt_of(task: Task) -> Any:
+    """Return the prompt with its messages as dicts: one form is as good as the other."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    try:
+        return [as_dict(message) for message in as_messages(task.prompt)]
+    except TypeError:
+        return task.prompt  # no messages: the check of the prompts says so
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest that is equal for equal values."""
+    return xxhash.xxh3_128_hexdigest(canonical(value).encode("utf-8", "backslashreplace"))
+
+
+def canonical(value: Any, *, depth: int = 0) -> str:
+    """Return text that is equal for equal values, in whichever order sets and mappings are, and wherever they lie."""
+    if depth > _DEEPEST:
+        return "..."
+    kind = type(value).__qualname__
+    if value is None or (isinstance(value, str | bytes | int | float | complex) and not isinstance(value, enum.Enum)):
+        return f"{kind}:{value!r}"
+    if isinstance(value, enum.Enum):
+        return f"{kind}.{value.name}"
+    if isinstance(value, Mapping):
+        pairs = [f"{canonical(key, depth=depth + 1)}={canonical(item, depth=depth + 1)}" for key, item in value.items()]
+        return f"{{{','.join(sorted(pairs))}}}"
+    if isinstance(value, Set):
+        return f"<{','.join(sorted(canonical(item, depth=depth + 1) for item in value))}>"
+    if isinstance(value, Sequence):
+        return f"[{','.join(canonical(item, depth=depth + 1) for item in value)}]"
+    if callable(getattr(value, "tolist", None)):  # arrays and scalars of NumPy and torch
+        return f"{kind}:{getattr(value, 'dtype', '')}{canonical(value.tolist(), depth=depth + 1)}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, random.Random):
+        return f"{kind}:{canonical(value.getstate(), depth=depth + 1)}"
+    held = {name: getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)}
+    held |= getattr(value, "__dict__", {})
+    if held:
+        return f"{kind}{canonical(held, depth=depth + 1)}"
+    # What `object` writes is a place in memory, which says nothing.
+    return kind if type(value).__repr__ is object.__repr__ else f"{kind}:{text_of(value)}"
+
+
+_PLAIN_SEQ_LEN = 1 << 20
+"""With a token for each byte there is room enough: only a model's own tokenizer says what fits."""
+
+
+class Request(msgspec.Struct):
+    """What is asked, and how.
+
+    Attributes:
+        settings: of the environment, as JSON.
+        num_tasks: made, from index 0 on.
+        num_played: of them are played and scored, the first ones.
+        is_reversed: the last task first.
+        model: whose tokenizer and template; None: a token for each byte, and no limit.
+    """
+
+    settings: str
+    num_tasks: int
+    num_played: int
+    seed: int
+    seq_len: int
+    model: str | None = None
+    is_reversed: bool = False
+
+    @property
+    def config(self) -> EnvironmentConfig:
+        """The settings."""
+        return EnvironmentConfig.model_validate_json(self.settings)
+
+
+class Findings(msgspec.Struct):
+    """What came out.
+
+    Attributes:
+        tasks: index -> part of the task -> digest.
+        sessions: index -> name of the answer -> digest of its tokens and mask.
+        scores: index -> name of the answer -> its score among the others, as canonical text.
+        changed_scores: index -> names of the answers whose score was another when the same sessions were scored again.
+        num_split: sessions that split, as the template wrote their history anew.
+        lengths: tokens of each prompt.
+        is_plain: they are bytes: no model was named, or its template does not suit the environment.
+        failures: check -> what failed, once for each place.
+    """
+
+    tasks: dict[int, dict[str, str]] = {}
+    sessions: dict[int, dict[str, str]] = {}
+    scores: dict[int, dict[str, str]] = {}
+    changed_scores: dict[int, list[str]] = {}
+    num_split: int = 0
+    lengths: list[int] = []
+    is_plain: bool = False
+    failures: dict[str, list[str]] = {}
+
+    def fail(self, check: str, what: object) -> None:
+        """Note a failure, once."""
+        said = self.failures.setdefault(check, [])
+        if str(what) not in said:
+            said.append(str(what))
+
+
+def answers_to(task: Task, environment: Environment) -> dict[str, str]:
+    """Return what a policy might say, by name: it says that in every turn."""
+    answers = {
+        "the right answer": task.answer,
+        "an empty answer": "",
+        "a huge answer": "0123456789 abc\n" * 2000,
+        "a non-ASCII answer": "Größe ⁵ ٣ 漢字 🙂\u202e\x00",
+        "an answer behind thoughts": f"<think>\nIs it that?\n</think>\n\n{task.answer}",
+    }
+    if environment.tools:
+        answers["a call of no tool"] = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'
+    return answers
+
+
+class Scripted:
+    """Says the same in every turn."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self._ids = [*tokenizer.encode(text), *tokenizer.stop_token_ids[:1]]
+
+    def check(self) -> None:
+        """Never fails."""
+
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        """Return the answer, as much of it as there is room for."""
+        ids = self._ids[:max_tokens] or [0]
+        reason = "stop" if len(self._ids) <= max_tokens else "length"
+        return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), reason, [])
+
+
+def tokenizer_of(request: Request) -> tuple[Tokenizer, int]:
+    """Return the tokenizer that a request names, and how many tokens a session may have."""
+    if request.model is None:
+        return plain_tokenizer(), _PLAIN_SEQ_LEN
+    return load_tokenizer(request.model), request.seq_len
+
+
+async def probe(environment: Environment, request: Request, tell: Callable[[str], None] | None = None) -> Findings:
+    """Make the tasks, play and score the first of them, and return what came out.
+
+    Args:
+        tell: is told which task is on.
+    """
+    found = Findings(is_plain=request.model is None)
+    config, (tokenizer, seq_len) = request.config, tokenizer_of(request)
+    try:
+        tool_use = tool_use_of(environment, config, tokenizer)
+    except ConfigError as error:  # the template leaves tools out
+        found.fail("template", error)
+        found.is_plain = True
+        tokenizer, seq_len = plain_tokenizer(), _PLAIN_SEQ_LEN
+        tool_use = tool_use_of(environment, config, tokenizer)
+    order = range(request.num_tasks)
+    async with judging():
+        for number, index in enumerate(reversed(order) if request.is_reversed else order, start=1):
+            if tell is not None:
+                tell(f"task {number} of {request.num_tasks}")
+            problem = Problem(environment, config, TaskSeed(request.seed, config.label, index))
+            await _Asked(problem, tokenizer, seq_len, tool_use, found).ask(is_played=index < request.num_played)
+    return found
+
+
+class _Asked:
+    """One task of a probe."""
+
+    def __init__(
+        self, problem: Problem, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None, found: Findings
+    ) -> None:
+        self._problem = problem
+        self._index = problem.seed.index
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._tool_use = tool_use
+        self._found = found
+
+    async def ask(self, *, is_played: bool) -> None:
+        """Make the task, and play it."""
+        try:
+            async with calling_of(self._problem, "make_task"):
+                task = await result_of(self._problem.here.make_task(self._problem.seed))
+                self._found.tasks[self._index] = parts_of(task)
+        except EnvironmentFailure as failure:
+            self._found.fail("tasks", failure)
+            return
+        try:
+            prompt_ids = prompt_ids_for(
+                task, self._problem, tokenizer=self._tokenizer, seq_len=self._seq_len, tool_use=self._tool_use
+            )
+        except (EnvironmentFailure, PromptTooLong) as failure:
+            self._found.fail("prompts", failure)
+            return
+        self._found.lengths.append(len(prompt_ids))
+        if is_played:
+            await self._play(task, prompt_ids)
+
+    async def _play(self, task: Task, prompt_ids: list[int]) -> None:
+        sessions: dict[str, Session] = {}
+        for name, text in answers_to(task, self._problem.here).items():
+            sampler = Scripted(self._tokenizer, text)
+            session = Session(
+                prompt_ids,
+                tokenizer=self._tokenizer,
+                sample_turn=functools.partial(sample_turn_of(self._problem, 0, sampler, sampling=PLAIN_SAMPLING), 0),
+                seq_len=self._seq_len,
+                max_tokens=self._seq_len,
+                task=task,
+                tool_use=self._tool_use,
+                keeps_history=self._problem.settings.history == "keep",
+                max_branches=self._problem.settings.max_branches,
+            )
+            try:
+                await play_session(session, task, self._problem)
+            except EnvironmentFailure as failure:
+                check = "template" if isinstance(failure.__cause__, HistoryRewritten) else "sessions"
+                self._found.fail(check, f"{name}: {failure}")
+                continue
+            sessions[name] = session
+            self._found.num_split += len(session.branch_starts) > 1
+        self._found.sessions[self._index] = {
+            name: digest_of([session.token_ids.tobytes(), session.loss_mask.tobytes(), repr(session.branch_starts)])
+            for name, session in sessions.items()
+        }
+        await self._score(task, sessions)
+
+    async def _score(self, task: Task, sessions: dict[str, Session]) -> None:
+        """Score the sessions as a group, again, and each alone."""
+        first = await self._scores(task, sessions, "all answers in one group")
+        again = await self._scores(task, sessions, "the same sessions, scored again") if first else {}
+        self._found.scores[self._index] = {name: canonical(score) for name, score in first.items()}
+        changed = [name for name, score in again.items() if canonical(score) != self._found.scores[self._index][name]]
+        self._found.changed_scores[self._index] = changed
+        for name, session in sessions.items():
+            await self._scores(task, {name: session}, f"{name}, alone in its group")
+
+    async def _scores(self, task: Task, sessions: dict[str, Session], what: str) -> dict[str, Score]:
+        try:
+            scores = await score_sessions(list(sessions.values()), task, self._problem) if sessions else []
+        except EnvironmentFailure as failure:
+            self._found.fail("scores", f"{what}: {failure}")
+            return {}
+        return dict(zip(sessions, scores, strict=True))
+
+
+def main(argv: list[str]) -> None:
+    """Probe in this process, and write the findings to the file that `argv` names."""
+    import asyncio
+
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    environment = load_environment(request.config, key="environments[0]")
+    findings: Any = asyncio.run(probe(environment, request))
+    Path(argv[0]).write_bytes(msgspec.json.encode(findings))
+
+
+if __name__ == "__main__":
+    from holdfast.process.child import die_with_launcher, run_reporting_errors
+
+    die_with_launcher()
+    run_reporting_errors(lambda: main(sys.argv[1:]))

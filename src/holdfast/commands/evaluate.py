@@ -1,0 +1,109 @@
+"""From the command line to an evaluation, or to a comparison of two."""
+
+# Merged here, to be said in the docstring above:
+# - launch: Evaluates one policy, or follows a run: the command from its settings to its table.
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.arguments import Parser
+from holdfast.commands.ckpt_dirs import TensorWorkFailed
+from holdfast.commands.evaluate_follow import follow
+from holdfast.commands.evaluated_policy import (
+    check_servable,
+    prepare_directory,
+    run_evaluation,
+    served_model,
+    step_of_run,
+    tell_result,
+    weights_of_step,
+    with_settings_of_run,
+    write_settings,
+)
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import parse_command_line
+from holdfast.launcher.supervise import Supervisor
+from holdfast.orchestrator.evaluation.statistics import summary_in
+from holdfast.process.child import make_output_lossy
+from holdfast.run.run_dir import RunDir
+
+_COMPARE = "--compare"
+
+
+def main(argv: list[str]) -> int:
+    """Run `evaluate`; return its exit code.
+
+    Raises:
+        HoldfastError: a mistake on the command line, or what ended the evaluation.
+    """
+    if any(word.split("=")[0] == _COMPARE for word in argv):
+        return _compare(argv)
+    config = parse_command_line(EvaluateConfig, argv, program="evaluate")
+
+    if not config.dry_run:
+        make_output_lossy()  # the results are in files
+    if config.log_format == "text":
+        return launch(config)
+    from holdfast.view.console import run_in_json_lines
+
+    return run_in_json_lines(lambda: launch(config))
+
+
+def _compare(argv: list[str]) -> int:
+    parser = Parser(prog="evaluate", allow_abbrev=False, description="Show two evaluations of the same tasks.")
+    parser.add_argument(_COMPARE, nargs=2, type=Path, metavar=("A", "B"), required=True, help="their directories")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    arguments = parser.parse_args(argv)
+    if not 0.5 < arguments.confidence < 1:
+        parser.error(f"--confidence {arguments.confidence:g} is not between 0.5 and 1")
+    from holdfast.commands.evaluated_policy import comparison_report
+    from holdfast.orchestrator.evaluation.statistics import compare
+
+    first, second = arguments.compare
+    report = comparison_report(compare(first, second, confidence=arguments.confidence), first, second)
+    report.print(as_json=arguments.json)
+    return 0
+
+
+def launch(config: EvaluateConfig) -> int:
+    """Evaluate as `config` says; return the exit code.
+
+    Raises:
+        HoldfastError: what cannot be used, or what ended the evaluation.
+    """
+    if config.follow:
+        return follow(config)
+    config = with_settings_of_run(config)
+    step = step_of_run(config.run, config.step) if config.run is not None else None
+    check_servable(config)
+    directory = RunDir(config.output_dir)
+    if config.dry_run:
+        print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
+        print(f"would evaluate {_named(config, step)} in {directory.path}")
+        return 0
+    directory.lock()
+    prepare_directory(config, directory)
+    if config.run is not None and step is not None:
+        try:
+            weights = weights_of_step(config.run, step, directory.path)
+        except TensorWorkFailed as failure:
+            return failure.exit_code
+        config.inference.model = config.inference.model.model_copy(update={"name": str(weights)})
+    elif config.model is not None:
+        model = served_model(config, config.model.name)
+        config.inference.model = config.inference.model.model_copy(update=model.model_dump())
+    print(f"evaluating {_named(config, step)}", flush=True)
+    with Supervisor() as supervisor:
+        code = run_evaluation(config, directory, supervisor)
+    if code == 0:
+        tell_result(summary_in(directory.path), directory.path, step=step)
+    return code
+
+
+def _named(config: EvaluateConfig, step: int | None) -> str:
+    if config.run is not None:
+        return f"step {step} of {config.run}"
+    assert config.model is not None, "an evaluation has a policy"
+    return config.model.name

@@ -1,0 +1,258 @@
+"""`evaluate --follow`: the checkpoints of a run that trains, evaluated one after the other as they come.
+
+`python -m holdfast.commands.evaluate_follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
+`--eval.interval`. See docs/decisions/0041-evaluation-beside-training.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.commands.ckpt_dirs import TensorWorkFailed
+from holdfast.commands.evaluated_policy import (
+    check_servable,
+    name_of_export,
+    prepare_directory,
+    remove_exports,
+    run_evaluation,
+    served_model,
+    tell_result,
+    weights_of_step,
+    with_settings_of_run,
+)
+from holdfast.config import PROGRAMS
+from holdfast.config.base import ModelConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import read_toml
+from holdfast.errors import CheckpointError, ConfigError, DataError
+from holdfast.launcher.supervise import Supervisor
+from holdfast.orchestrator.evaluation.evaluator import settings_of_run
+from holdfast.orchestrator.evaluation.statistics import summary_in
+from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.events import report
+from holdfast.run import atomic as durable
+from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
+from holdfast.run.settings import read_settings
+from holdfast.run.timeline import span, start_timeline
+
+_LOOK_S = 1.0
+_ASKED = ("environments", "num_tasks", "samples_per_task", "sampling", "seq_len", "seed")
+
+
+@dataclass(frozen=True)
+class FollowedRun:
+    """A run whose checkpoints are evaluated.
+
+    Attributes:
+        max_steps: that its newest attempt trains until.
+        base: the model that it began with, if it began with whole weights of a model.
+    """
+
+    run_dir: RunDir
+    max_steps: int
+    base: ModelConfig | None
+
+    @classmethod
+    def read(cls, run: Path) -> FollowedRun:
+        """Return what the settings of the newest attempt say.
+
+        Raises:
+            DataError: `run` holds no run, or none that trains a policy.
+        """
+        run_dir = RunDir(run)
+        if not run_dir.holds_run():
+            raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
+        attempts = list(_settings_of_attempts(run_dir))
+        if not attempts:
+            raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
+        # A later attempt does not say what the first steps began with; the one that does may be removed.
+        fresh = next((one for one in attempts if one.get("ckpt", {}).get("resume_step") is None), None)
+        return cls(run_dir, attempts[0]["max_steps"], _base_of(fresh) if fresh is not None else None)
+
+    def due(self, interval: int | None) -> list[int]:
+        """Return the steps that are there and to be evaluated, ascending; 0 is the model that it began with."""
+        steps = [step for step in self.run_dir.committed_steps() if step]
+        wanted = [step for step in steps if interval is None or step % interval == 0 or step == self.max_steps]
+        return [0, *wanted] if self.base is not None else wanted
+
+    def is_over(self) -> bool:
+        """Whether no further checkpoint comes: the last one is there, or nobody trains."""
+        return self.max_steps in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
+
+
+def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the trainer, of the newest attempt first.
+
+    Raises:
+        DataError: it trains no policy.
+    """
+    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
+        for program in PROGRAMS:
+            path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
+            if not path.exists():
+                continue
+            if program == "reward-model":
+                raise DataError(f"{run_dir.path} trains a reward model, which says nothing that could be evaluated")
+            yield read_settings(path)
+
+
+def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
+    """Return the model whose weights a fresh start takes, if it takes those of a model as they are."""
+    model = settings["model"]
+    if model.get("init") == "random" or settings.get("ckpt", {}).get("weights_only"):
+        return None
+    return ModelConfig(name=model["name"], tokenizer=model.get("tokenizer"))
+
+
+def follow(config: EvaluateConfig) -> int:
+    """Evaluate every due step of the run that `config` names, until the run is over; return the exit code.
+
+    Each has a directory of its own. What is finished there is never begun again, what was cut off goes on.
+
+    Raises:
+        ConfigError: the run evaluates itself, or what is asked cannot be.
+        HoldfastError: what else cannot be used, or what ended an evaluation.
+    """
+    directory = config.run
+    assert directory is not None, "a run is followed"
+    run = FollowedRun.read(directory)
+    config = with_settings_of_run(config)
+    if "output_dir" not in config.model_fields_set:
+        config.output_dir = run.run_dir.evaluations
+    trained = settings_of_run(directory)
+    if trained is not None and trained.eval is not None:
+        raise ConfigError(f"{directory} evaluates itself (eval): its engines do, between two weight updates")
+    check_servable(config)
+    if config.dry_run:
+        missing = _missing(config, run)
+        print(f"would evaluate {_listed(missing)} of {directory} in {config.output_dir}, and what comes")
+        return 0
+    RunDir(config.output_dir).lock()
+    _clear_leftovers(config.output_dir)
+    if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
+        start_timeline(run.run_dir.newest_logs(), "evaluation")
+    with Supervisor() as supervisor:
+        while True:
+            # In this order: a checkpoint that came in between is seen by the next look.
+            is_over, missing = run.is_over(), _missing(config, run)
+            if missing:
+                if code := _evaluate_step(config, run, missing[0], supervisor):
+                    return code
+            elif is_over:
+                print(f"every step that was to be evaluated is; the results are in {config.output_dir}")
+                return 0
+            elif (number := supervisor.pause(_LOOK_S, lambda: None)) is not None:
+                return 128 + number
+            run = FollowedRun.read(directory)
+
+
+def _missing(config: EvaluateConfig, run: FollowedRun) -> list[int]:
+    return [step for step in run.due(config.interval) if not _is_done(config, run, step)]
+
+
+def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
+    """Whether the weights that `step` has now are evaluated.
+
+    A run that is resumed sets evaluations of later steps aside in its own directory; elsewhere they may be of weights
+    that were discarded.
+    """
+    path = _directory(config, step)
+    if not (path / SUMMARY_NAME).exists():
+        return False
+    if not step or config.output_dir.resolve() == run.run_dir.evaluations.resolve():
+        return True
+    settings = path / "config" / "evaluate.toml"
+    try:
+        wanted = name_of_export(run.run_dir, step)
+    except FileNotFoundError:  # removed since it was listed: nobody can evaluate it any more
+        return True
+    return settings.exists() and Path(read_toml(EvaluateConfig, settings).inference.model.name).name == wanted
+
+
+def _directory(config: EvaluateConfig, step: int) -> Path:
+    return config.output_dir / f"step_{step}"
+
+
+def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
+    """Evaluate one step; return the exit code."""
+    directory = RunDir(_directory(config, step))
+    if (directory.path / SUMMARY_NAME).exists():
+        print(f"{directory.path} is of other weights than step {step} has now: it is evaluated anew", flush=True)
+        durable.remove_directory(directory.path)
+    one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
+    if step:
+        one.step = step
+    else:
+        one.run, one.model = None, run.base
+    _clear_other_tasks(one, directory)
+    prepare_directory(one, directory)
+    if step:
+        try:
+            # Exported in any case: what is published has other bytes, and goes with the next step.
+            weights = weights_of_step(run.run_dir.path, step, directory.path, takes_published=False)
+        except (CheckpointError, TensorWorkFailed) as error:
+            if step not in run.run_dir.committed_steps():
+                print(f"step {step} is not evaluated: its checkpoint went away (ckpt.keep)", flush=True)
+                durable.remove_directory(directory.path)
+                return 0
+            if isinstance(error, TensorWorkFailed):
+                return error.exit_code
+            raise
+        one.inference.model = one.inference.model.model_copy(update={"name": str(weights)})
+    else:
+        assert run.base is not None, "step 0 is due where there is a base"
+        one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
+    print(f"evaluating step {step} of {run.run_dir.path}", flush=True)
+    report("evaluating", step=step)
+    with span("evaluate", version=step):
+        code = run_evaluation(one, directory, supervisor)
+    if code:
+        return code
+    remove_exports(directory.path)
+    summary = summary_in(directory.path)
+    tell_result(summary, directory.path, step=step)
+    shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in summary.metrics().items() if "@" in name}
+    report("evaluated", step=step, **shown)
+    return 0
+
+
+def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
+    """Remove what was begun there with other tasks or sampling: nobody goes on with it."""
+    path = directory.path / "config" / "evaluate.toml"
+    if not path.exists():
+        return
+    before = read_toml(EvaluateConfig, path)
+    differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    if differing:
+        print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
+        durable.remove_directory(directory.path)
+
+
+def _clear_leftovers(place: Path) -> None:
+    """Remove what an earlier start left below `place` when it was killed: half exports, and models that have served."""
+    durable.clear_leftovers(place)
+    for directory in numbered_paths(place):
+        durable.clear_leftovers(directory)
+        if (directory / SUMMARY_NAME).exists():
+            remove_exports(directory)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f"steps {', '.join(map(str, steps))}" if steps else "no step that is there now"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Follow as the resolved configuration says that `argv` names; never returns."""
+    die_with_launcher()
+    set_up_logging("evaluation")
+    if len(argv) != 1:
+        raise ConfigError("usage: python -m holdfast.commands.evaluate_follow <resolved.toml>")
+    run_reporting_errors(lambda: sys.exit(follow(read_toml(EvaluateConfig, argv[0]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,395 @@
+"""Which weights an evaluation is about: a directory, or a step of a run as one."""
+
+# Merged here, to be said in the docstring above:
+# - report: What `evaluate` shows: the numbers of one evaluation, or of two side by side.
+# - serving: One evaluation with the server that it needs: checked, started, watched to its end, and stopped.
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.commands.ckpt_dirs import CheckpointDirs
+from holdfast.commands.ckpt_export import export
+from holdfast.config.base import ModelConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.load import to_toml
+from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
+from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
+from holdfast.launcher.engines import release_all, reserve_first_free
+from holdfast.launcher.failures import death_of
+from holdfast.launcher.plan import Restarts
+from holdfast.launcher.preflight import check_in_child
+from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.launcher.resume.resume_step import resolve_resume_step
+from holdfast.launcher.supervise import Child, Supervisor
+from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
+from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME
+from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary
+from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
+from holdfast.process.gpus import find_gpus, require_vllm
+from holdfast.process.imports import module_command
+from holdfast.run import atomic as durable
+from holdfast.run.checkpoints import TRAINER_DIR
+from holdfast.run.inputs import check_max_len, check_model_path, check_weights_path
+from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed
+from holdfast.run.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
+from holdfast.run.settings import read_settings
+from holdfast.run.weights import holds_adapter
+from holdfast.view.console import code_of_error, event_line, json_lines
+from holdfast.view.follow import Tail
+from holdfast.view.state import LAUNCHER, RunState
+from holdfast.view.tables import Grid, Report, number
+
+
+def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
+    """Return `config` with what it leaves to the run that it names."""
+    config = config.model_copy(deep=True)
+    trained = settings_of_run(config.run) if config.run is not None else None
+    if trained is not None:
+        takes_max_tokens = "max_tokens" not in config.sampling.model_fields_set
+        if "seq_len" not in config.model_fields_set:
+            config.seq_len = trained.seq_len
+        if "environments" not in config.model_fields_set:
+            config.environments = held_out_sections(
+                trained.environments, seq_len=config.seq_len, takes_max_tokens=takes_max_tokens
+            )
+        if takes_max_tokens:
+            config.sampling.max_tokens = trained.sampling.max_tokens
+    if "max_len" not in config.inference.model.model_fields_set:
+        config.inference.model.max_len = max(config.inference.model.max_len, config.seq_len)
+    return config
+
+
+def step_of_run(run: Path, wanted: int | str) -> int:
+    """Return the step that is meant, which has a checkpoint that is whole, or weights that are published.
+
+    Raises:
+        DataError: there is no run.
+        CheckpointError: the step is not there or damaged, listing those that are.
+    """
+    run_dir = RunDir(run)
+    if not run_dir.holds_run():
+        raise DataError(
+            f"run = {run} is no run directory: it has no run.json (from {Path.cwd()}). "
+            "Name the output directory of one."
+        )
+    if wanted == "latest":
+        if steps := run_dir.committed_steps():
+            return steps[-1]
+        if versions := _whole_weights(run_dir):
+            return versions[-1]
+    elif int(wanted) in run_dir.committed_steps() or int(wanted) in _whole_weights(run_dir):
+        return int(wanted)
+    raise CheckpointError(
+        f"step = {wanted} is not in {run}: it has checkpoints of {_listed(run_dir.committed_steps())}, and whole "
+        f"weights of {_listed(_whole_weights(run_dir))}."
+    )
+
+
+def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
+    """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
+
+    What is published may go away while the run trains on, so then a checkpoint is exported if there is one.
+
+    Args:
+        takes_published: False: a checkpoint is exported in any case.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or gone.
+        TensorWorkFailed: it could not be exported, which has been said.
+    """
+    run_dir = RunDir(run)
+    has_checkpoint = step in run_dir.committed_steps()
+    if takes_published and step in _whole_weights(run_dir) and not (has_checkpoint and run_dir.is_under_way()):
+        return run_dir.weights_of(step)
+    if not has_checkpoint:
+        raise CheckpointError(f"the weights of step {step} have just gone from {run}, which has no checkpoint of it")
+    target = directory / name_of_export(run_dir, step)
+    if target.exists():  # exported by an earlier start of this evaluation: published whole, or not at all
+        return target
+    resolve_resume_step(run_dir, step)
+    model = read_settings(run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).get("model", {})
+    base = model.get("name") if model.get("lora") else None
+    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, max_shard_size=None, model=None, base=base)
+    return target
+
+
+def name_of_export(run_dir: RunDir, step: int) -> str:
+    """Return the name of what is exported of the checkpoint that `step` has now.
+
+    Raises:
+        FileNotFoundError: it has none.
+    """
+    # By what it is made of: another run has this step as well, and this one may train it again.
+    return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
+
+
+def served_model(config: EvaluateConfig, directory: Path | str) -> ModelConfig:
+    """Return the model that the server of an evaluation loads."""
+    tokenizer = config.model.tokenizer if config.model is not None else None
+    return ModelConfig(name=str(directory), tokenizer=tokenizer)
+
+
+def _whole_weights(run_dir: RunDir) -> list[int]:
+    """Return the versions whose weights are published whole; of a policy with adapters engines get those alone."""
+    return [
+        version
+        for version in run_dir.published_weights()
+        if is_committed(run_dir.weights_of(version)) and not holds_adapter(run_dir.weights_of(version))
+    ]
+
+
+def _listed(steps: list[int]) -> str:
+    return f"steps {', '.join(map(str, steps))}" if steps else "no step"
+
+
+def summary_report(summary: Summary, directory: Path) -> Report:
+    """Return the report of one evaluation: a line per environment and estimate."""
+    percent = f"{100 * summary.confidence:g}% interval"
+    rows: list[tuple[str, ...]] = []
+    more: list[str] = []
+    for name, environment in summary.environments.items():
+        rows += [
+            (name, str(environment.num_tasks), key, number(one.value), interval_of(one))
+            for key, one in environment.estimates.items()
+        ]
+        numbers = {**environment.metrics, "truncated": environment.truncated}
+        if environment.sampled_tokens is not None:
+            numbers["sampled tokens"] = environment.sampled_tokens
+        more.append(f"{name}: " + ", ".join(f"{key} {number(value)}" for key, value in numbers.items()))
+        if environment.dropped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in environment.dropped.items())
+            more.append(f"{name}: tasks without rollouts, which count nowhere above: {reasons}")
+    grid = Grid(("environment", ">tasks", "estimate", ">value", percent), rows)
+    return Report(msgspec.to_builtins(summary), [grid, *more, f"every rollout: {directory}"])
+
+
+def tell_result(summary: Summary, directory: Path, *, step: int | None) -> None:
+    """Print the report of one evaluation, or the object of type `result` that says the same to programs.
+
+    Args:
+        step: of the run, whose weights they were; None: those of a model.
+    """
+    if (lines := json_lines()) is not None:
+        lines.emit("result", step=step, summary=msgspec.to_builtins(summary))
+    else:
+        summary_report(summary, directory).print(as_json=False)
+
+
+def comparison_report(comparison: Comparison, first: Path, second: Path) -> Report:
+    """Return the report of two evaluations."""
+    rows = [
+        (
+            line.environment,
+            line.name,
+            str(line.num_tasks),
+            f"{number(line.first.value)} {interval_of(line.first)}",
+            f"{number(line.second.value)} {interval_of(line.second)}",
+            f"{line.paired.difference.value:+.4g} {interval_of(line.paired.difference)}",
+            f"{line.paired.p_value:.2g}",
+            f"{line.paired.num_higher}/{line.paired.num_lower}",
+        )
+        for line in comparison.lines
+    ]
+    columns = ("environment", "estimate", ">tasks", "A", "B", "B - A", ">p", ">higher/lower")
+    parts: list[Grid | str] = [
+        f"A  {first}  {_shown(comparison.policies[0])}",
+        f"B  {second}  {_shown(comparison.policies[1])}",
+        Grid(columns, rows, expendable=("higher/lower",)),
+    ]
+    for key, (one, other) in comparison.differing.items():
+        parts.append(f"they differ in {key}: A {_plain(one)}, B {_plain(other)}")
+    if comparison.skipped:
+        parts.append(f"{comparison.skipped} tasks are left out, which one of them has no rollouts of")
+    document = {
+        "first": str(first),
+        "second": str(second),
+        "policies": list(comparison.policies),
+        "differing": {key: list(values) for key, values in comparison.differing.items()},
+        "skipped": comparison.skipped,
+        "lines": msgspec.to_builtins(comparison.lines),
+    }
+    return Report(document, parts)
+
+
+def interval_of(estimate: Estimate) -> str:
+    """Return an interval for people; `-` where there is none."""
+    if estimate.low is None or estimate.high is None:
+        return "-"
+    return f"[{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def _shown(policy: dict[str, Any]) -> str:
+    return " ".join(f"{key} {value}" for key, value in policy.items() if key != "kind" and value is not None)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(entry)}" for key, entry in value.items())
+    return number(value) if isinstance(value, float) else str(value)
+
+
+_MAX_RESTARTS = 3
+_RESTART_WINDOW_S = 600.0
+_OURS = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, JUDGEMENTS_NAME, "run.json", "rollouts", "logs", "config")
+
+
+def check_servable(config: EvaluateConfig) -> None:
+    """Check what can be before anything is started.
+
+    Raises:
+        ConfigError, DataError: what cannot be used.
+    """
+    require_vllm()
+    if config.model is not None:
+        check_model_path(config.model.name, key="model.name")
+        check_weights_path(config.model.name, needs_index=False)
+    served = config.inference.model
+    if config.seq_len > served.max_len:
+        raise ConfigError(
+            f"seq_len = {config.seq_len} is more than inference.model.max_len = {served.max_len}, the longest "
+            "session that the server takes. Lower seq_len or raise max_len."
+        )
+    if config.inference.engines > 1:
+        raise ConfigError(f"inference.engines = {config.inference.engines}: an evaluation has one server; leave it out")
+    if config.model is not None:
+        check_max_len(config.inference, config.model.name, key="inference.model")
+    check_in_child("holdfast.orchestrator.evaluation.check", config)
+
+
+def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
+    """Make the directory one of an evaluation.
+
+    Raises:
+        RunDirError: it holds a run.
+    """
+    path = directory.path
+    if directory.holds_run() and not (path / "config" / "evaluate.toml").exists():
+        raise RunDirError(
+            f"{path} holds a run. An evaluation needs a directory of its own: choose another with --output-dir."
+        )
+    is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
+    if is_ours:
+        durable.clear_leftovers(path)
+    if config.clean and is_ours:
+        # Its settings last: while they are there, the same command finds the rest after a kill.
+        remove_exports(path)
+        for name in _OURS:
+            entry = path / name
+            if entry.is_dir():
+                durable.remove_directory(entry)
+            else:
+                entry.unlink(missing_ok=True)
+    write_settings(config, path / "config")
+    directory.create()  # so that its server is its own: nobody else can push weights to it
+
+
+def remove_exports(path: Path) -> None:
+    """Remove the models that were exported for an evaluation below `path`; none is ever left in part."""
+    for exported in path.glob("model_step_*"):
+        durable.remove_directory(exported)
+
+
+def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
+    """Run server and evaluation to the end; return the exit code. Nothing of them runs on.
+
+    Raises:
+        ProcessDied: one of them failed.
+    """
+    path = directory.path
+    server = config.inference.server
+    held = reserve_first_free(server.host, server.port)
+    server.port = held[0].port
+    machine = this_machine(find_gpus())
+    gpus = inference_gpus(config.inference, machine)
+    choose_inference(config.inference, machine)
+    environment = Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus)
+    settings = write_settings(config, path / "config")
+    logs = path / "logs"
+    logs.mkdir(exist_ok=True)
+    events = logs / "events.jsonl"
+    tail = _Progress(events)
+    append(events, LAUNCHER, "starting")
+    try:
+        served = path / "config" / "inference.toml"
+        durable.write_file(served, to_toml(config.inference).encode())
+        supervisor.start(
+            "inference",
+            module_command("holdfast.inference.main", str(served), str(path)),
+            logs / "inference.log",
+            environment={**environment, EVENTS_ENV: str(events), PROCESS_ENV: "inference"},
+            is_service=True,
+        )
+        supervisor.start(
+            "evaluation",
+            module_command("holdfast.orchestrator.evaluation.main", str(settings)),
+            logs / "evaluation.log",
+            environment={EVENTS_ENV: str(events), PROCESS_ENV: "evaluation"},
+            has_done_its_work=(path / SUMMARY_NAME).exists,
+        )
+        code = _watch(supervisor, tail, path)
+    except Exception as error:
+        append(events, LAUNCHER, "ended", exit_code=code_of_error(error), error=str(error))
+        raise
+    else:
+        append(events, LAUNCHER, "ended", exit_code=code)
+        return code
+    finally:
+        supervisor.stop()
+        # Who evaluates one step after another has one supervisor: by a later one their process ids may be others'.
+        supervisor.children.clear()
+        tail.refresh()
+        release_all(held)
+
+
+def _watch(supervisor: Supervisor, progress: _Progress, path: Path) -> int:
+    restarts = Restarts(_MAX_RESTARTS, _RESTART_WINDOW_S)
+    while True:
+        ended = supervisor.run(progress.refresh)
+        if ended is None:
+            return 0
+        if not isinstance(ended, Child):
+            return _stopped(supervisor, ended, path)
+        delay_s = restarts.delay_s(ended.name, ended.process.returncode)
+        if delay_s is None:
+            raise death_of(ended, stuck=None, restarts=restarts)
+        print(f"{ended.name} died; starting it again", flush=True)
+        if (number := supervisor.pause(delay_s, progress.refresh)) is not None:
+            return _stopped(supervisor, number, path)
+        supervisor.restart(ended)
+
+
+def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
+    supervisor.stop()
+    print(f"stopped; what is done is in {path}, and the same command goes on from there")
+    return 128 + number
+
+
+class _Progress:
+    """Prints the phases of the processes as they come."""
+
+    def __init__(self, events: Path) -> None:
+        self._events = Tail(events, from_end=True)
+        self._state = RunState()
+        self._begin = time.monotonic()
+
+    def refresh(self) -> None:
+        """Print what is new."""
+        for event in self._events:
+            told = self._state.take_event(event, attempt=1)
+            if told is None:
+                continue
+            if (lines := json_lines()) is not None:
+                lines.tell_news(told, max_steps=0)
+            else:
+                print(event_line(told, seconds=time.monotonic() - self._begin), flush=True)
+
+
+def write_settings(config: EvaluateConfig, directory: Path) -> Path:
+    path = directory / "evaluate.toml"
+    durable.write_file(path, to_toml(config).encode())
+    return path

@@ -1,1 +1,0 @@
-"""The command `report`: one page, and pictures, of what one or several runs did."""

@@ -1,0 +1,393 @@
+"""The command `rollouts`: look into the batches of an RL run, and export them.
+
+`show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. Every batch is verified
+against its manifest before anything of it is shown or written.
+"""
+
+# Merged here, to be said in the docstring above:
+# - export: Writing rollouts as JSON lines or Parquet: one rollout per line or row, with step and version of its batch.
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.arguments import Subcommands
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
+from holdfast.run import atomic as durable
+from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
+from holdfast.run.run_dir import RunDir
+from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, stretches, text_of
+from holdfast.view.tables import Grid, Report, number, working
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that exists or that has no known format.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if path.suffix not in _WRITERS:
+        raise ConfigError(f"--to {path}: the name must end in {' or '.join(_WRITERS)}, which says the format.")
+    if path.exists():
+        raise ConfigError(f"--to {path} exists already; nothing is written over. Name a new file.")
+
+
+def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
+    """Write `batches` to the new file `path`, one in memory at a time; return how many rollouts they hold.
+
+    Raises:
+        RunDirError: it cannot be written; then nothing is left.
+    """
+    temporary = durable.temporary_sibling(path)
+    try:
+        durable.make_directory(path.parent.absolute())
+        count = _WRITERS[path.suffix](temporary, batches)
+        durable.fsync_file(temporary)
+        os.rename(temporary, path)
+        durable.fsync_directory(path.parent)
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
+    head = {"step": batch.step, "policy_version": batch.policy_version}
+    for rollout in batch.rollouts:
+        row = msgspec.to_builtins(rollout, enc_hook=list_packed)
+        yield head | row.pop("sampling") | row
+
+
+def _write_lines(path: Path, batches: Iterable[Batch]) -> int:
+    count = 0
+    with open(path, "wb") as file:
+        for batch in batches:
+            for row in _rows(batch):
+                file.write(msgspec.json.encode(row) + b"\n")
+                count += 1
+    return count
+
+
+def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
+    import pyarrow
+    from pyarrow import parquet
+
+    span = pyarrow.struct([(name, pyarrow.int64()) for name in ("version", "start", "end")])
+    steps = pyarrow.struct([("places", pyarrow.list_(pyarrow.int32())), ("rewards", pyarrow.list_(pyarrow.float64()))])
+    schema = pyarrow.schema(
+        [
+            ("step", pyarrow.int64()),
+            ("policy_version", pyarrow.int64()),
+            ("temperature", pyarrow.float64()),
+            ("top_p", pyarrow.float64()),
+            ("top_k", pyarrow.int64()),
+            ("min_p", pyarrow.float64()),
+            ("environment", pyarrow.string()),
+            ("task_id", pyarrow.int64()),
+            ("sample_index", pyarrow.int64()),
+            ("level", pyarrow.int64()),
+            ("token_ids", pyarrow.list_(pyarrow.int32())),
+            ("loss_mask", pyarrow.list_(pyarrow.bool_())),
+            ("logprobs", pyarrow.list_(pyarrow.float32())),
+            ("versions", pyarrow.list_(span)),
+            ("reward", pyarrow.float64()),
+            ("truncated", pyarrow.bool_()),
+            ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
+            ("reference_logprobs", pyarrow.list_(pyarrow.float32())),
+            ("step_rewards", steps),
+            ("branch_starts", pyarrow.list_(pyarrow.int64())),
+        ]
+    )
+    count = 0
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for batch in batches:
+            rows = [row | {"metrics": list(row["metrics"].items())} for row in _rows(batch)]
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            count += len(rows)
+    return count
+
+
+_WRITERS: dict[str, Callable[[Path, Iterable[Batch]], int]] = {".jsonl": _write_lines, ".parquet": _write_parquet}
+
+
+_EPILOG = (
+    "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
+    "OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. A batch stays until the oldest checkpoint needs it no more."
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; return 0, or 1 when a batch is damaged.
+
+    Raises:
+        HoldfastError: a mistake in the command, or something that is missing or damaged.
+    """
+    arguments = parse(argv)
+    run_dir = RunDir(arguments.output_dir)
+    if arguments.command == "show":
+        report = show(run_dir, step=arguments.step, problem=arguments.problem)
+    elif arguments.command == "stats":
+        report = stats(run_dir, steps=arguments.steps)
+    else:
+        report = export(run_dir, steps=arguments.steps, to=arguments.to)
+    report.print(as_json=arguments.json)
+    return report.exit_code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes.
+
+    Raises:
+        ConfigError: one that cannot be used.
+    """
+    return _subcommands().parse(argv)
+
+
+def _subcommands() -> Subcommands:
+    subcommands = Subcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
+    show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
+    show_parser.add_argument("step", metavar="STEP")
+    show_parser.add_argument("--problem", type=int, metavar="I", help="show all turns of problem I, counted from 0")
+    stats_parser = subcommands.add("stats", "Show a line of numbers per batch.")
+    stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
+    export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
+    export_parser.add_argument("steps", nargs="+", metavar="STEP")
+    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new .jsonl or .parquet file")
+    return subcommands
+
+
+def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
+    """Show the problems of one batch, or every turn of one of its problems.
+
+    Raises:
+        CheckpointError: the batch is not there, or damaged.
+        ConfigError: there is no such problem, or STEP means several batches.
+    """
+    directories = find_batches(run_dir, [step])
+    if len(directories) != 1:
+        raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")
+    batch = read_batch_at(directories[0])
+    groups = problems_of(batch)
+    if problem is None:
+        return _show_batch(directories[0], batch, groups)
+    if not 0 <= problem < len(groups):
+        raise ConfigError(f"--problem {problem}: batch {batch.step} has the problems 0 to {len(groups) - 1}.")
+    return _show_problem(batch, problem, groups[problem], text_of(run_dir))
+
+
+def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> Report:
+    lines = [_line(group) for group in groups]
+    document = {
+        "path": str(directory),
+        "step": batch.step,
+        "policy_version": batch.policy_version,
+        "weights_digest": batch.weights_digest,
+        "teacher_digest": batch.teacher_digest,
+        "sampling": {name: msgspec.to_builtins(sampling) for name, sampling in _samplings(batch).items()},
+        "metrics": batch.metrics,
+        "dropped": msgspec.to_builtins(batch.dropped),
+        "problems": [
+            {"problem": index, "environment": group[0].environment, "task_id": group[0].task_id, **line}
+            for index, (group, line) in enumerate(zip(groups, lines, strict=True))
+        ],
+    }
+    rows = [
+        (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
+        for index, (group, line) in enumerate(zip(groups, lines, strict=True))
+    ]
+    title = f"batch {batch.step}, sampled by {_sampler(batch)}{_at(batch)}"
+    parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
+    if batch.dropped:
+        dropped = [
+            (one.reason, one.environment, str(one.task_id), f"{one.rollouts:,}", f"{one.tokens:,}", one.detail)
+            for one in batch.dropped
+        ]
+        columns = ("dropped", "environment", ">task", ">rollouts", ">tokens", "detail")
+        parts += ["", Grid(columns, dropped, expendable=("detail",))]
+    return Report(document, parts)
+
+
+def _samplings(batch: Batch) -> dict[str, Sampling]:
+    """Return the distribution that each environment's tokens were sampled from."""
+    return {rollout.environment: rollout.sampling for rollout in batch.rollouts}
+
+
+def _at(batch: Batch) -> str:
+    samplings = _samplings(batch)
+    if len(set(samplings.values())) == 1:
+        return f" at {batch.rollouts[0].sampling}"
+    return "".join(f"\n  {name} at {sampling}" for name, sampling in samplings.items())
+
+
+def _sampler(batch: Batch) -> str:
+    if not batch.weights_digest:
+        return f"the teacher with digest {batch.teacher_digest}"
+    return f"version {batch.policy_version} with digest {batch.weights_digest}"
+
+
+def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:
+    shown = [
+        {
+            "sample_index": rollout.sample_index,
+            "reward": rollout.reward,
+            "truncated": rollout.truncated,
+            "versions": msgspec.to_builtins(rollout.versions),
+            "metrics": rollout.metrics,
+            "step_rewards": rollout.step_rewards.rewards.tolist() if rollout.step_rewards else None,
+            "branches": len(rollout.branch_starts),
+            "turns": [
+                {"sampled": sampled, "branch": number, "token_ids": ids, "text": text.decode(ids)}
+                for number, branch in enumerate(rollout.branches)
+                for sampled, ids in stretches(rollout, branch)
+            ],
+        }
+        for rollout in group
+    ]
+    first = group[0]
+    document = {"step": batch.step, "problem": index, "environment": first.environment, "task_id": first.task_id}
+    parts: list[Grid | str] = [f"batch {batch.step}, problem {index}: task {first.task_id} of {first.environment}"]
+    if text.reason:
+        parts.append(f"token ids are shown, since {text.reason}")
+    for line in shown:
+        marks = ", truncated" if line["truncated"] else ""
+        marks += f", {line['branches']} branches" if line["branches"] > 1 else ""
+        head = f"sample {line['sample_index']}: reward {number(line['reward'])}"
+        steps = line["step_rewards"]
+        shown_steps = f", {len(steps)} steps: {' '.join(map(number, steps))}" if steps else ""
+        parts += ["", f"{head}{marks}{shown_steps}"]
+        branch = 0
+        for turn in line["turns"]:
+            what = "sampled" if turn["sampled"] else "given  " if turn["branch"] == branch else "anew   "
+            branch = turn["branch"]
+            parts.append(f"  {what} | {_shown(turn['text'], turn['token_ids'])}")
+    return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
+
+
+def _shown(text: str | None, token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids)) if text is None else text.replace("\n", "\n          | ")
+
+
+_COLUMNS = (">rollouts", ">reward mean", ">std", ">tokens mean", ">sampled", ">truncated", "versions")
+
+
+def _line(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the numbers of some rollouts; the deviation is that of these rollouts (population)."""
+    rewards = [rollout.reward for rollout in rollouts]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    return {
+        "rollouts": len(rollouts),
+        "reward_mean": mean,
+        "reward_std": (sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))) ** 0.5,
+        "tokens": sum(lengths),
+        "tokens_mean": sum(lengths) / max(1, len(lengths)),
+        "sampled_tokens": sum(rollout.loss_mask.num_sampled for rollout in rollouts),
+        "truncated": sum(rollout.truncated for rollout in rollouts),
+        "versions": sorted({span.version for rollout in rollouts for span in rollout.versions}),
+    }
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{line['rollouts']:,}",
+        number(line["reward_mean"]),
+        number(line["reward_std"]),
+        number(line["tokens_mean"]),
+        f"{line['sampled_tokens']:,}",
+        f"{line['truncated']:,}",
+        ", ".join(map(str, line["versions"])),
+    )
+
+
+def _shown_reasons(dropped: Mapping[str, Counts]) -> str:
+    return ", ".join(f"{counts.problems:,} {reason}" for reason, counts in dropped.items()) or "none"
+
+
+def _ledger(directory: Path, step: int) -> tuple[dict[str, Any], str]:
+    """Return what the orchestrator's state after a batch counts, as a document and as a line."""
+    accepted = read_accepted(directory / STATE_NAME, step=step)
+    document = {
+        "step": step,
+        "accepted": msgspec.to_builtins(accepted.drawn),
+        "batched": msgspec.to_builtins(accepted.batched),
+        "dropped": msgspec.to_builtins(accepted.dropped),
+    }
+    line = (
+        f"up to batch {step}: {accepted.problems:,} problems accepted, {accepted.batched.problems:,} in batches, "
+        f"dropped: {_shown_reasons(accepted.dropped)}"
+    )
+    return document, line
+
+
+def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
+    """Show a line per batch, and what was accepted and dropped up to the last one; damaged ones are problems."""
+    directories = find_batches(run_dir, steps or ["all"])
+    lines: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = []
+    problems: list[str] = []
+    ledger: dict[str, Any] = {}
+    total = ""
+    for directory in directories:
+        try:
+            batch = read_batch_at(directory)
+            ledger, total = _ledger(directory, batch.step)
+        except CheckpointError as error:
+            problems.append(f"{directory.name} is damaged: {error}")
+            lines.append({"step": step_of(directory), "path": str(directory), "status": "damaged"})
+            rows.append((str(step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))
+            continue
+        line = _line(batch.rollouts)
+        names = sorted({rollout.environment for rollout in batch.rollouts})
+        num_problems = len(problems_of(batch))
+        dropped = dropped_by_reason(batch.dropped)
+        lines.append(
+            {
+                "step": batch.step,
+                "path": str(directory),
+                "status": "committed",
+                "policy_version": batch.policy_version,
+                "weights_digest": batch.weights_digest,
+                "problems": num_problems,
+                "environments": names,
+                "dropped": msgspec.to_builtins(dropped),
+                **line,
+            }
+        )
+        cells = (*_cells(line), _shown_reasons(dropped), ", ".join(names))
+        rows.append((str(batch.step), "committed", f"{num_problems:,}", *cells))
+    grid = Grid(
+        (">step", "status", ">problems", *_COLUMNS, "dropped", "environments"),
+        rows,
+        expendable=("environments", "sampled", "problems", "status"),
+    )
+    parts: list[Grid | str] = [grid, *([total] if total else [])] if rows else [f"no batches in {run_dir.rollouts}"]
+    document = {"rollouts": str(run_dir.rollouts), "batches": lines, "ledger": ledger, "problems": problems}
+    return Report(document, parts, problems)
+
+
+def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
+    """Write the rollouts of some batches to a new file; nothing is written if one of them is damaged.
+
+    Raises:
+        CheckpointError: naming the damaged file; or there are no batches.
+        ConfigError: the file exists, or ends neither in .jsonl nor in .parquet.
+        RunDirError: it cannot be written.
+    """
+    check_target(to)
+    directories = find_batches(run_dir, steps)
+    if not directories:
+        raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
+    for directory in directories:
+        read_batch_at(directory)
+    with working(f"writing {to}"):
+        count = write_rollouts(to, map(read_batch_at, directories))
+    document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
+    return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])

@@ -1,1 +1,0 @@
-"""The command `rollouts`: look into the batches of an RL run, and export them."""

@@ -1,0 +1,376 @@
+"""Bases of all configuration models, and the sections that several processes share."""
+
+# Merged here, to be said in the docstring above:
+# - urls: What the URL of a server may be, and which names are this machine's.
+# - registry: What a run chooses by name and is built in: policy losses, advantages, preference losses. One line here adds one.
+
+from __future__ import annotations
+
+import ipaddress
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+DType = Literal["float32", "bfloat16"]
+LogFormat = Literal["text", "json"]
+
+
+def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Refuse what pydantic would take for something else, and text that no file of ours can hold."""
+    assert info.field_name is not None
+    kinds = _kinds(cls.model_fields[info.field_name].annotation)
+    if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+        raise ValueError("should be a number, not true or false")
+    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):
+        return value  # a section looks at its own
+    for text in _texts(value):
+        if "\0" in text:
+            raise ValueError("must not hold the character NUL")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                "must be text in UTF-8: rename what it names, or set LC_ALL=C.UTF-8 if the name is right"
+            ) from None
+    return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    parts = typing.get_args(annotation)
+    return set().union(*map(_kinds, parts)) if parts else {annotation}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all text in a value, however deep."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text
+            case Path() as path:
+                yield str(path)
+            case list() as items:
+                waiting += items
+            case dict() as entries:
+                waiting += [*entries.keys(), *entries.values()]
+
+
+class Section(BaseModel):
+    """A part of a configuration. A docstring beneath a field is its ``--help`` text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        ser_json_inf_nan="constants",
+        allow_inf_nan=False,
+    )
+
+    _plain = field_validator("*", mode="before")(classmethod(_check_plain))
+
+
+class Command(BaseSettings):
+    """The whole configuration of one command: what every command has."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        ser_json_inf_nan="constants",
+        allow_inf_nan=False,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+    )
+
+    _plain = field_validator("*", mode="before")(classmethod(_check_plain))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take values from files and flags alone: an environment variable named SEED is not meant for us."""
+        return (init_settings,)
+
+    output_dir: Path = Path("outputs")
+    """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """The one seed from which data order, initialisation and sampling are derived."""
+
+    dry_run: bool = False
+    """Make the checks that a real run makes before it starts anything, write the resolved TOML, print the plan, start
+    nothing. Checked are all settings, local paths, environments and functions of your own (they are imported; the
+    constructor of an environment of your own is not called), and every byte of the checkpoint or weights to start
+    from. Not checked are names on a hub and the rows of the data."""
+
+
+class CkptConfig(Section):
+    """Checkpoints. A bare ``--ckpt`` writes the final step only."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Save after every this many steps; unset: after the final step only."""
+
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save when this many minutes have passed since the last save; goes together with `interval`."""
+
+    save_async: bool = True
+    """Copy the state and write it behind the training; off: training waits until it is committed."""
+
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What a save does when the one before it is still being written: wait for it, or be left out.
+    The final step and the save on a signal always wait."""
+
+    on_failure: Literal["stop", "warn"] = "stop"
+    """What follows a save that failed (disk full, I/O error): end the run, or say so and train on."""
+
+    keep: int | None = Field(default=None, ge=1)
+    """Keep this many of the newest checkpoints; unset: all stay, whatever the next two say."""
+
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Keep the checkpoints of every this many steps for good, besides the newest `keep`."""
+
+    keep_best: str | None = None
+    """Keep the checkpoint with the best value of this metric besides the newest `keep`, such as `min:val/loss` or
+    `max:reward/mean`. Without `min:` or `max:`: lower is better for losses, errors and divergences."""
+
+    dir: str | None = None
+    """Copy every committed checkpoint there as well, in the background: `s3://bucket/prefix` or any
+    other URL of fsspec. A resume finds there what this machine does not have."""
+
+    resume_step: int | Literal["latest", "auto"] | None = None
+    """Continue from this step: a number, `latest` (-1 is the same; an error if there is none),
+    or `auto` (the newest, or a fresh start if there is none)."""
+
+    resume_dir: Path | None = None
+    """Fork another run: start this one from OTHER/checkpoints/step_N with everything that it holds.
+    Together with `resume_step = auto`, this run's own checkpoints come first."""
+
+    weights_only: Path | None = None
+    """Warm start: take the weights of a checkpoint or a Hugging Face directory and nothing else;
+    optimizer, counters and data start afresh."""
+
+    verify: Literal["full", "size"] = "full"
+    """What is checked before a checkpoint is used: every byte, or sizes only (for very large ones)."""
+
+    grace_s: float = Field(default=60.0, gt=0)
+    """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: the time to save the current step before everything is stopped."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CkptConfig:
+        if self.keep_best is not None and not self.keep_best.removeprefix("min:").removeprefix("max:"):
+            raise ValueError(f"keep_best = '{self.keep_best}' names no metric; write it as `max:reward/mean`")
+        if self.weights_only is not None and self.resume_dir is not None:
+            raise ValueError("weights_only takes the weights alone and resume_dir everything: give one of them")
+        return self
+
+
+class ModelConfig(Section):
+    """Which model, by the name of a local directory or of a model on a hub."""
+
+    name: str = "examples/reverse_text/model"
+    """Directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."""
+
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; unset: the same as `model.name`."""
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Where the tokenizer is loaded from."""
+        return self.tokenizer or self.name
+
+
+def check_url(url: str) -> None:
+    """Refuse what is not the base URL of a server; nothing of it is repeated, because it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        usable = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an end, a port that is no number
+        parts, usable = None, False
+    if parts is None or not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError("must be URLs such as http://127.0.0.1:8000")
+    if parts.scheme not in ("http", "https"):
+        raise ValueError("must begin with http:// or https://, such as http://127.0.0.1:8000")
+    if not usable:
+        raise ValueError("must name a server, such as http://127.0.0.1:8000")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "must not hold a user name or password, which would be kept with the run's settings and logs: the servers "
+            "take an admin token, see admin_token_env"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError("must end with the path that comes before /health, without '?' and '#'")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine, for this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def names_this_machine(header: str) -> bool:
+    """Whether a Host header names this machine, for this machine alone. One without it is no browser's."""
+    if not header:
+        return True
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name.removesuffix("."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltInPolicyLoss:
+    """A policy loss and the settings that act on it, with their defaults; docs/losses.md says where they are from.
+
+    Attributes:
+        function: `module:function` in `holdfast.trainer.rl.losses`, from settings to objective.
+    """
+
+    function: str
+    aggregation: Literal["sequence", "token", "constant"]
+    ratio_to: Literal["sampler", "old"] | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    ratio_max: float | None = None
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of `PolicyLossConfig` that act on this loss, and no others."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)[1:]}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+# fmt: off
+POLICY_LOSSES = {
+    "grpo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="sequence", ratio_to="sampler",
+                              clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+    "dr_grpo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="constant", ratio_to="sampler",
+                                 clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+    "dapo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="token", ratio_to="sampler",
+                              clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+    "gspo": BuiltInPolicyLoss(function="clipped:gspo_objective", aggregation="sequence", ratio_to="old",
+                              clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
+    "gspo_token": BuiltInPolicyLoss(function="clipped:gspo_token_objective", aggregation="sequence", ratio_to="old",
+                                    clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
+    "cispo": BuiltInPolicyLoss(function="policy_gradient:cispo_objective", aggregation="token", ratio_to="sampler",
+                               clip_low=1.0, clip_high=4.0),
+    "dppo": BuiltInPolicyLoss(function="policy_gradient:dppo_objective", aggregation="token", ratio_to="sampler",
+                              clip_low=0.2, clip_high=0.2, ratio_max=20.0),
+    "ppo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="token", ratio_to="sampler",
+                             clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+    "policy_gradient": BuiltInPolicyLoss(function="policy_gradient:policy_gradient_objective", aggregation="token",
+                                         ratio_to="sampler", ratio_max=20.0),
+    "sft": BuiltInPolicyLoss(function="policy_gradient:likelihood_objective", aggregation="token"),
+}
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltInAdvantage:
+    """An advantage, and what it needs.
+
+    Attributes:
+        function: `module:function` in `holdfast.trainer.rl.advantages`; None where a model beside the policy gives the
+            advantages, and rewards of the batch do not.
+        takes: `rewards`: the rewards of one problem, a number for each rollout; `step_rewards`: the same, and by
+            themselves those of all parts of its rollouts; `rollouts`: `ScoredRollout` of the batch, by problem.
+        settings: further arguments of the function, by the setting of `trainer` that each is.
+        compares_group: whether it compares the rollouts of one problem, and so needs two of them at least.
+        help: what it is, for `--help`.
+    """
+
+    function: str | None
+    takes: Literal["rewards", "step_rewards", "rollouts"] = "rewards"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    compares_group: bool = True
+    help: str
+
+
+# fmt: off
+ADVANTAGES = {
+    "dr_grpo": BuiltInAdvantage(function="group:dr_grpo", takes="step_rewards", help="reward - mean of the group"),
+    "grpo": BuiltInAdvantage(function="group:grpo", takes="step_rewards", help="(reward - mean) / std of the group"),
+    "rloo": BuiltInAdvantage(function="group:rloo", help="reward - mean of the others"),
+    "max_rl": BuiltInAdvantage(function="group:max_rl", help="(reward - mean) / mean"),
+    "opo": BuiltInAdvantage(function="group:opo_of_rollouts", takes="rollouts", help="reward - mean by length"),
+    "pass_at_k": BuiltInAdvantage(function="group:pass_at_k", settings={"k": "advantage_k"},
+                                  help="what a rollout adds to the best of `advantage_k`"),
+    "gdpo": BuiltInAdvantage(function="group:gdpo", takes="rollouts", settings={"weights": "rewards.weights"},
+                             help="every reward of `rewards.weights` normalised"),
+    "online_dpo": BuiltInAdvantage(function="online_dpo:online_dpo", takes="rollouts",
+                                   settings={"beta": "advantage_beta"}, help="DPO of the best and the worst"),
+    "reinforce_pp_baseline": BuiltInAdvantage(function="reinforce_pp:reinforce_pp_baseline", takes="rollouts",
+                                              help="reward - mean of the group, normalised over the batch's tokens"),
+    "reinforce_pp": BuiltInAdvantage(function="reinforce_pp:reinforce_pp", takes="rollouts", compares_group=False,
+                                     help="(reward - mean) / std over the tokens of the batch"),
+    "gae": BuiltInAdvantage(function=None, compares_group=False, help="by the critic"),
+    "distillation": BuiltInAdvantage(function=None, compares_group=False,
+                                     help="of the teacher alone, rewards are only measured"),
+}
+# fmt: on
+
+GROUP_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.compares_group)
+"""Advantages that compare the rollouts of one problem with one another, and need two of them at least."""
+SINGLE_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if not one.compares_group)
+"""Those for which one rollout of a problem is enough."""
+REWARD_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is not None)
+"""All that are computed from what the rollouts of a batch earned."""
+MODEL_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is None)
+"""Advantages that need a model beside the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltInPreferenceLoss:
+    """A preference loss, and the settings that it knows.
+
+    Attributes:
+        function: `module:function` in `holdfast.trainer.preferences`; None for `kto`, whose answers are no pairs.
+        beta: default of `loss.beta`.
+        margin: default of `loss.margin`; None where it has none.
+        has_reference: whether it compares with a reference.
+        can_smooth: whether it knows `loss.label_smoothing`.
+        source: for `--help`.
+    """
+
+    function: str | None
+    beta: float = 0.1
+    margin: float | None = None
+    has_reference: bool = True
+    can_smooth: bool = False
+    source: str
+
+
+# fmt: off
+PREFERENCE_LOSSES = {
+    "dpo": BuiltInPreferenceLoss(function="losses:dpo_loss", can_smooth=True, source="Rafailov et al. 2023"),
+    "ipo": BuiltInPreferenceLoss(function="losses:ipo_loss",
+                                 source="Azar et al. 2023, by the mean log-ratio of an answer's tokens"),
+    "ipo_sum": BuiltInPreferenceLoss(function="losses:ipo_sum_loss", source="the same, by their sum"),
+    "hinge": BuiltInPreferenceLoss(function="losses:hinge_loss", source="Zhao et al. 2023"),
+    "robust": BuiltInPreferenceLoss(function="losses:robust_loss", can_smooth=True, source="Chowdhury et al. 2024"),
+    "apo_zero": BuiltInPreferenceLoss(function="losses:apo_zero_loss", source="D'Oosterlinck et al. 2024"),
+    "apo_down": BuiltInPreferenceLoss(function="losses:apo_down_loss", source="the same"),
+    "simpo": BuiltInPreferenceLoss(function="losses:simpo_loss", beta=2.0, margin=0.5, has_reference=False,
+                                   source="Meng et al. 2024"),
+    "orpo": BuiltInPreferenceLoss(function="losses:orpo_loss", has_reference=False, source="Hong et al. 2024"),
+    "kto": BuiltInPreferenceLoss(function=None,
+                                 source="Ethayarajh et al. 2024, which takes answers that are labelled one by one too"),
+}
+# fmt: on

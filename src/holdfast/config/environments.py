@@ -1,0 +1,365 @@
+"""Configuration of environments, and of how rollouts of each are made: the run's settings, or its own."""
+
+# Merged here, to be said in the docstring above:
+# - judge: Configuration of a judge: a model behind an OpenAI-compatible endpoint that scores completions.
+# - mcp: Configuration of MCP servers, whose tools a policy may call.
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from holdfast.config.base import Section, check_url
+from holdfast.protocol.rollouts import Sampling
+
+_FIXED = ("model", "messages", "temperature", "n", "stream")
+
+
+class JudgeConfig(Section):
+    """Whom to ask, what, and how the answer becomes a number."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
+
+    url: str
+    """Base URL of a server that speaks OpenAI's chat protocol: what comes before /chat/completions, such as
+    http://127.0.0.1:8000/v1."""
+
+    model: str = Field(min_length=1)
+    """What the server calls the model."""
+
+    prompt: str = Field(min_length=1)
+    """The user's message to the judge; `{name}` is replaced by the field of that name, such as `{completion}`."""
+
+    system: str | None = None
+    """A system message before it; nothing is replaced in it."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Most tokens of a reply; one that is cut off counts as unreadable."""
+
+    extra_body: dict[str, Any] = {}
+    """Further keys of the request, such as `reasoning_effort`. The temperature is always 0."""
+
+    pattern: str | None = None
+    """Regular expression of the score in a reply: its last match, or the first group of that. Unset: the only number,
+    or verdict, in the last line."""
+
+    max_score: float = Field(default=1.0, gt=0)
+    """The best score that the judge may give; the reward is the score as a share of it, from 0 on."""
+
+    verdicts: dict[str, float] | None = None
+    """Rewards of words, such as `{ yes = 1.0, no = 0.0 }`, in the place of numbers; upper and lower case are one."""
+
+    unreadable_reward: float | None = None
+    """Reward where a reply has no score; unset: a failure of the environment, `judge_unreadable`."""
+
+    api_key_env: str | None = None
+    """Environment variable with the key of the server; unset: none is sent."""
+
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Most requests that are begun in a minute; unset: no limit."""
+
+    max_concurrency: int = Field(default=16, ge=1)
+    """Most requests at once."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """A request without an answer for this long counts as failed."""
+
+    retry_for_s: float = Field(default=600.0, gt=0)
+    """How long one request is made again while the judge is busy, fails or cannot be reached."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_server(cls, url: str) -> str:
+        check_url(url)
+        return url.rstrip("/")
+
+    @field_validator("extra_body")
+    @classmethod
+    def _leaves_what_is_fixed(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        if taken := [key for key in extra if key in _FIXED]:
+            raise ValueError(f"must not set {', '.join(taken)}: the reply could not be read, or kept for its request")
+        return extra
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_an_expression(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"is not a regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _reads_numbers_or_words(self) -> JudgeConfig:
+        if self.verdicts is not None:
+            if "max_score" in self.model_fields_set:
+                raise ValueError("max_score is about numbers, and verdicts are words: leave one of them out")
+            folded = [word.strip().casefold() for word in self.verdicts]
+            if not folded or "" in folded or len(set(folded)) < len(folded):
+                raise ValueError(f"verdicts must be different words, each with its reward; got {list(self.verdicts)}")
+        return self
+
+
+class McpServerConfig(Section):
+    """One server: a command that speaks MCP on its standard input and output, or a URL (streamable HTTP)."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
+
+    command: str | None = Field(default=None, min_length=1)
+    """Program that is started for every rollout that calls one of its tools, and ends with it."""
+
+    args: list[str] = []
+    """Its arguments."""
+
+    env: list[str] = []
+    """Names of environment variables that it gets beside PATH, HOME, PYTHONPATH and the like; values stay out of the
+    settings."""
+
+    url: str | None = None
+    """In the place of a command: the endpoint of a server that is there already, such as http://127.0.0.1:9000/mcp;
+    every rollout has a session of its own."""
+
+    api_key_env: str | None = None
+    """With `url`: environment variable with its key; unset: none is sent."""
+
+    tools: list[str] | None = Field(default=None, min_length=1)
+    """Which of its tools the policy sees; unset: all."""
+
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """How long the server may take to answer when it is begun, and at the start of the run to name its tools."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_server(cls, url: str | None) -> str | None:
+        if url is not None:
+            check_url(url)
+        return url
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> McpServerConfig:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("set `command`, or `url`, and not both")
+        if self.url is not None and (self.args or self.env):
+            raise ValueError("args and env belong to a `command`; a server at a `url` has its own")
+        if self.command is not None and self.api_key_env is not None:
+            raise ValueError("api_key_env belongs to a `url`; give a command its key with `env`")
+        return self
+
+
+def leaves_a_choice(top_k: int | None) -> int | None:
+    """Refuse one token to choose from."""
+    if top_k == 1:
+        raise ValueError("1 leaves one token to choose from, and nothing to learn: take 0 (all), or 2 and more")
+    return top_k
+
+
+class SamplingConfig(Section):
+    """How completions are sampled. The trainer computes log-probabilities of the same distribution."""
+
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Softmax temperature."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
+
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
+
+    max_tokens: int = Field(default=128, ge=1)
+    """Most tokens sampled in one turn."""
+
+    @property
+    def distribution(self) -> Sampling:
+        """What every token is sampled from."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
+
+
+class EnvironmentSamplingConfig(Section):
+    """What one environment samples otherwise than all; unset: as all."""
+
+    temperature: float | None = Field(default=None, ge=0.01, le=2)
+    """Softmax temperature."""
+
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the fewest likeliest tokens whose probabilities sum to this; 1: from all."""
+
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; 0: from all."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens sampled in one turn."""
+
+    _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
+
+    def over(self, common: SamplingConfig) -> SamplingConfig:
+        """Return `common` with what is set here in its place."""
+        return common.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class CurriculumConfig(Section):
+    """Levels of an environment, and what decides which of them its tasks are drawn from."""
+
+    levels: list[dict[str, Any]] = Field(min_length=2)
+    """Arguments of each level, over those of `args`, the easiest first: `[{ max_digits = 1 }, { max_digits = 3 }]`."""
+
+    choice: Literal["gates", "variance"] = "gates"
+    """`gates`: one level after the other, the next when a gate opens. `variance`: all of them, in proportion to how
+    much the rewards within their latest groups vary."""
+
+    window: int = Field(default=32, ge=1, le=4096)
+    """How many of a level's latest groups are looked at."""
+
+    advance_reward: float | None = None
+    """Of `gates`: the next level when the mean reward of the latest groups of this one is at least this."""
+
+    advance_mastered: float | None = Field(default=None, gt=0, le=1)
+    """Of `gates`: the next level when at least this share of the latest groups has equal rewards above 0, so nothing
+    more to teach."""
+
+    uniform_share: float = Field(default=0.2, ge=0, le=1)
+    """Of `variance`: the share of tasks that all levels get alike, so that none is forgotten."""
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> CurriculumConfig:
+        gates = [name for name in ("advance_reward", "advance_mastered") if getattr(self, name) is not None]
+        if self.choice == "gates" and not gates:
+            raise ValueError(
+                "levels behind gates that never open: set advance_reward, advance_mastered or both, or take choice = "
+                "'variance'"
+            )
+        if self.choice == "variance" and gates:
+            raise ValueError(f"choice = 'variance' has no gates: leave {gates[0]} out, or take choice = 'gates'")
+        return self
+
+
+class EnvironmentConfig(Section):
+    """One environment of the mix."""
+
+    id: str = "reverse_text"
+    """A built-in environment (`reverse_text`, `python_code`, `jsonl`), one of an installed package,
+    `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
+
+    name: str | None = None
+    """Name in metrics; unset: the id."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the problems of each step, relative to the other environments."""
+
+    group_size: int | None = Field(default=None, ge=1)
+    """Rollouts of one problem of this environment; unset: the `group_size` of all. Not of evaluations."""
+
+    sampling: EnvironmentSamplingConfig | None = None
+    """What is sampled otherwise here: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, each unset: the
+    `sampling` of all."""
+
+    seq_len: int | None = Field(default=None, ge=2)
+    """Most tokens of one rollout of this environment, prompt included, or of each of its branches; unset: the `seq_len`
+    of all, the largest."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
+
+    curriculum: CurriculumConfig | None = None
+    """Levels of difficulty, from which training draws its tasks in turn; unset: `args` alone. Not of evaluations."""
+
+    success_reward: float | None = None
+    """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
+
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
+    """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
+    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
+
+    on_error: Literal["stop", "drop"] = "stop"
+    """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
+    within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
+
+    tool_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one call of a tool; the policy is told when it is over, and the session goes on."""
+
+    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
+    """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
+
+    mcp_servers: dict[str, McpServerConfig] = {}
+    """MCP servers by name, each a `command` or a `url`: the policy may call their tools, beside those of the
+    environment."""
+
+    history: Literal["split", "keep"] = "split"
+    """When messages follow behind which the chat template would write earlier turns otherwise than they were sampled
+    (without their thoughts): split the session, which goes on in a new branch with the prompt that the template makes
+    of the chat, or keep what was sampled and go on behind it."""
+
+    max_branches: int = Field(default=8, ge=1)
+    """Most branches of a session with `history = "split"`; one that needs another ends there and counts as truncated.
+    A forward pass of the trainer holds all branches of a rollout, each of up to `seq_len` tokens."""
+
+    workers: int = Field(default=0, ge=0, le=1024)
+    """Processes that play this environment; 0: it is played in the orchestrator's. Code of it that blocks, crashes or
+    hangs in a worker costs its own group at most, and which worker plays what changes no result."""
+
+    worker_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory of one worker, in GiB of what it writes to (RLIMIT_DATA), some 0.2 of which it needs itself; unset:
+    no limit."""
+
+    @property
+    def label(self) -> str:
+        """Name under which the environment appears in metrics and state."""
+        return self.name or self.id
+
+    def at_levels(self, key: str) -> dict[str, EnvironmentConfig]:
+        """Return the settings of every level of the curriculum, or these without one, by the dotted key of each.
+
+        Args:
+            key: dotted key of these settings.
+        """
+        if self.curriculum is None:
+            return {key: self}
+        return {
+            f"{key}.curriculum.levels[{number}]": self.model_copy(update={"args": self.args | level})
+            for number, level in enumerate(self.curriculum.levels)
+        }
+
+    @property
+    def deadline_s(self) -> float | None:
+        """`timeout_s`, None where there is none."""
+        return self.timeout_s if math.isfinite(self.timeout_s) else None
+
+    @model_validator(mode="after")
+    def _memory_of_workers(self) -> EnvironmentConfig:
+        if self.worker_memory_gb is not None and not self.workers:
+            raise ValueError(
+                f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} is about workers, and it "
+                "has none: set `workers` to 1 or more, or leave worker_memory_gb out"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How the rollouts of one environment are made.
+
+    Attributes:
+        group_size: rollouts of one problem.
+        seq_len: most tokens of one rollout, prompt included.
+        max_tokens: most tokens sampled in one turn.
+        sampling: the distribution that tokens are sampled from.
+    """
+
+    group_size: int
+    seq_len: int
+    max_tokens: int
+    sampling: Sampling

@@ -1,0 +1,168 @@
+"""Configuration of evaluations: the command `evaluate`, and those that `sft` and `dpo` make on their way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Command, LogFormat, ModelConfig
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import (
+    EvalConfig,
+    EvaluationSamplingConfig,
+    check_held_out,
+    check_samples,
+    check_sections,
+)
+
+
+class EvaluateConfig(Command):
+    """How good a policy is on tasks that training never draws: `uv run evaluate --model.name DIRECTORY`."""
+
+    output_dir: Path = Path("evaluation")
+    """The directory of this one evaluation: every rollout, the summary, logs. The same command again goes on in it."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the held-out tasks and the samples; two policies are compared on the same tasks."""
+
+    model: ModelConfig | None = None
+    """Evaluate a Hugging Face directory or a model on the hub."""
+
+    run: Path | None = None
+    """Evaluate a step of this run directory. Of an RL run, what is not set here is as it was there: `environments`,
+    `seq_len` and `sampling.max_tokens`."""
+
+    step: int | Literal["latest"] = "latest"
+    """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
+
+    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
+    """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here."""
+
+    num_tasks: int | None = Field(default=None, ge=1)
+    """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
+
+    samples_per_task: int = Field(default=1, ge=1, le=4096)
+    """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
+
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """Sampling of completions."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one rollout, prompt included."""
+
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Confidence of the intervals."""
+
+    max_concurrency: int = Field(default=256, ge=1)
+    """Most sessions in flight at once."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server that is started for a directory or a step; its port is the first free one from
+    `inference.server.port` on."""
+
+    follow: bool = False
+    """With `run`: evaluate one checkpoint after another as they come, and end with the run. `output_dir` is then that
+    of the run's evaluations, `evaluations` in `run` unless it is set, with one directory for each step."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """With `follow`: evaluate the checkpoints of steps that this divides, and of the last step; unset: all."""
+
+    log_format: LogFormat = "text"
+    """What goes to stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
+
+    clean: bool = False
+    """Remove the evaluation that the output directory already holds, then start afresh."""
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> EvaluateConfig:
+        if (self.model is None) == (self.run is None):
+            given = "both" if self.run else "neither"
+            raise ValueError(
+                f"evaluate takes one policy, and was given {given} of model.name and run: set model.name (a directory "
+                "or a model of the hub), or run (a run directory, with step)"
+            )
+        if self.step != "latest" and self.run is None:
+            raise ValueError(f"step = {self.step} is a step of a run: set run = DIRECTORY as well")
+        if self.step != "latest" and self.step < 0:
+            raise ValueError(f"step = {self.step}: steps are counted from 0; `latest` is the newest")
+        if self.follow and (self.run is None or self.step != "latest"):
+            raise ValueError("follow evaluates every step of a run that comes: set run, and leave step out")
+        return self
+
+    @model_validator(mode="after")
+    def _follows(self) -> EvaluateConfig:
+        if self.interval is not None and not self.follow:
+            raise ValueError(f"interval = {self.interval} is of steps that are followed: set follow as well")
+        if self.follow and self.clean:
+            raise ValueError(
+                "follow goes on behind the steps that are evaluated, and clean removes them: leave one of them out, "
+                "or remove the directories of the steps that are to be evaluated again"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluateConfig:
+        check_samples(self.samples_per_task, self.sampling)
+        return self
+
+    @model_validator(mode="after")
+    def _check_environments(self) -> EvaluateConfig:
+        check_sections(self.environments, seq_len=self.seq_len)
+        check_held_out(self.environments)
+        return self
+
+
+class CheckpointEvalConfig(EvalConfig):
+    """Evaluations of checkpoints while training goes on, on held-out tasks. A bare ``--eval`` makes one every 10 steps.
+
+    A process beside the trainer makes them, one after the other, with an inference server of its own."""
+
+    interval: int = Field(default=10, ge=1)
+    """Evaluate the model that training begins with, every step that this divides, and the last one; `ckpt.interval`
+    must divide it, as what is evaluated is a checkpoint."""
+
+    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """What is asked: `[[eval.environments]]` in TOML."""
+
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Sampling of completions."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one rollout, prompt included."""
+
+    max_concurrency: int = Field(default=256, ge=1)
+    """Most sessions in flight at once."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server that is started for each evaluation; its port is the first free one from
+    `inference.server.port` on."""
+
+    @model_validator(mode="after")
+    def _fits_into_the_server(self) -> CheckpointEvalConfig:
+        check_sections(self.environments, seq_len=self.seq_len)
+        served = self.inference.model
+        if "max_len" not in served.model_fields_set:
+            served = served.model_copy(update={"max_len": max(served.max_len, self.seq_len)})
+            self.inference = self.inference.model_copy(update={"model": served})
+        if self.seq_len > served.max_len:
+            raise ValueError(
+                f"seq_len = {self.seq_len} is more than inference.model.max_len = {served.max_len}, the longest "
+                "session that the server takes: lower seq_len or raise max_len"
+            )
+        if self.inference.engines > 1:
+            raise ValueError(
+                f"inference.engines = {self.inference.engines}: an evaluation has one server; leave it out"
+            )
+        return self
+
+    def following(self, run: Path, directory: Path) -> EvaluateConfig:
+        """Return what `evaluate --follow` is told to make these evaluations of `run`, below `directory`."""
+        return EvaluateConfig(
+            output_dir=directory,
+            run=run,
+            follow=True,
+            **{name: getattr(self, name) for name in type(self).model_fields},
+        )

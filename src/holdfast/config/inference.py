@@ -1,0 +1,133 @@
+"""Configuration of the inference server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Command, DType, ModelConfig, Section
+
+
+class ServedModelConfig(ModelConfig):
+    """The model to serve."""
+
+    dtype: DType | None = None
+    """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch. Unset: under `rl`
+    that of the trainer, alone bfloat16 on CUDA and float32 on CPU."""
+
+    fp32_lm_head: bool = False
+    """Compute logits in float32 where `dtype` is bfloat16; equal to the trainer's for the least mismatch."""
+
+    max_len: int = Field(default=2048, ge=2)
+    """Most tokens of prompt and completion together."""
+
+    load: Literal["auto", "dummy"] = "auto"
+    """`auto` loads the weights of `model.name`; `dummy` waits for a pushed version."""
+
+
+class ServerConfig(Section):
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything other than loopback needs an admin token."""
+
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port. Unset, `rl` takes the server that is free for it at 8000, or else the first free port from there
+    on for a server of its own."""
+
+    admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
+    """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`), on loopback too
+    where it is set."""
+
+    health_timeout_s: float = Field(default=20.0, gt=0)
+    """An engine that answers a probe later than this is reported as failing by `/health`."""
+
+    update_timeout_s: float = Field(default=1800.0, gt=0)
+    """An engine that needs longer than this to take new weights counts as hung; meanwhile nobody asks it how it is."""
+
+    lease_s: float = Field(default=90.0, gt=0)
+    """A run that pushes weights owns the server until it ends, or is silent for this long: then another may
+    push its own. The server that `rl` starts itself stays its own."""
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+class EngineConfig(Section):
+    """The vLLM engine."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine; unset: half of the cores, at least one, and on GPUs what vLLM takes."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Most sequences decoded at once."""
+
+    kv_cache_bytes: int = Field(default=134_217_728, ge=1_048_576)
+    """Memory of the key-value cache on CPU."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of GPU memory that the engine may use. Unset: 0.9, and 0.4 on a GPU that it shares with the trainer."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one model is split over."""
+
+    eager: bool | None = None
+    """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs. Unset: on CPU alone."""
+
+    args: dict[str, str | int | float | bool] = {}
+    """Further vLLM server arguments by name, such as {"max-num-batched-tokens" = 8192}."""
+
+
+class InferenceConfig(Command):
+    """The vLLM server: `uv run inference @ configs/reverse_text/infer.toml`."""
+
+    model: ServedModelConfig = ServedModelConfig()
+    """The model to serve."""
+
+    server: ServerConfig = ServerConfig()
+    """Address and access."""
+
+    engine: EngineConfig = EngineConfig()
+    """The vLLM engine."""
+
+    deterministic: bool = False
+    """On GPUs compute every request as if it were alone (vLLM's batch invariance), for less throughput: Hopper GPUs and
+    newer. On CPU that holds already, and this changes nothing."""
+
+    engines: int = Field(default=1, ge=1)
+    """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports behind it."""
+
+    @model_validator(mode="after")
+    def _has_ports(self) -> InferenceConfig:
+        last = self.server.port + self.engines - 1
+        if last > 65535:
+            raise ValueError(
+                f"engines = {self.engines} need the ports {self.server.port} to {last}, and the last one there is is "
+                "65535: lower server.port"
+            )
+        return self
+
+    def of_each(self) -> dict[str, InferenceConfig]:
+        """Return the configuration of every server by the name of its process: `inference`, or `inference_0` and on."""
+        if self.engines == 1:
+            return {"inference": self}
+        servers = {}
+        for number in range(self.engines):
+            one = servers[f"inference_{number}"] = self.model_copy(deep=True)
+            one.engines = 1
+            one.server.port += number
+        return servers
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this machine reaches the servers."""
+        return [one.server.url for one in self.of_each().values()]
+
+
+def is_engine(process: str) -> bool:
+    """Return whether a process of a run, by its name, is one of its inference servers."""
+    return process == "inference" or process.startswith("inference_")

@@ -1,0 +1,403 @@
+"""From the command line to a validated configuration: TOML files, then flags.
+
+    sft @ base.toml @ more.toml --max-steps 20 --ckpt
+    rl --trainer @ train.toml --orchestrator @ orch.toml --ckpt.interval 5
+
+Files compose from left to right; `--section @ file` fills one section; flags win over files. Every
+error is one message that names the file or flag, the dotted key, the value and what is allowed.
+"""
+
+# Merged here, to be said in the docstring above:
+# - flags: Which flag was meant by one that there is not: by its spelling, its last part, or its name in another system.
+# - misplaced: Files that were given to another part of a configuration than they are for, such as trainer and orchestrator swapped.
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import CliApp, CliSettingsSource, SettingsError
+
+from holdfast.config.base import Command
+from holdfast.errors import ConfigError, nearest
+
+ELSEWHERE = {
+    "dataset_name": "data.name",
+    "eval_steps": "val-interval",
+    "gradient_accumulation_steps": "data.batch-size",
+    "gradient_checkpointing": "model.activation-checkpointing",
+    "learning_rate": "optim.lr",
+    "max_completion_length": "sampling.max-tokens",
+    "max_length": "data.seq-len",
+    "max_seq_length": "data.seq-len",
+    "model_name_or_path": "model.name",
+    "num_generations": "group-size",
+    "num_train_epochs": "max-steps",
+    "packing": "data.pack",
+    "per_device_train_batch_size": "data.micro-batch-size",
+    "resume_from_checkpoint": "ckpt.resume-step",
+    "save_steps": "ckpt.interval",
+    "save_total_limit": "ckpt.keep",
+    "train_batch_size": "data.batch-size",
+}
+"""What TRL and others call a setting, and the end of our flag for it; docs/coming_from.md has them all."""
+_MOST = 3
+
+
+def meant(flag: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean '--x'?`` for an unknown `flag`, or an empty string.
+
+    Args:
+        flag: as it was given, with its dashes.
+        known: all flags, as `--optim.lr`.
+    """
+    flags = sorted((one for one in known if one.startswith("--")), key=lambda one: (len(one), one))
+    last = flag.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+    end = ELSEWHERE.get(last, last.replace("_", "-"))
+    if like := [one for one in flags if one == f"--{end}" or one.endswith(f".{end}")]:
+        is_sure = last in ELSEWHERE or like[0] == f"--{end}"
+        names = " or ".join(f"'{one}'" for one in like[: 1 if is_sure else _MOST])
+        return f" Did you mean {names}?"
+    return nearest(flag, flags)
+
+
+_MOST_KEYS = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file as it was given.
+
+    Attributes:
+        path: of the file.
+        section: that it was given to; empty: the whole.
+        keys: at its top level.
+    """
+
+    path: str
+    section: str
+    keys: tuple[str, ...]
+
+
+def misplaced(parts: Iterable[Part], whole: Collection[str], sections: Mapping[str, Collection[str]]) -> list[str]:
+    """Return a line for each file whose keys belong to another section, by most of them.
+
+    Sections that know the same keys of a file are all named; where each knows others of them, there is no line.
+
+    Args:
+        whole: keys of the whole configuration.
+        sections: keys of its sections.
+    """
+    lines = []
+    for part in parts:
+        if part.section and part.section not in sections:  # there is none of that name
+            continue
+        own = sections[part.section] if part.section else whole
+        foreign = [key for key in part.keys if key not in own]
+        known = {name: sum(key in keys for key in part.keys) for name, keys in sections.items() if name != part.section}
+        most = max(known.values(), default=0)
+        others = [name for name, number in known.items() if number == most]
+        alike = {tuple(key for key in foreign if key in sections[name]) for name in others}
+        belongs = alike.pop() if len(alike) == 1 else ()
+        if not belongs or most <= len(part.keys) - len(foreign):
+            continue
+        shown = ", ".join(belongs[:_MOST_KEYS]) + (", ..." if len(belongs) > _MOST_KEYS else "")
+        given = f"--{part.section.replace('_', '-')} @ {part.path}" if part.section else f"@ {part.path}"
+        lines.append(
+            f"{part.path} looks like a file for the section {' or '.join(others)}: {shown} "
+            f"{'belongs' if len(belongs) == 1 else 'belong'} there. It was given as '{given}': give it as "
+            + " or ".join(f"'--{name.replace('_', '-')} @ {part.path}'" for name in others)
+            + "."
+        )
+    return lines
+
+
+C = TypeVar("C", bound=Command)
+
+_STRAY_WORDS, _NO_VALUE = "unrecognized arguments:", "expected one argument"  # argparse's own words
+_NO_JSON = re.compile(r'error parsing value for field "([\w.]+)"')  # pydantic's
+# No configuration is as long as this, and no message should be.
+_MOST_BYTES = 16 << 20
+_MOST_LINES = 20
+_MOST_CHARACTERS = 300
+_TOO_DEEP = "its values are nested too deeply"
+# User and password of a URL.
+_CREDENTIALS = re.compile(r"//[^/\s\"']*@")
+
+
+@dataclass
+class _Files:
+    """The merged content of the TOML files, which file each dotted key came from, and what each was given to."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+
+    def add(self, path: str, section: tuple[str, ...] = (), *, shown: str) -> None:
+        content: Any = _read(path, shown)
+        self.parts.append(Part(path, ".".join(section), tuple(content)))
+        for name in reversed(section):
+            content = {name: content}
+        try:
+            self._merge(self.data, content, (), path)
+        except RecursionError:
+            raise ConfigError(f"{path} cannot be used: {_TOO_DEEP}") from None
+
+    def _merge(self, into: dict[str, Any], content: dict[str, Any], prefix: tuple[str, ...], path: str) -> None:
+        for key, value in content.items():
+            where = (*prefix, key)
+            self.origin[".".join(where)] = path
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                self._merge(into[key], value, where, path)
+            elif isinstance(value, dict):
+                into[key] = {}
+                self._merge(into[key], value, where, path)
+            else:
+                into[key] = value
+
+
+def _read(path: str, shown: str) -> dict[str, Any]:
+    try:
+        status = Path(path).stat()
+        # A pipe without a writer would be waited for, and a device may have no end.
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"{shown} is no regular file, but a pipe or a device")
+        if status.st_size > _MOST_BYTES:
+            raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
+        return tomli.loads(Path(path).read_bytes().decode())
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: there is no such file (from {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        # A storage that is away stays the cause: a process that reads its configuration is started again after it.
+        raise ConfigError(f"{shown} cannot be read: {error}") from error
+    except ValueError as error:  # tomli's own, and numbers of thousands of digits
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be used: {_TOO_DEEP}") from None
+
+
+def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
+    """Return the validated configuration of `command`; prints help and exits on --help.
+
+    Raises:
+        ConfigError: a file, key, type or value cannot be used.
+    """
+    files, flags = _split_files(argv, command)
+    source: CliSettingsSource[Any] = CliSettingsSource(command, cli_prog_name=program, cli_exit_on_error=False)
+    given = _check_flags(flags, source)
+    try:
+        return CliApp.run(command, cli_args=flags, cli_settings_source=source, cli_exit_on_error=False, **files.data)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, command, files, given)) from None
+    except SettingsError as error:
+        reason = str(error).removeprefix("error parsing CLI: ")
+        if reason.startswith(_STRAY_WORDS):
+            words = reason.removeprefix(_STRAY_WORDS).strip()
+            raise ConfigError(
+                f"unexpected '{_cut(words)}'. Settings are '--name value', files '@ file.toml'."
+            ) from None
+        if match := _NO_JSON.match(reason):
+            name = match[1]
+            there = [flag for key, flag in given.items() if key == name or key.startswith(f"{name}.")]
+            raise ConfigError(
+                f"a value of {' or '.join(there)} is no JSON. Sections and lists are given as JSON, by single settings "
+                f"(--{name.replace('_', '-')}.NAME VALUE), or by a file (--{name.replace('_', '-')} @ FILE.toml)."
+            ) from None
+        if reason.endswith(_NO_VALUE):
+            reason += ". A value that begins with '-' is written with '=', as in --output-dir=-name"
+        raise ConfigError(f"{_cut(reason)}.") from None
+    except RecursionError:
+        raise ConfigError(f"a value cannot be used: {_TOO_DEEP}") from None
+
+
+def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
+    """Take every `@ file` and `--section @ file` out of `argv`."""
+    files, flags = _Files(), []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if not word.startswith("@"):
+            flags.append(word)
+            position += 1
+            continue
+        path = word[1:] or (argv[position + 1] if position + 1 < len(argv) else "")
+        position += 1 if word[1:] else 2
+        if not path:
+            raise ConfigError("'@' needs the path of a TOML file behind it")
+        section: tuple[str, ...] = ()
+        if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
+            name = flags[-1].removeprefix("--no-").removeprefix("--").replace("-", "_")
+            if not _is_value(name.split("."), command):
+                section = tuple(name.split("."))
+                flags.pop()
+        files.add(path, section, shown=f"'@ {path}'")
+    return files, flags
+
+
+def _is_value(path: list[str], command: type[BaseModel]) -> bool:
+    """Return whether `path` names a plain setting such as `dry_run`, which no file can fill."""
+    model: type[BaseModel] | None = command
+    for name in path[:-1]:
+        info = model.model_fields.get(name) if model else None
+        model = _model_in(info.annotation) if info else None
+    last = model.model_fields.get(path[-1]) if model else None
+    return last is not None and _model_in(last.annotation) is None
+
+
+def _check_flags(flags: list[str], source: CliSettingsSource[Any]) -> dict[str, str]:
+    """Refuse unknown flags with the nearest known one; return dotted key -> flag of those given."""
+    known = set(source.root_parser._option_string_actions)
+    given = {}
+    for flag in flags:
+        if not flag.startswith("--"):
+            continue
+        name = flag.split("=")[0]
+        if name not in known:
+            raise ConfigError(f"unknown flag '{name}'.{meant(name, known)} --help lists all flags.")
+        given[name.removeprefix("--no-").removeprefix("--").replace("-", "_")] = name
+    return given
+
+
+def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
+    """Turn pydantic's findings into one line per key, or into one for each file of another section."""
+    if elsewhere := misplaced(files.parts, command.model_fields, _keys_of_sections(command)):
+        return "\n       ".join(elsewhere)
+    lines: dict[str, list[str]] = {}
+    for finding in error.errors():
+        location, model = _resolve(finding["loc"], command)
+        key = ".".join(map(str, location))
+        if finding["type"] == "extra_forbidden":
+            assert model is not None
+            known = list(model.model_fields)
+            hint = nearest(str(location[-1]), known) or f" Allowed here: {', '.join(known)}."
+            text = f"unknown key '{key}'.{hint}"
+        else:
+            value = finding["input"]
+            shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
+            reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            if finding["type"] == "model_type":  # pydantic names classes here
+                reason = f"is a section: give its settings, as in --{key.replace('_', '-')}.NAME VALUE or [{key}]"
+                if any(isinstance(part, int) for part in location):
+                    reason = 'is an object of settings, {"NAME": VALUE, ...}'
+            text = f"'{key}' {reason}{shown}" if key else reason
+        lines.setdefault(key, []).append(text)
+    shown = [f"{_origin(key, files, given)}{_joined(key, texts)}" for key, texts in lines.items()][:_MOST_LINES]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more like these")
+    return "\n       ".join(shown)
+
+
+def _keys_of_sections(command: type[BaseModel]) -> dict[str, set[str]]:
+    models = {name: _model_in(info.annotation) for name, info in command.model_fields.items()}
+    return {name: set(model.model_fields) for name, model in models.items() if model is not None}
+
+
+def _joined(key: str, texts: list[str]) -> str:
+    """Join the findings of the alternatives of one value: 'a' should be an integer, or 'x', got ..."""
+    if len(texts) == 1:
+        return texts[0]
+    reasons = [text.removeprefix(f"'{key}' ").rsplit(", got ", 1)[0] for text in texts]
+    got = texts[0].rsplit(", got ", 1)[-1]
+    return f"'{key}' {' or '.join(dict.fromkeys(reasons))}, got {got}"
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}" if isinstance(value, int | list | dict) else repr(value)
+    return _CREDENTIALS.sub("//***@", _cut(text))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} … ({len(text)} characters)"
+
+
+def _resolve(
+    location: tuple[int | str, ...], command: type[BaseModel]
+) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
+    """Return the part of a pydantic location that names keys, and the model that has the last of them.
+
+    The rest of a location names alternatives of a union, which a user never wrote.
+    """
+    model: type[BaseModel] | None = command
+    parent: type[BaseModel] | None = command
+    entries: type[BaseModel] | None = None
+    kept: list[int | str] = []
+    for part in location:
+        if isinstance(part, int):
+            kept.append(part)
+        elif entries is not None:  # the name of a table, which the user chose
+            kept.append(part)
+            model, entries = entries, None
+        elif model is None:
+            break
+        else:
+            parent, kept = model, [*kept, part]
+            info = model.model_fields.get(part)
+            entries = _model_of_entries(info.annotation) if info else None
+            model = _model_in(info.annotation) if info else None
+    return tuple(kept), parent
+
+
+def _model_of_entries(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of the tables in a table of them, `dict[str, X]`."""
+    return _model_in(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that an annotation such as `X | None` or `list[X]` is about."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, UnionType, list):
+        found = (_model_in(part) for part in typing.get_args(annotation) if part is not NoneType)
+        return next((model for model in found if model), None)
+    return None
+
+
+def _origin(key: str, files: _Files, given: dict[str, str]) -> str:
+    """Return `file: ` or `flag --x: ` for a dotted key, by the longest part of it that was given."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in given:
+            return f"flag {given[prefix]}: "
+        if prefix in files.origin:
+            return f"{files.origin[prefix]}: "
+    return ""
+
+
+def to_toml(config: BaseModel) -> str:
+    """Return the resolved configuration as TOML; unset values are left out."""
+    return tomli_w.dumps(without_none(config.model_dump(mode="json")))
+
+
+def without_none(value: Any) -> Any:
+    """Return `value` without the entries of tables that are unset, which TOML cannot hold."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def read_toml(command: type[C], path: str | Path) -> C:
+    """Return the configuration of `command` that `to_toml` wrote to `path`.
+
+    Raises:
+        ConfigError: the file is missing or does not hold a valid configuration.
+    """
+    files = _Files()
+    files.add(str(path), shown=str(path))
+    try:
+        return command.model_validate(files.data)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, command, files, {})) from None

@@ -1,0 +1,311 @@
+"""Configuration of the orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from holdfast.config.base import CkptConfig, Command, ModelConfig, Section, check_url
+from holdfast.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
+from holdfast.protocol.rollouts import PLAIN_SAMPLING
+
+# Spellings of this machine, where one port is one server's in practice.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class DynamicSamplingConfig(Section):
+    """Replacing groups that teach nothing. A bare ``--orchestrator.dynamic-sampling`` has the defaults."""
+
+    max_problems_per_step: int | None = Field(default=None, ge=1)
+    """Most problems drawn for one batch; unset: four times `problems_per_step`."""
+
+
+def _server_of(url: str) -> tuple[str, int, str]:
+    """Return what two spellings of one server's URL have alike: host, port and path."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return ("localhost" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))
+
+
+class ServersConfig(Section):
+    """Inference servers, and how long to wait for them."""
+
+    urls: list[str] = Field(min_length=1)
+    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """A request that has no answer after this long is waited for on, as long as its server is well."""
+
+    ready_timeout_s: float = Field(default=900.0, gt=0)
+    """How long to wait while no server answers, at the start and later."""
+
+    max_concurrency: int = Field(default=256, ge=1)
+    """Most sessions in flight at once, for each of the servers."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_servers(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            check_url(url)
+        named: dict[tuple[str, int, str], str] = {}
+        for url in urls:
+            server = _server_of(url)
+            if (other := named.get(server)) is not None:
+                same = f" ('{other}' and '{url}' are one)" if other != url else ""
+                raise ValueError(f"must name each server once{same}: more requests for one are max_concurrency")
+            named[server] = url
+        return urls
+
+
+class ClientConfig(ServersConfig):
+    """The inference servers of the policy. All get every weight update."""
+
+    urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
+
+    admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
+    """Environment variable with the admin token of the servers."""
+
+
+class TeacherConfig(ServersConfig):
+    """A fixed model to learn from, behind inference servers of its own: `uv run inference --model.name TEACHER`."""
+
+    model: str
+    """The model that the servers serve; it must have the tokenizer of the policy."""
+
+    mode: Literal["logprobs", "samples"] = "logprobs"
+    """`logprobs`: the policy samples, and every rollout carries the teacher's log-probabilities of its
+    tokens; the servers need `model.max_len` above `seq_len`. `samples`: the teacher samples, and the policy
+    needs no inference server."""
+
+
+class EvaluationSamplingConfig(SamplingConfig):
+    """How completions of an evaluation are sampled."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """Softmax temperature, from 0.01 on; 0: the likeliest token."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _engines_take_it(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError(
+                f"{temperature:g} is more than engines take for 0 and less than they sample at: take 0, or 0.01"
+            )
+        return temperature
+
+
+def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
+    """Refuse several samples that are all the same.
+
+    Raises:
+        ValueError: they would be.
+    """
+    if sampling.temperature == 0 and samples_per_task > 1:
+        raise ValueError(
+            f"samples_per_task = {samples_per_task} at sampling.temperature = 0 are {samples_per_task} times the same "
+            "answer: set one of them to 1, or the temperature above 0"
+        )
+
+
+def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | None = None) -> None:
+    """Refuse environments that cannot be told apart, and longer rollouts of one than the `seq_len` of all.
+
+    Raises:
+        ValueError: says which.
+    """
+    labels = [section.label for section in environments]
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
+    for section in environments:
+        if seq_len is not None and section.seq_len is not None and section.seq_len > seq_len:
+            raise ValueError(
+                f"environment '{section.label}': seq_len = {section.seq_len} is more than the seq_len = {seq_len} of "
+                "all, which engines and trainer have room for: raise that one, or lower this one"
+            )
+
+
+def check_held_out(environments: Sequence[EnvironmentConfig]) -> None:
+    """Refuse what an evaluation has settings of its own for.
+
+    Raises:
+        ValueError: says which.
+    """
+    for section in environments:
+        if section.group_size is not None:
+            raise ValueError(
+                f"environment '{section.label}': group_size = {section.group_size} means nothing in an evaluation, "
+                "which makes `samples_per_task` rollouts of every task: leave it out"
+            )
+        if section.curriculum is not None:
+            raise ValueError(
+                f"environment '{section.label}': an evaluation asks the same tasks each time, and curriculum chooses "
+                "them: leave it out, and set `args`"
+            )
+
+
+class EvalConfig(Section):
+    """Evaluations of the policy during the run, on held-out tasks. A bare ``--eval`` makes one every 10 versions."""
+
+    interval: int = Field(default=10, ge=1)
+    """Evaluate policy version 0 and every one that this divides, as far as it makes a batch."""
+
+    environments: list[EnvironmentConfig] | None = None
+    """What is asked; unset: the environments of training, on other tasks."""
+
+    num_tasks: int | None = Field(default=None, ge=1)
+    """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
+
+    samples_per_task: int = Field(default=1, ge=1, le=4096)
+    """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
+
+    sampling: EvaluationSamplingConfig | None = None
+    """Sampling of completions; unset: at temperature 1, with the `max_tokens` of training, of each environment."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the held-out tasks and the samples, as in `evaluate`."""
+
+    @model_validator(mode="after")
+    def _can_be_told_apart(self) -> EvalConfig:
+        check_samples(self.samples_per_task, self.sampling or EvaluationSamplingConfig())
+        check_sections(self.environments or ())
+        check_held_out(self.environments or ())
+        return self
+
+
+class OrchestratorConfig(Command):
+    """The orchestrator: environments, rollouts and batches."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Make batches until this step."""
+
+    model: ModelConfig = ModelConfig()
+    """The model that is trained; its tokenizer is used here."""
+
+    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
+    """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`, and perhaps a
+    `group_size`, `sampling` and `seq_len` of its own; docs/environments.md describes them."""
+
+    problems_per_step: int = Field(default=16, ge=1)
+    """Problems of one batch."""
+
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one problem, where its environment has no number of its own; at least two where the advantage
+    compares them with one another."""
+
+    async_level: int = Field(default=1, ge=0)
+    """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one rollout, prompt included."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of completions, as far as an environment has none of its own."""
+
+    client: ClientConfig = ClientConfig()
+    """Inference servers."""
+
+    teacher: TeacherConfig | None = None
+    """A teacher for distillation; unset: none."""
+
+    eval: EvalConfig | None = None
+    """Evaluations during the run; unset: none."""
+
+    weights_timeout_s: float = Field(default=1800.0, gt=0)
+    """Give up when the trainer publishes no weights, and nobody gets anything else done, for this long."""
+
+    hang_timeout_s: float = Field(default=900.0, gt=0)
+    """An event loop that something blocks for this long counts as hung. What an environment does within its `timeout_s`
+    is ended by that, if it is shorter."""
+
+    ckpt: CkptConfig | None = None
+    """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""
+
+    @property
+    def is_sampled_by_teacher(self) -> bool:
+        """Whether completions come from the teacher, and not from the policy."""
+        return self.teacher is not None and self.teacher.mode == "samples"
+
+    @property
+    def max_problems_per_step(self) -> int:
+        """Most problems that are drawn for one batch."""
+        if self.dynamic_sampling is None:
+            return self.problems_per_step
+        return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
+
+    def rollouts_of(self, section: EnvironmentConfig) -> RolloutSettings:
+        """Return how the rollouts of one environment are made: by its own settings, else by those of all."""
+        sampling = self.sampling if section.sampling is None else section.sampling.over(self.sampling)
+        return RolloutSettings(
+            group_size=section.group_size or self.group_size,
+            seq_len=section.seq_len or self.seq_len,
+            max_tokens=sampling.max_tokens,
+            sampling=sampling.distribution,
+        )
+
+    @property
+    def largest_group(self) -> int:
+        """The most rollouts of one problem of any environment."""
+        return max(self.rollouts_of(section).group_size for section in self.environments)
+
+    @model_validator(mode="after")
+    def _room_for_a_batch(self) -> OrchestratorConfig:
+        if self.max_problems_per_step < self.problems_per_step:
+            raise ValueError(
+                f"dynamic_sampling.max_problems_per_step = {self.max_problems_per_step} is less than "
+                f"problems_per_step = {self.problems_per_step}; it must be at least that"
+            )
+        alone = [section.label for section in self.environments if self.rollouts_of(section).group_size == 1]
+        if self.dynamic_sampling is not None and alone:
+            raise ValueError(
+                f"dynamic_sampling drops groups whose rewards are all equal, which every group of one is (environment "
+                f"'{alone[0]}'): set group_size to 2 or more, or leave dynamic_sampling off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_that_can_vary(self) -> OrchestratorConfig:
+        for section in self.environments:
+            curriculum = section.curriculum
+            if curriculum is None or self.rollouts_of(section).group_size > 1:
+                continue
+            if curriculum.choice == "variance" or curriculum.advance_mastered is not None:
+                raise ValueError(
+                    f"environment '{section.label}': curriculum looks at how the rewards of a group differ, and "
+                    "group_size = 1 leaves one: set group_size to 2 or more, or take advance_reward alone"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_policy_to_evaluate(self) -> OrchestratorConfig:
+        if self.eval is not None and self.is_sampled_by_teacher:
+            raise ValueError(
+                "eval asks the engines of the policy, and with a teacher that samples (teacher.mode = 'samples') there "
+                "are none: leave eval out, and evaluate checkpoints with `evaluate --run`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _comparable_with_a_teacher(self) -> OrchestratorConfig:
+        judged = self.teacher is not None and self.teacher.mode == "logprobs"
+        for section in self.environments:
+            sampling = self.rollouts_of(section).sampling
+            if judged and sampling != PLAIN_SAMPLING:
+                raise ValueError(
+                    f"sampling of environment '{section.label}' at {sampling}: the log-probabilities of a teacher "
+                    "(mode = 'logprobs') are at temperature 1 and of all tokens, so those of the policy must be: leave "
+                    "temperature, top_p, top_k and min_p of sampling at 1, 1, 0 and 0"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_environments(self) -> OrchestratorConfig:
+        check_sections(self.environments, seq_len=self.seq_len)
+        return self

@@ -1,0 +1,126 @@
+"""Which settings decide what is computed, and a fingerprint of them."""
+
+# Merged here, to be said in the docstring above:
+# - device_defaults: Filling in the settings that a user left to the device, before anything is started.
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from holdfast.config.base import Command, DType
+from holdfast.config.devices import BY_DEVICE, DeviceType
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import TrainingCommand, schedule_end
+
+C = TypeVar("C", OrchestratorConfig, InferenceConfig)
+_INDEX = re.compile(r"\[\d+\]")
+
+FREE = frozenset({
+    "output_dir", "dry_run", "clean", "log_format", "keep_attempts", "profile", "ckpt", "max_steps",
+    "parallel", "val_interval", "eval",
+    "data.cache_dir", "data.num_proc", "pretraining.data.cache_dir", "pretraining.data.num_proc",
+    "alerts", "journal", "tracking", "prometheus", "dashboard", "mismatch_limit", "sampler_dtype",
+    "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
+    "client", "weights_timeout_s", "environments[].timeout_s",
+    "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",
+    "server", "engines",
+    "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
+})  # fmt: skip
+"""Settings of any process, by dotted key (`[]`: of every item), that may change on resume: where a run lies, how
+long it goes on, how often it is saved, what is told about it, which machines and how many of them it runs on, and how
+long it waits for what."""
+
+
+def fingerprint(config: TrainingCommand) -> str:
+    """Return the xxh3-128 of the settings that decide what a training step computes.
+
+    `max_steps` does not count, but where the learning-rate schedules end does.
+    """
+    settings = _computing(config)
+    settings["optim"]["schedule_steps"] = schedule_end(config.optim, config.max_steps)
+    if isinstance(config, TrainerConfig) and config.critic is not None:
+        settings["critic"]["optim"]["schedule_steps"] = schedule_end(config.critic.optim, config.max_steps)
+    return xxhash.xxh3_128(msgspec.json.encode(settings, order="sorted")).hexdigest()
+
+
+def makes_same_batches(before: C, after: C) -> bool:
+    """Return whether two orchestrators, or two engines, make the same batches when the same weights sample them."""
+    return _computing(before) == _computing(after)
+
+
+def is_free(key: str) -> bool:
+    """Return whether the setting `key`, such as `environments[0].timeout_s`, may change on resume."""
+    name = _INDEX.sub("[]", key)
+    return any(name == free or name.startswith((f"{free}.", f"{free}[")) for free in FREE)
+
+
+def _computing(config: Command) -> dict[str, Any]:
+    """Return the settings of `config` that are not free."""
+    return _without_free(config.model_dump(mode="json"), "")
+
+
+def _without_free(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        places = {name: f"{key}.{name}" if key else name for name in value}
+        return {name: _without_free(item, places[name]) for name, item in value.items() if not is_free(places[name])}
+    if isinstance(value, list):
+        return [_without_free(item, f"{key}[]") for item in value]
+    return value
+
+
+GPU_MEMORY_UTILIZATION = 0.9
+SHARED_GPU_MEMORY_UTILIZATION = 0.4
+"""Of a GPU on which the trainer lies as well."""
+
+
+def choose_for_training(
+    config: TrainingCommand, device: DeviceType, *, num_devices: int, dtype: DType | None = None
+) -> dict[str, Any]:
+    """Fill in, in place, what `config` leaves to the device; return what was chosen, by dotted key.
+
+    Args:
+        num_devices: GPUs that the trainer is given on this machine.
+        dtype: of the run that goes on.
+    """
+    defaults = BY_DEVICE[device]
+    chosen = _fill(config.parallel, "parallel", num_ranks=max(1, num_devices))
+    if config.parallel.device == "auto":
+        config.parallel.device = chosen["parallel.device"] = device
+    return chosen | _fill(
+        config.model,
+        "model",
+        dtype=dtype or defaults.dtype,
+        activation_checkpointing=defaults.activation_checkpointing,
+        logits_chunk_tokens=defaults.logits_chunk_tokens,
+    )
+
+
+def choose_for_engine(
+    config: InferenceConfig, device: DeviceType, *, dtype: DType | None = None, shares_gpu: bool = False
+) -> dict[str, Any]:
+    """Fill in, in place, what `config` leaves to the device of its engine; return what was chosen, by dotted key.
+
+    Args:
+        dtype: of the trainer, where there is one.
+        shares_gpu: the trainer lies on the same GPU.
+    """
+    chosen = _fill(config.model, "model", dtype=dtype or BY_DEVICE[device].dtype)
+    chosen |= _fill(config.engine, "engine", eager=BY_DEVICE[device].eager)
+    if device == "cuda":
+        share = SHARED_GPU_MEMORY_UTILIZATION if shares_gpu else GPU_MEMORY_UTILIZATION
+        chosen |= _fill(config.engine, "engine", gpu_memory_utilization=share)
+    return chosen
+
+
+def _fill(section: Any, prefix: str, **values: Any) -> dict[str, Any]:
+    """Set what is unset in a section."""
+    missing = {name: value for name, value in values.items() if getattr(section, name) is None}
+    for name, value in missing.items():
+        setattr(section, name, value)
+    return {f"{prefix}.{name}": value for name, value in missing.items()}

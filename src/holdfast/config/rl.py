@@ -1,0 +1,316 @@
+"""Configuration of `rl`: the three processes, and the settings that they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig
+from holdfast.config.cluster import SlurmConfig
+from holdfast.config.devices import PlacementConfig
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
+from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, check_rewards
+from holdfast.config.view import (
+    DashboardConfig,
+    ProfiledSteps,
+    PrometheusConfig,
+    StepWindow,
+    TrackingConfig,
+    check_served_ports,
+)
+from holdfast.errors import ConfigError
+
+
+class RlConfig(Command):
+    """An RL run: trainer, orchestrator and inference server, started and watched together."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer; `--trainer @ train.toml` fills it from a file."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """The orchestrator; `--orchestrator @ orch.toml`."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server; `--inference @ infer.toml`."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """For trainer and orchestrator: train until this step."""
+
+    async_level: int | None = Field(default=None, ge=0)
+    """For trainer and orchestrator: batch N is made by the weights of step N - 1 - async_level."""
+
+    model: ModelConfig | None = None
+    """For all three: the model."""
+
+    ckpt: CkptConfig | None = None
+    """For trainer and orchestrator: checkpoints."""
+
+    journal: JournalConfig | None = None
+    """For the trainer: batches that stay after they are trained."""
+
+    tracking: TrackingConfig | None = None
+    """For the trainer: experiment trackers that get the metrics."""
+
+    profile: StepWindow | None = None
+    """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5; with what all processes do
+    meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
+
+    prometheus: PrometheusConfig | None = None
+    """For the trainer: the metrics of the run for Prometheus, at 127.0.0.1:9464 unless it says otherwise."""
+
+    dashboard: DashboardConfig | None = None
+    """For the trainer: the report of the run while it goes on, at 127.0.0.1:9466 unless it says otherwise."""
+
+    eval: EvalConfig | None = None
+    """For the orchestrator: evaluations on held-out tasks during the run."""
+
+    placement: PlacementConfig = PlacementConfig()
+    """GPUs of the trainer and of the engines."""
+
+    deterministic: bool = False
+    """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/gpu.md)."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Start a process that died again, at most this often within `restart_window_s`; 0: the run ends."""
+
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """The time in which `max_restarts` are counted, for each process by itself."""
+
+    heartbeat_timeout_s: float = Field(default=120.0, gt=0)
+    """A process that shows no sign of life for this long counts as dead."""
+
+    storage_timeout_s: float = Field(default=3600.0, ge=0)
+    """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
+    for this long; 0: the run ends."""
+
+    cluster: str | None = None
+    """Start the processes on the nodes of a cluster: `ray` for the Ray cluster that this machine belongs to,
+    `ray://HOST:PORT` for the one with this head, `slurm` within an allocation. Unset: all on this machine."""
+
+    cluster_strategy: Literal["pack", "spread"] = "pack"
+    """On few nodes of the cluster, or on as many as there are."""
+
+    cluster_timeout_s: float = Field(default=900.0, gt=0)
+    """How long nodes are waited for: at the start, while others use them, and after one was lost."""
+
+    slurm: SlurmConfig | None = None
+    """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
+
+    log_format: LogFormat = "text"
+    """What goes to stdout: lines for people, or `json`: one JSON object a line, see
+    docs/console.md."""
+
+    clean: bool = False
+    """Remove a run that the output directory already holds, then start afresh."""
+
+    @field_validator("cluster")
+    @classmethod
+    def _is_a_cluster(cls, value: str | None) -> str | None:
+        """Take what is known; an address without its port would be looked for in vain."""
+        if value is None or value in ("ray", "slurm") or re.fullmatch(r"ray://[^/\s]+:\d+", value):
+            return value
+        raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
+
+    @model_validator(mode="after")
+    def _comes_to_profiled_steps(self) -> RlConfig:
+        if self.profile is not None:
+            ProfiledSteps.parse(self.profile).check(self.trainer.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _says_it_as_its_trainer(self) -> RlConfig:
+        """Take the form of what is said from the trainer's file, which may be one of a trainer alone."""
+        if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
+            self.log_format = self.trainer.log_format
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trainer_knows_the_last_step(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Let the trainer's section be checked against the last step of the run, wherever that is set."""
+        trainer, orchestrator = given.get("trainer", {}), given.get("orchestrator", {})
+        last = given.get("max_steps")
+        if last is None and isinstance(orchestrator, Mapping):
+            last = orchestrator.get("max_steps")
+        if last is None or not isinstance(trainer, Mapping) or not _is_number_of_steps(last):
+            return given
+        if given.get("max_steps") is None and "max_steps" in trainer:
+            return given  # where they differ, `hand_down_shared` says so
+        return {**given, "trainer": {**trainer, "max_steps": last}}
+
+
+def _is_number_of_steps(value: object) -> bool:
+    """Whether a value, which may be the text of a flag, is one that `max_steps` takes; others are refused there."""
+    try:
+        TypeAdapter(Annotated[int, Field(ge=1)]).validate_python(value)
+    except ValidationError:
+        return False
+    return not isinstance(value, bool)
+
+
+_SHARED = {
+    # setting: the processes that have it
+    "output_dir": ("trainer", "orchestrator", "inference"),
+    "seed": ("trainer", "orchestrator", "inference"),
+    "max_steps": ("trainer", "orchestrator"),
+    "async_level": ("trainer", "orchestrator"),
+    "ckpt": ("trainer", "orchestrator"),
+    "model": ("trainer", "orchestrator", "inference"),
+    "journal": ("trainer",),
+    "tracking": ("trainer",),
+    "profile": ("trainer",),
+    "prometheus": ("trainer",),
+    "dashboard": ("trainer",),
+    "eval": ("orchestrator",),
+    "deterministic": ("trainer", "inference"),
+    "log_format": ("trainer",),
+}
+
+
+def hand_down_shared(config: RlConfig) -> RlConfig:
+    """Return `config` with every shared setting equal in all processes that have it.
+
+    What is set on `rl` itself wins. Otherwise a setting that exactly one process, or several with
+    equal values, was given goes to the others.
+
+    Raises:
+        ConfigError: two processes were given different values and `rl` itself none; or what they were given does
+            not fit together.
+    """
+    config = config.model_copy(deep=True)
+    _check_teacher(config)
+    _check_truncation(config)
+    check_rewards(config.trainer, config.orchestrator)
+    for setting, names in _SHARED.items():
+        if setting == "model":
+            _hand_down_model(config, names)
+            continue
+        value = _agreed(config, setting, names)
+        if value is None:
+            continue
+        setattr(config, setting, value)
+        for name in names:
+            setattr(getattr(config, name), setting, value)
+    try:
+        check_served_ports(config.trainer.prometheus, config.trainer.dashboard)
+    except ValueError as error:  # one of them was given to `rl`, the other one to its trainer
+        raise ConfigError(str(error)) from None
+    config.trainer.clean = config.clean = config.clean or config.trainer.clean
+    if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
+        config.trainer.loss.constant_tokens = max(
+            config.orchestrator.rollouts_of(section).max_tokens for section in config.orchestrator.environments
+        )
+    if "urls" not in config.orchestrator.client.model_fields_set:
+        _check_ports(config)
+        config.orchestrator.client.urls = config.inference.urls
+    return config
+
+
+def _check_ports(config: RlConfig) -> None:
+    """Refuse one port for the launcher and for a server that was given its own; one that picks takes another."""
+    server = config.inference.server
+    is_here = config.cluster is None and config.slurm is None
+    if not is_here or "port" not in server.model_fields_set:
+        return
+    ports = {one.server.port: name for name, one in config.inference.of_each().items()}
+    for setting, served in (("prometheus", config.trainer.prometheus), ("dashboard", config.trainer.dashboard)):
+        if served is not None and served.port in ports:
+            raise ConfigError(
+                f"{setting}.port = {served.port} is the port of {ports[served.port]} as well (inference.server.port = "
+                f"{server.port}): give the run another one with --{setting}.port, or 0 for any free one."
+            )
+
+
+def _check_teacher(config: RlConfig) -> None:
+    """Refuse a distillation or imitation without a teacher, and two references for one token."""
+    judges = config.orchestrator.teacher is not None and not config.orchestrator.is_sampled_by_teacher
+    if judges and config.trainer.kl is not None:
+        raise ConfigError(
+            "trainer.kl and orchestrator.teacher (mode = 'logprobs') both say what the reference is: set one of them"
+        )
+    if config.trainer.distillation is not None and not judges and config.trainer.kl is None:
+        raise ConfigError(
+            "trainer.distillation (and trainer.advantage = 'distillation') needs a teacher: set trainer.kl.reference, "
+            "or orchestrator.teacher with mode = 'logprobs'"
+        )
+    if config.trainer.advantage == "distillation" and config.orchestrator.dynamic_sampling is not None:
+        raise ConfigError(
+            "orchestrator.dynamic_sampling drops problems by their rewards, which trainer.advantage = 'distillation' "
+            "does not train on: leave it out"
+        )
+    loss = config.trainer.loss.type
+    if loss == "sft" and not config.orchestrator.is_sampled_by_teacher:
+        raise ConfigError(
+            "trainer.loss.type = 'sft' imitates every rollout whatever its reward, and here the policy itself samples "
+            "them: set orchestrator.teacher with mode = 'samples', or another loss, such as 'policy_gradient'"
+        )
+    if config.orchestrator.is_sampled_by_teacher and loss != "sft" and ":" not in loss:
+        raise ConfigError(
+            f"orchestrator.teacher samples (mode = 'samples'), and trainer.loss.type = '{loss}' "
+            "takes the samples for the policy's own: set trainer.loss.type = 'sft'"
+        )
+
+
+def _check_truncation(config: RlConfig) -> None:
+    """Refuse a divergence between distributions that have different tokens."""
+    if config.trainer.kl is None or config.orchestrator.is_sampled_by_teacher:
+        return
+    for section in config.orchestrator.environments:
+        sampling = config.orchestrator.rollouts_of(section).sampling
+        if sampling.is_truncated:
+            raise ConfigError(
+                f"orchestrator.sampling cuts off tokens ({sampling}, environment '{section.label}'), and trainer.kl "
+                "compares log-probabilities with a reference, which cuts off others: where that is a sampled token, "
+                "the divergence is infinite. Set top_p, top_k and min_p back to 1, 0 and 0 (a temperature below 1 also "
+                "avoids unlikely tokens), or leave trainer.kl out"
+            )
+
+
+def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
+    if setting in config.model_fields_set:
+        return getattr(config, setting)
+    given = {
+        name: getattr(getattr(config, name), setting)
+        for name in names
+        if setting in getattr(config, name).model_fields_set
+    }
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
+        flag = setting.replace("_", "-")
+        raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
+    return values[0] if values else getattr(getattr(config, names[0]), setting)
+
+
+def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:
+    for field in ("name", "tokenizer"):
+        sections = {name: getattr(config, name).model for name in names}
+        if config.model is not None and field in config.model.model_fields_set:
+            value = getattr(config.model, field)
+        else:
+            given = {name: getattr(model, field) for name, model in sections.items() if field in model.model_fields_set}
+            if len(set(given.values())) > 1:
+                shown = ", ".join(f"{name}.model.{field} = '{value}'" for name, value in given.items())
+                raise ConfigError(
+                    f"processes disagree on the model: {shown}. Set it once for all with --model.{field}."
+                )
+            value = next(iter(given.values()), getattr(config.trainer.model, field))
+        for model in sections.values():
+            setattr(model, field, value)
+    trained, served = config.trainer.model, config.inference.model
+    for field in ("dtype", "fp32_lm_head"):
+        if field in trained.model_fields_set and field not in served.model_fields_set:
+            setattr(served, field, getattr(trained, field))
+    if config.trainer.sampler_dtype is None:
+        config.trainer.sampler_dtype = config.inference.model.dtype
+    if config.trainer.model.init == "random":
+        config.inference.model.load = "dummy"
+
+
+def _plain(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str | Path) else str(value)

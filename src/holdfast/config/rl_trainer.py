@@ -1,0 +1,436 @@
+"""Configuration of the trainer of `rl`."""
+
+# Merged here, to be said in the docstring above:
+# - advantages: What the advantages of `rl` cannot be combined with. Which there are: `holdfast.config.base`.
+# - rl_rewards: What of rewards and advantages trainer and orchestrator must agree on; `rl` knows the settings of both.
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from holdfast.config.algorithm import (
+    CriticConfig,
+    DistillationConfig,
+    EmaConfig,
+    KlConfig,
+    PolicyLossConfig,
+    PretrainingConfig,
+    ReplayConfig,
+    RewardConfig,
+    RewardModelConfig,
+    UpdatesConfig,
+)
+from holdfast.config.base import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    MODEL_ADVANTAGES,
+    REWARD_ADVANTAGES,
+    SINGLE_ADVANTAGES,
+    DType,
+    Section,
+)
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.training import PolicyOptimConfig, TrainingCommand
+from holdfast.config.view import AlertsConfig
+from holdfast.errors import ConfigError, nearest
+from holdfast.process.imports import check_name
+
+
+class EnvironmentTrainingConfig(Section):
+    """How the rollouts of one environment of the mix are trained."""
+
+    advantage: str | None = None
+    """The advantage of this environment's groups; unset: `trainer.advantage`. What is normalised over the batch is
+    so over the groups with the same advantage."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of its advantages."""
+
+
+def check_advantages(config: TrainerConfig) -> None:
+    """Refuse settings that an advantage cannot work with.
+
+    Raises:
+        ValueError: says which, why, and what to change.
+    """
+    used = set(config.advantages)
+    if needless := sorted(used & set(MODEL_ADVANTAGES)) if config.environments else []:
+        raise ValueError(
+            f"environments chooses among advantages that are computed from rewards, and '{needless[0]}' needs a model: "
+            f"leave environments out, or take one of {', '.join(REWARD_ADVANTAGES)} or your own"
+        )
+    if (config.advantage_k is not None) != ("pass_at_k" in used):
+        missing = "set advantage_k" if config.advantage_k is None else "set advantage, or leave advantage_k out"
+        raise ValueError(f"advantage = 'pass_at_k' and advantage_k go together: {missing}")
+    if config.advantage_std == "batch" and "grpo" not in used:
+        raise ValueError(
+            f"advantage_std says by what advantage = 'grpo' divides, and advantage is '{config.advantage}': set "
+            "advantage = 'grpo', or leave advantage_std out"
+        )
+    if "max_rl" in used and (cause := next((name for name, is_on in _that_may_be_negative(config) if is_on), None)):
+        raise ValueError(
+            f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, which {cause} can make "
+            "negative: leave that out, or choose another advantage"
+        )
+    if "gdpo" in used:
+        _check_gdpo(config)
+    if config.advantage_beta is not None and "online_dpo" not in used:
+        raise ValueError("advantage_beta is the beta of advantage = 'online_dpo': set that, or leave it out")
+    if "online_dpo" in used:
+        _check_online_dpo(config)
+    if config.loss.type == "sft":
+        _check_imitation(config)
+
+
+def _check_imitation(config: TrainerConfig) -> None:
+    """Refuse what acts through advantages alone, where the loss takes none."""
+    for name, is_on in (
+        ("environments", bool(config.environments)),
+        ("critic", config.critic is not None),
+        ("kl.place = 'reward'", _penalises_rewards(config)),
+    ):
+        if is_on:
+            raise ValueError(
+                f"{name} has no effect with loss.type = 'sft', which takes no advantages: leave it out, or choose "
+                "another loss"
+            )
+
+
+def _that_may_be_negative(config: TrainerConfig) -> list[tuple[str, bool]]:
+    """Return what can make a reward negative that was none, and whether it is on."""
+    return [
+        ("kl.place = 'reward'", _penalises_rewards(config)),
+        ("rewards.length_buffer_tokens", config.rewards.length_buffer_tokens is not None),
+        ("reward_model", config.reward_model is not None),
+        ("rewards.weights below 0", any(weight < 0 for weight in config.rewards.weights.values())),
+    ]
+
+
+def _check_gdpo(config: TrainerConfig) -> None:
+    if not config.rewards.weights:
+        raise ValueError(
+            "advantage = 'gdpo' normalises every reward by itself: name them in rewards.weights, such as "
+            "weights = { exact = 1.0, reward = 0.5 }"
+        )
+    for name, is_on in (
+        ("kl.place = 'reward'", _penalises_rewards(config)),
+        ("reward_model", config.reward_model is not None),
+        ("rewards.length_buffer_tokens", config.rewards.length_buffer_tokens is not None),
+        ("rewards.clip", config.rewards.clip is not None),
+        ("rewards.scale", config.rewards.scale != "none"),
+    ):
+        if is_on:
+            raise ValueError(
+                f"advantage = 'gdpo' is computed from the rewards of rewards.weights as the environments give them, so "
+                f"{name} would have no effect: leave it out, or choose another advantage"
+            )
+
+
+def _check_online_dpo(config: TrainerConfig) -> None:
+    """Refuse what makes the gradient another than that of DPO's loss."""
+    if config.kl is None:
+        raise ValueError("advantage = 'online_dpo' compares with a reference: set kl (kl = {} takes model.name)")
+    loss = config.loss
+    found = (loss.type, loss.ratio_to, loss.aggregation, loss.constant_tokens, loss.correction.type)
+    if found != ("policy_gradient", "old", "constant", 1, "none"):
+        raise ValueError(
+            "advantage = 'online_dpo' gives the gradient of DPO's loss with this policy loss alone: loss = { type = "
+            "'policy_gradient', ratio_to = 'old', aggregation = 'constant', constant_tokens = 1, correction = { type = "
+            "'none' } }"
+        )
+    for name, is_on in (
+        ("updates of more than one epoch or minibatch", config.updates.epochs * config.updates.minibatches > 1),
+        ("kl.coef above 0 (advantage_beta is the tie to the reference)", config.kl.coef > 0),
+        ("rewards.truncated = 'mask', which would leave half pairs", config.rewards.truncated == "mask"),
+    ):
+        if is_on:
+            raise ValueError(f"advantage = 'online_dpo' does not go with {name}: leave that out")
+
+
+def _penalises_rewards(config: TrainerConfig) -> bool:
+    return config.kl is not None and config.kl.place == "reward" and config.kl.coef > 0
+
+
+class JournalConfig(Section):
+    """What stays of the journal of batches, `rollouts/`, to be looked into."""
+
+    keep: Annotated[int, Field(ge=0)] | Literal["all"] = 20
+    """Keep this many of the newest trained batches, or `all`, though no checkpoint needs them any more. They are
+    never trained again. Without checkpoints all stay: a trainer that dies starts again from the first."""
+
+
+class TrainerConfig(TrainingCommand):
+    """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
+
+    program = "rl"
+
+    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Optimizer and learning-rate schedule of the policy."""
+
+    loss: PolicyLossConfig = PolicyLossConfig()
+    """Policy loss."""
+
+    advantage: str = Field(
+        default="dr_grpo",
+        description="; ".join(f"`{name}`: {one.help}" for name, one in ADVANTAGES.items()) + ". Or `module:function`.",
+    )
+
+    advantage_std: Literal["group", "batch"] = "group"
+    """Whose standard deviation `grpo` divides by: that of the rewards of the group, or of the batch."""
+
+    advantage_k: int | None = Field(default=None, ge=2)
+    """The k of `pass_at_k`, at most `group_size`."""
+
+    advantage_beta: float | None = Field(default=None, gt=0)
+    """The beta of `online_dpo`: strength of the tie to the reference. Unset: 0.1."""
+
+    environments: dict[str, EnvironmentTrainingConfig] = {}
+    """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
+
+    rewards: RewardConfig = RewardConfig()
+    """What happens to rewards before advantages."""
+
+    reward_model: RewardModelConfig | None = None
+    """A learned reward model; unset: the rewards of the environments."""
+
+    kl: KlConfig | None = None
+    """Reference model and KL penalty; given without more, `ref_kld` is measured."""
+
+    distillation: DistillationConfig | None = None
+    """A teacher beside the rewards; with `advantage = distillation` it has no need to be given."""
+
+    critic: CriticConfig | None = None
+    """The critic of `advantage = gae`."""
+
+    updates: UpdatesConfig = UpdatesConfig()
+    """Passes and minibatches of one step."""
+
+    ema: EmaConfig | None = None
+    """Moving average of the policy's weights, in checkpoints and published at the end."""
+
+    replay: ReplayConfig | None = None
+    """Train groups of earlier batches again."""
+
+    pretraining: PretrainingConfig | None = None
+    """Supervised samples beside the rollouts."""
+
+    alerts: AlertsConfig = AlertsConfig()
+    """What metrics must look like for an alert."""
+
+    mismatch_limit: float | None = Field(default=None, gt=0, allow_inf_nan=True)
+    """Largest `mismatch_kl`, in nats a token, of rollouts by the very weights that a step trains: above it trainer and
+    engine compute different models, and the run ends before it trains on them. Unset: 1e-6 in float32 (1e-3 where
+    sampling cuts tokens), 0.05 where trainer or engines are in bfloat16; `inf`: never."""
+
+    sampler_dtype: DType | None = None
+    """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in that
+    of its inference server."""
+
+    journal: JournalConfig = JournalConfig()
+    """Batches that stay after they are trained."""
+
+    row_tokens: int = Field(default=4096, ge=2)
+    """Token budget of one forward pass of one rank: a packed row, or with a model that cannot be packed
+    (docs/models.md) rows of one sample each, with their padding."""
+
+    async_level: int = Field(default=1, ge=0)
+    """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
+
+    batch_timeout_s: float = Field(default=1800.0, gt=0)
+    """Give up when the orchestrator publishes no batch, and nobody gets anything else done, for this long."""
+
+    hang_timeout_s: float = Field(default=1200.0, gt=0)
+    """A rank that comes no further within a step for this long, from one micro-batch to the next, counts as hung."""
+
+    startup_timeout_s: float = Field(default=7200.0, gt=0)
+    """The same until the end of the first step: loading, and compiling where that is on."""
+
+    save_timeout_s: float = Field(default=7200.0, gt=0)
+    """The same while weights are published and checkpoints saved."""
+
+    @property
+    def numerics(self) -> DType:
+        """The coarser of the dtypes of trainer and engines."""
+        return "bfloat16" if "bfloat16" in (self.model.compute_dtype, self.sampler_dtype) else "float32"
+
+    def advantage_of(self, environment: str) -> str:
+        """Return the advantage of the groups of an environment, by its name."""
+        section = self.environments.get(environment)
+        return section.advantage or self.advantage if section is not None else self.advantage
+
+    @property
+    def advantages(self) -> tuple[str, ...]:
+        """Every advantage that some environment may have."""
+        return tuple(dict.fromkeys([self.advantage, *map(self.advantage_of, self.environments)]))
+
+    def compares_rollouts_of(self, environment: str) -> bool:
+        """Whether updates depend on how the rollouts of a problem compare; `loss.type = "sft"` imitates all of them."""
+        return self.loss.type != "sft" and self.advantage_of(environment) in GROUP_ADVANTAGES
+
+    @field_validator("advantage")
+    @classmethod
+    def _known_advantage(cls, name: str) -> str:
+        return check_name(name, ADVANTAGES)
+
+    @field_validator("environments")
+    @classmethod
+    def _known_advantages(cls, sections: dict[str, EnvironmentTrainingConfig]) -> dict[str, EnvironmentTrainingConfig]:
+        for section in sections.values():
+            if section.advantage is not None:
+                check_name(section.advantage, ADVANTAGES)
+        return sections
+
+    @model_validator(mode="after")
+    def _advantages_fit(self) -> TrainerConfig:
+        check_advantages(self)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_without_dropout(self) -> TrainerConfig:
+        if self.model.lora is not None and self.model.lora.dropout > 0:
+            raise ValueError(
+                f"model.lora.dropout = {self.model.lora.dropout:g}: engines sample without dropout, so a policy that "
+                "is trained with it is another one; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> TrainerConfig:
+        if (self.advantage == "gae") != (self.critic is not None):
+            missing = "set critic (critic = {} takes the defaults)" if self.critic is None else "set advantage = 'gae'"
+            raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
+        if self.critic is not None:
+            self.critic.optim.check_warmup(self.max_steps, "critic.optim")
+            if self.critic.warmup_steps >= self.max_steps:
+                raise ValueError(
+                    f"critic.warmup_steps ({self.critic.warmup_steps}) must be below max_steps ({self.max_steps}): "
+                    "until then the policy is not trained"
+                )
+        if self.kl is not None and self.kl.refresh_interval is not None and self.model.lora is not None:
+            raise ValueError(
+                "kl.refresh_interval is for a policy that is trained whole, and model.lora trains adapters: leave one "
+                "of them out"
+            )
+        if self.advantage == "distillation" and self.distillation is None:
+            self.distillation = DistillationConfig()
+        if self.distillation is not None:
+            self._check_distillation()
+        judges = self.distillation is not None and self.distillation.divergence == "sampled"
+        if self.loss.type == "gspo" and (judges or self.advantage == "gae"):
+            by = "distillation" if judges else "advantage = 'gae'"
+            raise ValueError(
+                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
+                "single tokens: set loss.type = 'gspo_token'"
+            )
+        return self
+
+    def _check_distillation(self) -> None:
+        assert self.distillation is not None
+        if self.loss.type == "sft" and self.distillation.divergence == "sampled":
+            raise ValueError(
+                "distillation has no effect with loss.type = 'sft', which takes no advantages: set loss.type = "
+                "'policy_gradient', or leave distillation out"
+            )
+        if self.loss.type == "gspo" and self.distillation.divergence == "sampled":
+            raise ValueError(
+                "loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages the signals of "
+                "distillation away: set loss.type = 'gspo_token', or distillation.divergence = 'full'"
+            )
+        if self.kl is None and self.distillation.divergence == "full":
+            raise ValueError(
+                "distillation.divergence = 'full' compares whole vocabularies, of which a teacher behind a server "
+                "(orchestrator.teacher) gives single tokens: set kl.reference, or divergence = 'sampled'"
+            )
+        if self.kl is None:
+            return  # the teacher is the orchestrator's
+        if self.kl.reference is None:
+            raise ValueError("distillation needs a teacher: set kl.reference; unset, it is model.name")
+        if self.kl.refresh_interval is not None:
+            raise ValueError("kl.refresh_interval would make the policy its own teacher (distillation): leave it out")
+        if self.kl.place == "reward" and self.kl.coef > 0:
+            raise ValueError(
+                "kl.place = 'reward' is what distillation does, of which the reference is the teacher: leave kl.coef "
+                "at 0, or set kl.place = 'loss'"
+            )
+
+
+# Environments with one sampled turn; those of users may have several.
+_SINGLE_TURN = ("reverse_text", "python_code", "jsonl")
+
+
+def check_rewards(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    """Refuse what would come out in the middle of a run, or have no effect.
+
+    Raises:
+        ConfigError: says what, and what to change.
+    """
+    _check_environments(trainer, orchestrator)
+    _check_group_size(trainer, orchestrator)
+    _check_dynamic_sampling(trainer, orchestrator)
+    _check_length_penalty(trainer, orchestrator)
+
+
+def _check_environments(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    labels = [environment.label for environment in orchestrator.environments]
+    for name in trainer.environments:
+        if name not in labels:
+            raise ConfigError(
+                f"trainer.environments names '{name}', which is none of the mix.{nearest(name, labels)} "
+                f"There are: {', '.join(labels)}"
+            )
+
+
+def _check_group_size(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    for environment in orchestrator.environments:
+        name, size = trainer.advantage_of(environment.label), orchestrator.rollouts_of(environment).group_size
+        if size == 1 and trainer.compares_rollouts_of(environment.label):
+            raise ConfigError(
+                f"trainer.advantage = '{name}' compares the rollouts of one problem, and orchestrator.group_size = 1 "
+                f"gives each of environment '{environment.label}' a single one: set group_size to 2 or more, or take "
+                f"an advantage that needs no group: {', '.join(SINGLE_ADVANTAGES)}, or one of your own"
+            )
+        if name == "pass_at_k" and trainer.advantage_k is not None and trainer.advantage_k > size:
+            raise ConfigError(
+                f"trainer.advantage_k = {trainer.advantage_k} is more than the {size} rollouts of a problem of "
+                f"environment '{environment.label}' (group_size): lower the one or raise the other"
+            )
+
+
+def _check_dynamic_sampling(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    """Refuse to choose groups by a reward that nothing is learned from."""
+    if orchestrator.dynamic_sampling is None:
+        return
+    weights = trainer.rewards.weights
+    cause = None
+    if trainer.reward_model is not None and trainer.reward_model.rules_weight == 0:
+        cause = "trainer.reward_model.rules_weight = 0 leaves it out"
+    elif weights and not weights.get("reward"):
+        cause = "trainer.rewards.weights leaves 'reward' out"
+    if cause is not None:
+        raise ConfigError(
+            "orchestrator.dynamic_sampling drops groups in which the environment's own reward is equal, and "
+            f"{cause}: it would draw more problems to no effect. Leave dynamic_sampling off, or let that reward count"
+        )
+
+
+def _check_length_penalty(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
+    """Refuse a length that no rollout can reach."""
+    most, reached, key = trainer.rewards.length_max_tokens, 0, ""
+    for environment in orchestrator.environments:
+        settings = orchestrator.rollouts_of(environment)
+        is_single = environment.id in _SINGLE_TURN and not environment.mcp_servers
+        branches = environment.max_branches if environment.history == "split" and not is_single else 1
+        own, own_key = branches * (settings.seq_len - 1), f"orchestrator.seq_len = {settings.seq_len} with a prompt"
+        if branches > 1:
+            own_key += f", in up to {branches} branches,"
+        if is_single and settings.max_tokens <= own:
+            own, own_key = settings.max_tokens, "orchestrator.sampling.max_tokens"
+        if own > reached:
+            reached, key = own, own_key
+    if most is not None and most > reached:
+        raise ConfigError(
+            f"trainer.rewards.length_max_tokens = {most} is never reached: {key} allows {reached} sampled tokens. "
+            f"Lower it to at most {reached}"
+        )

@@ -1,0 +1,482 @@
+"""Configuration of what every training program has, and of `sft`."""
+
+# Merged here, to be said in the docstring above:
+# - lora: Configuration of LoRA adapters.
+# - schedule: The learning-rate schedule: a pure function of configuration and step, so there is no state to save.
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from holdfast.config.base import CkptConfig, Command, DType, LogFormat, ModelConfig, Section
+from holdfast.config.cluster import SlurmConfig
+from holdfast.config.devices import BY_DEVICE
+from holdfast.config.evaluation import CheckpointEvalConfig
+from holdfast.config.view import (
+    DashboardConfig,
+    ProfiledSteps,
+    PrometheusConfig,
+    StepWindow,
+    TrackingConfig,
+    check_served_ports,
+)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the model stays as it is, and A and B of W + alpha / rank * B A are trained."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The product of B and A counts alpha / rank times."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what goes into the adapters. Not with `rl`, whose engines have none."""
+
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Which linear layers get an adapter: all of the decoder, or those whose names end like one of
+    these, such as ["q_proj", "v_proj"]."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some(cls, names: str | list[str]) -> str | list[str]:
+        if not names:
+            raise ValueError("must name at least one layer, or be 'all-linear'")
+        return sorted(set(names)) if isinstance(names, list) else names
+
+
+_RDZV_PORT = 29400  # that of torchrun
+
+
+class TrainedModelConfig(ModelConfig):
+    """The model to train, and how it is held in memory."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` loads the weights of `model.name`; `random` reads its config.json only and
+    initialises from `seed`."""
+
+    dtype: DType | None = None
+    """Dtype of forward, backward and published weights. Master weights and optimizer state are always float32. Unset:
+    that of the run that is resumed, else bfloat16 on CUDA and float32 on CPU."""
+
+    attention: str = "packed"
+    """`packed` (causal attention per sample, any device; where a model asks for more, `sdpa` or `eager` of
+    transformers) or the name of a transformers attention implementation, such as `flash_attention_2`. `sdpa` and
+    `eager` get one sample a row."""
+
+    activation_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: less memory, about a third more time. Unset: on CUDA alone."""
+
+    compile: bool = False
+    """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
+
+    fp32_lm_head: bool = False
+    """Compute logits in float32 where `dtype` is bfloat16: hidden states and weights of the output layer are those in
+    bfloat16, their products are summed, and the sums kept, in float32. `rl` gives it to its inference server."""
+
+    logits_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Logits exist for at most this many tokens at once. Unset: 1024 on CUDA, 4096 on CPU."""
+
+    lora: LoraConfig | None = None
+    """Train LoRA adapters instead of the weights; a bare `--model.lora` takes the defaults."""
+
+    @property
+    def compute_dtype(self) -> DType:
+        """`dtype`; where nothing has resolved it for a device, that of the CPU."""
+        return self.dtype or BY_DEVICE["cpu"].dtype
+
+    @property
+    def head_chunk_tokens(self) -> int:
+        """`logits_chunk_tokens`; where nothing has resolved it for a device, that of the CPU."""
+        return self.logits_chunk_tokens or BY_DEVICE["cpu"].logits_chunk_tokens
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> TrainedModelConfig:
+        if self.lora is not None and self.init == "random":
+            raise ValueError("has lora, which adapts pretrained weights, and init = 'random': leave one of them out")
+        return self
+
+
+class ParallelConfig(Section):
+    """Ranks, threads and devices of the trainer."""
+
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Processes to start on this machine; the model is sharded over them. Unset: one for every GPU that the trainer
+    is given, one on CPU."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model (HSDP): each is sharded over the ranks divided by this, and gradients are averaged over the
+    copies. Give as many as there are machines, so that parameters are gathered within one."""
+
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the rows of a micro-batch (Ulysses), each with a slice of the tokens: for samples too long for
+    the memory of one. Divides the heads of attention, so there must be a multiple of them: see docs/parallelism.md."""
+
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the memory of the host: a layer is copied to the GPU while it
+    is computed, and the optimizer steps on the CPU. For models that do not fit otherwise: it is much slower."""
+
+    nodes: int = Field(default=1, ge=1)
+    """Machines that train one model, each with `num_ranks`: start the same command on every one, with one `output_dir`
+    that all share. Under an outer `torchrun` or `srun` with one process per machine: as many as it has."""
+
+    rdzv_endpoint: str | None = None
+    """`HOST:PORT` where several nodes meet; HOST is one of them, which prepares the run, and PORT free there (29400
+    unless given). Under an outer `torchrun` or `srun`: its first machine."""
+
+    rdzv_timeout_s: float = Field(default=900.0, gt=0)
+    """How long nodes wait for one another: at the start, and for one that was lost to come back."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Within ten minutes the trainer of several nodes is started again at most this many times; needs `ckpt`. Under
+    `rl` its own `max_restarts` counts."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks. `rl` gives the
+    trainer half of its cores, and the rest to the engine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA on a machine with GPUs, and is an error where PyTorch cannot use them."""
+
+    collective_timeout_s: float = Field(default=1800.0, gt=0)
+    """A collective that takes longer than this fails, and names itself."""
+
+    @property
+    def ranks(self) -> int:
+        """`num_ranks`; where nothing has resolved it for a device, one."""
+        return self.num_ranks or 1
+
+    @model_validator(mode="after")
+    def _divides_its_ranks(self) -> ParallelConfig:
+        if self.num_ranks is not None:  # else when that is known
+            self.check_ranks(self.world_size)
+        return self
+
+    def check_ranks(self, world_size: int) -> None:
+        """Check that all ranks, of all machines, can be divided as the settings say.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        for name, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
+            if world_size % size:
+                raise ValueError(
+                    f"{name} = {size} does not divide the number of ranks, {world_size}: set parallel.num_ranks to a "
+                    f"multiple of it, or {name} to a divisor"
+                )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes together."""
+        return self.nodes * self.ranks
+
+    @property
+    def rendezvous(self) -> tuple[str, int]:
+        """Host and port of `rdzv_endpoint`, which is set."""
+        assert self.rdzv_endpoint is not None
+        return _host_and_port(self.rdzv_endpoint)
+
+    @field_validator("rdzv_endpoint")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            _host_and_port(value)
+        return value
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Split HOST, HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    parts = urlsplit(f"//{endpoint}")
+    is_plain = parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:  # no number, or one that no port has
+        host = port = None
+    if not (host and is_plain) or port == 0:
+        raise ValueError(f"should be HOST:PORT or HOST, such as head:{_RDZV_PORT}, got '{endpoint}'")
+    return host, port or _RDZV_PORT
+
+
+class OptimConfig(Section):
+    """Optimizer, gradient clipping and the learning-rate schedule."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for the matrices of the decoder layers, with AdamW for embeddings, head, norms, biases and
+    stacked experts. Muon's updates are scaled to the size of AdamW's, so the same rates suit both."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
+    """Clip the global gradient norm to this; `inf`: never clip."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
+    begins at `lr`."""
+
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Last step of the schedule; unset: max_steps. Later steps keep its rate."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The schedule falls towards `lr` times this, which a step behind its last would have."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> OptimConfig:
+        if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(f"momentum = {self.momentum:g} is for type = 'muon': leave it out, or set betas")
+        return self
+
+    def check_warmup(self, max_steps: int, section: str) -> None:
+        """Check that warm-up ends before the schedule does.
+
+        Raises:
+            ValueError: it does not; the message names settings as those of `section`.
+        """
+        end, name = max_steps, "max_steps"
+        if self.schedule_steps is not None:
+            end, name = self.schedule_steps, f"{section}.schedule_steps"
+        if self.warmup_steps >= end and self.warmup_steps > 0:
+            raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
+
+
+class PolicyOptimConfig(OptimConfig):
+    """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught anew."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+
+
+class TrainingCommand(Command):
+    """What every training program has."""
+
+    program: ClassVar[str]
+    """Name of the program: of its command, its module in `holdfast.trainer.programs`, and in its checkpoints."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Train until this optimizer step (counted from the start of the run, also on resume)."""
+
+    clean: bool = False
+    """Remove a run that the output directory already holds, then start afresh."""
+
+    deterministic: bool = False
+    """On GPUs take algorithms that give the same bits every time, for more time a step, and fail where there is none.
+    On CPU all do, and this changes nothing."""
+
+    log_format: LogFormat = "text"
+    """What goes to stdout: lines for people, or `json`: one JSON object a line, see
+    docs/console.md."""
+
+    keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
+    """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
+
+    profile: StepWindow | None = None
+    """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: what every rank computes, and what the
+    processes of the run do meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
+
+    model: TrainedModelConfig = TrainedModelConfig()
+    """The model to train."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning-rate schedule."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """Ranks, threads and devices."""
+
+    ckpt: CkptConfig | None = None
+    """Checkpoints: off unless given; a bare `--ckpt` writes the final step."""
+
+    tracking: TrackingConfig | None = None
+    """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
+
+    prometheus: PrometheusConfig | None = None
+    """Serve the metrics to Prometheus: not unless given; a bare `--prometheus` at 127.0.0.1:9464."""
+
+    dashboard: DashboardConfig | None = None
+    """Serve the report of the run while it goes on: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
+
+    @property
+    def profiled_steps(self) -> ProfiledSteps | None:
+        """The steps that `profile` names."""
+        return ProfiledSteps.parse(self.profile) if self.profile is not None else None
+
+    @model_validator(mode="after")
+    def _comes_to_profiled_steps(self) -> TrainingCommand:
+        if self.profiled_steps is not None:
+            self.profiled_steps.check(self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _serves_at_two_ports(self) -> TrainingCommand:
+        check_served_ports(self.prometheus, self.dashboard)
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainingCommand:
+        self.optim.check_warmup(self.max_steps, "optim")
+        if self.model.compile and self.parallel.sequence_parallel > 1:
+            raise ValueError(
+                "model.compile does not go with parallel.sequence_parallel above 1, whose exchanges between ranks "
+                "would cut every layer in pieces: leave one of them out"
+            )
+        if self.optim.type == "muon" and self.model.lora is not None:
+            raise ValueError(
+                "optim.type = 'muon' is for whole matrices, and model.lora trains factors of a change to them: set "
+                "optim.type = 'adamw', or leave lora out"
+            )
+        return self
+
+
+class SftDataConfig(Section):
+    """Where samples come from and how they become batches."""
+
+    name: str = "examples/reverse_text/sft.jsonl"
+    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or
+    `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
+
+    split: str = "train"
+    """Split to read, for directories and hub datasets that have several."""
+
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the samples held out for validation, chosen by `seed`."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Samples of one optimizer step, over all ranks."""
+
+    micro_batch_size: int = Field(default=8, ge=1)
+    """Rows of one forward pass on each rank; gradients accumulate until the batch is done."""
+
+    seq_len: int = Field(default=1024, ge=2)
+    """Most tokens of one sample, and with `pack` of one row."""
+
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+
+    train_on: Literal["all", "last", "template"] = "all"
+    """What is trained of a chat: `all` turns of the assistant, the `last` of them, or what the chat `template` marks
+    with {% generation %}. In rows with a prompt, of the completion alone. Plain `text` is trained whole."""
+
+    pack: bool = True
+    """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
+    tokens meet outside of attention (docs/models.md) get one sample a row, grouped by length. Off:
+    `micro_batch_size` samples at a time, one a row."""
+
+    shuffle: bool = True
+    """A new order every epoch, from `seed`; off: file order."""
+
+    num_proc: int | None = Field(default=None, ge=1)
+    """Processes of each machine that tokenise more than a few thousand rows; unset: one for each core that the trainer
+    may run on. The samples are the same with any number."""
+
+    cache_dir: str | None = None
+    """Where more than a few thousand rows are kept tokenised, for the next start and for what does not fit into memory;
+    unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. What is not used any more can
+    be deleted."""
+
+
+class SupervisedCommand(TrainingCommand):
+    """What every training program on rows of data has."""
+
+    data: SftDataConfig = SftDataConfig()
+    """Samples and batches."""
+
+    val_interval: int | None = Field(default=None, ge=1)
+    """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
+
+    slurm: SlurmConfig | None = None
+    """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
+
+    @model_validator(mode="after")
+    def _something_to_validate_on(self) -> SupervisedCommand:
+        if self.val_interval is not None and self.data.validation_fraction == 0:
+            raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        return self
+
+
+NOT_ON_NODES = (
+    "eval has a server beside the trainer, on one machine, and this run has several nodes or is a job of SLURM: leave "
+    "eval out, and start `evaluate --run OUTPUT_DIR --follow` where there is room for it"
+)
+
+
+class EvaluatedCommand(SupervisedCommand):
+    """What every training program of a policy on rows of data has."""
+
+    eval: CheckpointEvalConfig | None = None
+    """Evaluations on held-out tasks while training goes on; unset: none."""
+
+    @model_validator(mode="after")
+    def _has_checkpoints_to_evaluate(self) -> EvaluatedCommand:
+        if self.eval is None:
+            return self
+        interval, every = self.eval.interval, self.ckpt.interval if self.ckpt is not None else None
+        if every is None or interval % every:
+            found = "there are none but of the last step" if every is None else f"ckpt.interval = {every}"
+            raise ValueError(
+                f"eval.interval = {interval} evaluates the checkpoint of every step that it divides, and {found}: set "
+                f"ckpt.interval to {interval}, or to what divides that"
+            )
+        if self.parallel.nodes > 1 or self.slurm is not None:
+            raise ValueError(NOT_ON_NODES)
+        return self
+
+    def awaits_evaluation(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is one that is evaluated."""
+        return self.eval is not None and (step % self.eval.interval == 0 or step == self.max_steps)
+
+
+class SftConfig(EvaluatedCommand):
+    """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
+
+    program = "sft"
+
+
+def schedule_end(config: OptimConfig, max_steps: int) -> int | None:
+    """Return the step at which the schedule ends; None where the rate never falls."""
+    if config.schedule == "constant":
+        return None
+    return config.schedule_steps or max_steps
+
+
+def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
+    """Return the learning rate of the 1-based optimizer step `step`; it is never 0.
+
+    Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step behind the warm-up down a
+    line or half a cosine, which would be at `lr * min_lr_ratio` on the step behind `schedule_steps` (unset:
+    `max_steps`). That is what transformers' schedules give after `step - 1` steps, and within the warm-up after
+    `step`: theirs begins with a step at rate 0, which trains nothing.
+    Steps behind `schedule_steps` keep the rate of that step.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    end = schedule_end(config, max_steps)
+    if end is None:
+        return config.lr
+    progress = (min(step, end) - 1 - config.warmup_steps) / (end - config.warmup_steps)
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

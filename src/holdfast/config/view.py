@@ -1,0 +1,157 @@
+"""Configuration of the alerts of `rl`."""
+
+# Merged here, to be said in the docstring above:
+# - prometheus: Configuration of the endpoint that Prometheus reads a run from.
+# - dashboard: Configuration of the page that shows a run while it goes on.
+# - tracking: Configuration of experiment trackers, which get what `metrics.jsonl` says.
+# - profile: Which steps of the trainer a run profiles: `FIRST:LAST`.
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from holdfast.config.base import Section
+from holdfast.process.imports import check_name
+
+
+class AlertsConfig(Section):
+    """When a metric says that something is wrong; each alert is given once. See docs/metrics.md."""
+
+    window: int = Field(default=20, ge=1)
+    """Steps whose median a new value is compared with; no comparison before there are as many."""
+
+    ref_kld_jump: float = Field(default=5.0, gt=1)
+    """`ref_kld` this many times its median, and above 0.01."""
+
+    entropy_share: float = Field(default=0.1, ge=0, lt=1)
+    """`entropy` below this share of what it was at the first step."""
+
+    mismatch_growth: float = Field(default=10.0, gt=1)
+    """`mismatch_kl` this many times its median, and above 0.001."""
+
+    zero_variance: float = Field(default=0.95, gt=0, le=1)
+    """`groups/zero_variance` at or above this for as many steps as `window`."""
+
+
+class PrometheusConfig(Section):
+    """Where the launcher serves the numbers of the run at `/metrics`, for Prometheus (docs/prometheus.md)."""
+
+    port: int = Field(default=9464, ge=0, le=65535)
+    """Port of this run, each of several on a machine its own; 0: any free one, which the console and
+    `prometheus.json` in the run directory name."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen at. `0.0.0.0` for a Prometheus on another machine: whoever reaches the port may read then."""
+
+
+class DashboardConfig(Section):
+    """Where the launcher serves the report of the run while it goes on, for a browser (docs/dashboard.md)."""
+
+    port: int = Field(default=9466, ge=0, le=65535)
+    """Port on 127.0.0.1 of this run, each of several on a machine its own; 0: any free one, which the console names."""
+
+
+def check_served_ports(prometheus: PrometheusConfig | None, dashboard: DashboardConfig | None) -> None:
+    """Refuse one port for both that a launcher serves.
+
+    Raises:
+        ValueError: they have the same; 0 is a free one for each.
+    """
+    if prometheus is not None and dashboard is not None and dashboard.port == prometheus.port != 0:
+        raise ValueError(
+            f"prometheus.port and dashboard.port are both {dashboard.port}: give each a port of its own, or 0 for any "
+            "free one"
+        )
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+class TrackingConfig(Section):
+    """Which trackers get the metrics, and what the run is called there. Where they are, and keys, is said by the
+    environment variables of each (docs/tracking.md)."""
+
+    backends: list[str] = Field(default=["tensorboard"], min_length=1)
+    """Of `tensorboard`, `wandb`, `mlflow`, `trackio`, and `module:Class` for one of your own."""
+
+    project: str = Field(default="holdfast", min_length=1)
+    """The project, or experiment, that the run belongs to."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """What the run is called; unset: the name of its directory."""
+
+    tags: list[str] = []
+    """Tags of the run."""
+
+    finish_timeout_s: float = Field(default=60.0, gt=0)
+    """How long the end of the run waits for a tracker that has not taken everything yet."""
+
+    @field_validator("backends")
+    @classmethod
+    def _known_once(cls, names: list[str]) -> list[str]:
+        for name in names:
+            check_name(name, TRACKERS)
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"names '{twice}' twice")
+        return names
+
+
+MANY_STEPS = 20
+"""More than these are seldom looked at, and need much memory and disk."""
+_STEPS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class ProfiledSteps:
+    """The steps from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: object) -> ProfiledSteps:
+        """Return what `FIRST:LAST` names.
+
+        Raises:
+            ValueError: it names no steps.
+        """
+        match = _STEPS.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError("should be FIRST:LAST, the first and the last step to profile, such as 3:5")
+        steps = cls(int(match[1]), int(match[2]))
+        if steps.first < 1:
+            raise ValueError("begins before the first step, which is 1")
+        if steps.last < steps.first:
+            raise ValueError(f"ends before it begins: {steps.last}:{steps.first} is the other way round")
+        return steps
+
+    def check(self, max_steps: int) -> None:
+        """Check that the run comes to all of them.
+
+        Raises:
+            ValueError: it ends before.
+        """
+        if self.last > max_steps:
+            raise ValueError(
+                f"profile = '{self}' goes on to step {self.last}, and the run ends with step {max_steps}: choose steps "
+                "up to there, or raise max_steps"
+            )
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"
+
+
+def _names_steps(value: object) -> object:
+    ProfiledSteps.parse(value)
+    return value
+
+
+StepWindow = Annotated[str, BeforeValidator(_names_steps)]
+"""The text `FIRST:LAST`, checked."""

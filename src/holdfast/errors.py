@@ -1,0 +1,226 @@
+"""The exceptions of the project.
+
+    HoldfastError               anything a user can be told in one message
+    ├── ConfigError             a key, type or value that cannot be used           exit 2
+    ├── DataError               a dataset, sample or model directory at fault      exit 2
+    │   ├── PromptTooLong       the prompt of a task leaves no room for an answer  the rollout is dropped
+    │   └── HistoryRewritten    a template rewrites turns, and no branch can begin exit 3, as of the environment
+    ├── RunDirError             the output directory is in use or holds a run      exit 2
+    ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
+    │   └── StorageError        an object store failed or cannot be reached        exit 2
+    ├── ReadError               a file is there and cannot be read: no damage      exit 2, mostly 5
+    ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
+    │   ├── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
+    │   ├── JudgeFailure        a judge gave no reply that can be read             the rollout is dropped
+    │   └── WorkerCrashed       the process that played a group died of it         the rollout is dropped
+    ├── JudgeDenied             a judge knows neither key nor model                exit 3
+    ├── InferenceError          the inference server refused, failed or vanished   exit 3
+    │   ├── EngineLost          a server was away or failed for longer than it may exit 3
+    │   └── WaitedInVain        another process of the run made nothing in time    exit 6
+    ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
+    ├── RankLost                another rank of the trainer ended                  exit 1
+    ├── NodeLost                another node did not come, or come back, in time   exit 3
+    ├── TrackerFailed           a tracker, or the way to it, failed                exit 3 of `track`; a run goes on
+    ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
+    ├── SaveError               a checkpoint could not be written                  exit 3
+    │   └── GraceOver           not within the time that a stop leaves             exit 3
+    └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
+
+The inference server has two more codes, by which `rl` starts it again: 70 where a swap of weights broke off, 75 where
+its engine died.
+
+A run that a signal stops exits with 128 + signal, or with `NOT_SAVED` when the save that checkpoints
+ask for then did not land.
+
+Every message says what failed, the value received, what is allowed and what to do.
+Exit code 2 means: fix the input; nothing was trained, and nothing was started either unless the fault lies in the
+data or on a hub, which only the trainer reads. 3 means: it was running. 5 (`STORAGE_FAILED`),
+whatever the class: it was running and could not write or read its files. 6 (`STUCK`): it came no further;
+`rl` starts such a process again.
+"""
+
+# Merged here, to be said in the docstring above:
+# - printable: Text of others, servers and environments, made fit for a log: no control characters, and not too long.
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+from collections.abc import Iterable, Iterator
+
+MOST_CHARACTERS = 500
+_MOST_SHOWN = 80
+
+
+def text_of(value: object) -> str:
+    """Return `str(value)`, or that there is none: classes of others may raise in it."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return f"(its __str__ raised {type(error).__name__})"
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)` cut, or that there is none: classes of others may raise in it."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - also of an int of thousands of digits
+        text = f"(its __repr__ raised {type(error).__name__})"
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
+    r"""Return `text` cut, with everything escaped that a terminal would act on or a file could not hold.
+
+    A line break becomes `\n`: a log has one line for one message, and nobody else writes lines into it.
+
+    Args:
+        most: characters that are kept.
+    """
+    text = text_of(text)
+    kept = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[:most]
+    )
+    return kept if len(text) <= most else f"{kept} … ({len(text)} characters)"
+
+
+NOT_SAVED = 4
+STORAGE_FAILED = 5
+STUCK = 6
+GO_ON_OR_BEGIN_AGAIN = (
+    "go on with --ckpt.resume-step latest, or, where there is no checkpoint, begin again with --clean"
+)
+"""What a run is advised whose process does not know what was saved."""
+_STORAGE_ERRNOS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
+    *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
+}
+# Network filesystems and FUSE give these as well, and a process that has too many files open; so do sockets.
+_SHARED_ERRNOS = {
+    *(errno.EMFILE, errno.ENFILE),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
+}
+_NETWORK_LIBRARIES = {"aiohttp", "botocore", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3"}
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+
+
+class HoldfastError(Exception):
+    """Base of all errors that are shown as one message, without a traceback."""
+
+    exit_code = 3
+
+
+class ConfigError(HoldfastError):
+    """A configuration key, type or value cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(HoldfastError):
+    """A dataset, a sample or a model directory cannot be used."""
+
+    exit_code = 2
+
+
+class RunDirError(HoldfastError):
+    """The output directory is in use or already holds a run."""
+
+    exit_code = 2
+
+
+class CheckpointError(HoldfastError):
+    """A checkpoint is missing, damaged or does not fit this run."""
+
+    exit_code = 2
+
+
+class ReadError(HoldfastError):
+    """A file is there and could not be read, which says nothing about what it holds."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> ReadError:
+        """Return what to raise `from` the `error` of reading `path`."""
+        return cls(f"{path} cannot be read: {error.strerror or error}")
+
+
+class EnvironmentFailure(HoldfastError):
+    """An environment raised or broke its contract."""
+
+
+class InferenceError(HoldfastError):
+    """The inference server refused a request, failed or went away."""
+
+
+class TrainingError(HoldfastError):
+    """Training cannot go on: the numbers went wrong."""
+
+
+class WaitedInVain(InferenceError):
+    """Another process of the run did not do its part in time, though nobody was healing it."""
+
+    exit_code = STUCK
+
+
+class SaveError(HoldfastError):
+    """A checkpoint could not be written; those committed before are whole."""
+
+
+class RankLost(HoldfastError):
+    """Another rank of the trainer ended or cannot be reached."""
+
+    exit_code = 1
+
+
+class NodeLost(HoldfastError):
+    """Another node of the run did not come, or come back, in time."""
+
+
+class Stopped(HoldfastError):
+    """A signal asked the run to stop, and its current step is saved."""
+
+
+class ProcessDied(HoldfastError):
+    """One of the processes of a run ended before its time."""
+
+
+def is_storage_failure(error: BaseException | None) -> bool:
+    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is.
+
+    What a network did to a server or an environment is no failure of the storage.
+    """
+    numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
+    for one in causes(error):
+        if isinstance(one, InferenceError | EnvironmentFailure) or _library_of(one) in _NETWORK_LIBRARIES:
+            numbers = _STORAGE_ERRNOS
+        if isinstance(one, OSError):
+            number = one.errno
+        else:  # safetensors and tokenizers put the number into the message
+            match = _RUST_ERRNO.search(text_of(one))
+            number = int(match[1]) if match else None
+        if number in numbers or (isinstance(one, HoldfastError) and one.exit_code == STORAGE_FAILED):
+            return True
+    return False
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Give an error, its cause, the cause of that, and so on; `raise error from error` makes one its own."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
+
+
+def _library_of(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the allowed word most like `word`, or an empty string."""
+    match = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""

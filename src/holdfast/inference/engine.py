@@ -1,0 +1,322 @@
+"""vLLM's engine, set up from the project's configuration.
+
+Importing this module imports vLLM, which takes many seconds. `set_environment` must run before
+that: vLLM and torch read their environment at import.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import vllm.model_executor.models.registry as model_registry
+import vllm.v1.engine.utils as engine_utils
+from fastapi import FastAPI
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from holdfast.config import InferenceConfig
+from holdfast.config.devices import DeviceType
+from holdfast.errors import ConfigError
+from holdfast.inference.access import RequestError
+from holdfast.inference.weights import read_label
+from holdfast.inference.worker import LOAD_FORMAT, prepare_engine_process
+from holdfast.process.events import report
+from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
+from holdfast.protocol.rollouts import Logprobs, TokenIds
+
+# On CPU: prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
+_MIN_BATCHED_TOKENS = 8192
+
+# A process that has closed its files ends within milliseconds.
+_EXIT_TIMEOUT_S = 10.0
+
+# What the server relies on; set elsewhere in the configuration or not at all.
+_RESERVED = (
+    "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
+    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
+)  # fmt: skip
+
+_request_ids = itertools.count()
+
+_SWITCHES = ("disable-log-stats",)
+"""What vLLM has no `--no-` form of: false leaves them out."""
+
+
+def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path, device: DeviceType) -> list[str]:
+    """Return the command line of vLLM's server for `config`, in which nothing is left to the device any more.
+
+    Raises:
+        ConfigError: `engine.args` sets something that the server relies on.
+    """
+    engine = config.engine
+    arguments = {
+        "model": str(model_dir),
+        "tokenizer": str(tokenizer_dir),
+        "served-model-name": config.model.name,
+        "host": config.server.host,
+        "port": config.server.port,
+        "seed": config.seed,
+        "dtype": config.model.dtype,
+        "max-model-len": config.model.max_len,
+        "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
+        "worker-extension-cls": "holdfast.inference.worker.PolicyWorker",
+        # Those of the distribution that is sampled from: after temperature and truncation.
+        "logprobs-mode": "processed_logprobs",
+        # The model's own top-p and top-k would bend the distribution that the policy is trained on.
+        "generation-config": "vllm",
+        "max-num-seqs": engine.max_num_seqs,
+        "tensor-parallel-size": engine.tensor_parallel_size,
+        "enforce-eager": engine.eager,
+        "disable-log-stats": True,
+    }
+    if device == "cpu":
+        # With a seed per request, chunked prefill ends the engine on CPU.
+        arguments |= {
+            "enable-chunked-prefill": False,
+            "max-num-batched-tokens": max(_MIN_BATCHED_TOKENS, config.model.max_len, engine.max_num_seqs),
+            "kv-cache-memory-bytes": engine.kv_cache_bytes,
+        }
+    else:  # where a long prompt is prefilled in chunks, of a size that vLLM knows for the GPU
+        arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}
+    given = {name.replace("_", "-"): value for name, value in engine.args.items()}
+    if config.model.fp32_lm_head:
+        if "hf-overrides" in given:
+            raise ConfigError(
+                "engine.args.hf-overrides cannot be set together with model.fp32_lm_head, which sets it: add "
+                '"head_dtype": "float32" to it, and leave model.fp32_lm_head out.'
+            )
+        arguments["hf-overrides"] = '{"head_dtype": "float32"}'
+    if taken := sorted(given.keys() & set(_RESERVED)):
+        raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
+    # `given` last: what the user sets wins.
+    wanted = {name: value for name, value in (arguments | given).items() if value is not None}
+    return [_flag(name, value) for name, value in wanted.items() if value is not False or name not in _SWITCHES]
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
+
+
+def parse_arguments(arguments: list[str]) -> Namespace:
+    """Parse vLLM's command line.
+
+    Raises:
+        ConfigError: vLLM does not know an argument, or refuses its value.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"vLLM refuses its arguments (engine.args): {message}")
+
+    # argparse would print its usage and exit.
+    parser.error = refuse  # type: ignore[method-assign]
+    if current_platform.is_cpu():
+        # vLLM looks at the model's class in a second process that imports everything again, lest
+        # this one touches CUDA. Here there is none.
+        model_registry._run_in_subprocess = lambda inspect: inspect()
+    args = parser.parse_args(arguments)
+    assert args is not None
+    validate_parsed_serve_args(args)
+    return args
+
+
+@asynccontextmanager
+async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
+    """Start the engine's process, yield its client, and end it."""
+    _wait_for_exit_codes()
+    if current_platform.is_cpu():
+        _heed_recurrent_state(args)
+        _fork_engine()
+    async with build_async_engine_client(args) as engine:
+        assert isinstance(engine, AsyncLLM)
+        yield engine
+
+
+async def generate_one_token(engine: AsyncLLM) -> None:
+    """Have the engine generate a token, whatever it is.
+
+    Raises:
+        EngineDeadError: it died, of this or before.
+        EngineGenerateError: it failed and lives.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    async for _ in engine.generate(tokens_input([0]), params, f"probe-{time.monotonic_ns()}"):
+        pass
+
+
+class VllmSampler:
+    """Samples with vLLM's engine; implements `holdfast.inference.generate.Sampler`.
+
+    Attributes: see there.
+    """
+
+    died: type[Exception] = EngineDeadError
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.max_len: int = engine.model_config.max_model_len
+        self.vocab_size: int = engine.model_config.get_vocab_size()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine has ended."""
+        return self._engine.errored
+
+    async def probe(self, *, generates: bool) -> str | None:
+        """Have the engine answer, with a token if it may generate one; return why it cannot, or None.
+
+        Raises:
+            EngineDeadError: the engine ended.
+        """
+        if not generates:
+            await self._engine.get_weight_version()  # the answer comes from the engine's own loop
+            return None
+        try:
+            await generate_one_token(self._engine)
+        except EngineGenerateError as error:
+            return f"the probe of the engine failed: {error.__cause__ or error}"
+        return None
+
+    async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
+        """Sample one choice. Cancelling this drops it in the engine.
+
+        Raises:
+            RequestError: 400, vLLM refuses the request.
+            EngineDeadError: the engine ended.
+        """
+        params = SamplingParams(
+            seed=seed,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=True,  # the stop tokens of the request end it, and nothing else
+            logprobs=0,  # that of the sampled token alone
+            prompt_logprobs=0 if request.prompt_logprobs else None,
+            flat_logprobs=True,  # no object for each token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
+        )
+        prompt = tokens_input(request.token_ids)
+        try:
+            async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):
+                choice = _choice(index, output.outputs[0])
+                if request.prompt_logprobs:
+                    choice.prompt_logprobs = _prompt_logprobs(request.token_ids, output.prompt_logprobs)
+                return choice
+        except VLLMClientError as error:
+            raise RequestError(400, str(error)) from None
+        raise AssertionError("the engine ended a request without an output")
+
+
+def _prompt_logprobs(token_ids: list[int], found: Any) -> list[float]:
+    """Return the log-probability of every prompt token but the first."""
+    return [float(found[place][token_ids[place]].logprob) for place in range(1, len(token_ids))]
+
+
+def _choice(index: int, output: CompletionOutput) -> Choice:
+    logprobs: Any = output.logprobs
+    spans = output.weight_versions or []
+    return Choice(
+        index=index,
+        token_ids=TokenIds(output.token_ids),
+        logprobs=Logprobs(logprobs.logprobs),
+        finish_reason=output.finish_reason or "abort",
+        versions=[_span(span.version, span.start, span.end) for span in spans],
+    )
+
+
+def _span(label: str, start: int, end: int) -> SampledSpan:
+    version, digest = read_label(label)
+    return SampledSpan(version, start, end, digest)
+
+
+async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
+    """Return vLLM's OpenAI-compatible application around `engine`."""
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    return app
+
+
+def _wait_for_exit_codes() -> None:
+    """Have vLLM name how an engine ended that dies while it starts.
+
+    vLLM looks when the process has closed its files, a moment before the kernel has its exit code; the error
+    then names none, and a killed engine looks like one that cannot start.
+    """
+    manager = engine_utils.CoreEngineProcManager
+    finished_processes = manager.finished_procs
+
+    def with_exit_codes(self: engine_utils.CoreEngineProcManager) -> dict[str, int]:
+        for process in self.processes:
+            # timeout=0: only one that has closed its files already is waited for.
+            if process.pid is not None and connection.wait([process.sentinel], timeout=0):
+                process.join(_EXIT_TIMEOUT_S)
+        return finished_processes(self)
+
+    manager.finished_procs = with_exit_codes  # type: ignore[method-assign]
+
+
+def _heed_recurrent_state(args: Namespace) -> None:
+    """Keep no prefixes of prompts for models with a recurrent state, unless `engine.args` says so.
+
+    For those vLLM needs chunked prefill to do so. What it computes for one request depends on those beside it.
+    """
+    if not AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
+        return
+    if args.enable_prefix_caching is None:
+        args.enable_prefix_caching = False
+    if args.max_num_seqs != 1:
+        report(
+            "WARNING: the model has a recurrent state, so the last bits of its log-probabilities depend on which "
+            "requests share a batch: no two runs have the same bits. With --inference.engine.max-num-seqs 1 they "
+            "have, and sampling takes longer"
+        )
+
+
+def _fork_engine() -> None:
+    """Let vLLM fork its engine instead of spawning it, which saves a second import of everything.
+
+    Safe on CPU only: CUDA contexts do not survive a fork. No OpenMP team may exist in this process
+    yet, so nothing here may compute with torch.
+    """
+    engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
+    server_pid = forking_pid = os.getpid()
+
+    def before() -> None:
+        nonlocal forking_pid
+        forking_pid = os.getpid()
+
+    def in_child() -> None:
+        # The hook stays for life, but only the server's own children are engines. The child does not ask who its
+        # parent is: a server that died since the fork would leave it an orphan.
+        if forking_pid == server_pid:
+            prepare_engine_process(parent=server_pid)
+
+    os.register_at_fork(before=before, after_in_child=in_child)

@@ -1,1 +1,0 @@
-"""The web server in front of the engine: who may use which route, what a request may hold, and what answers it."""

@@ -1,0 +1,316 @@
+"""The routes of the project, beside vLLM's OpenAI-compatible ones.
+
+    POST /inference/v1/generate   token ids in, token ids and log-probabilities out
+    GET  /health                  a probe of the engine, not of the web server
+    GET  /weights                 version and digest of what serves, the user of the server and the run that owns it
+    POST /update_weights          replace the weights (admin); refused to all but the owner
+    POST /claim, /release         own the server, and give it back (admin)
+    POST /pause, /resume          freeze and thaw generation (admin)
+
+Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.http.access` says who may use
+what. Every answer says which policy version made it. Their bodies, answers and error codes are those of
+`holdfast.protocol.inference`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body, decode_request
+from holdfast.inference.generate import Generator, Sampler
+from holdfast.inference.metrics import ServerMetrics
+from holdfast.inference.weights import EngineWeights
+from holdfast.protocol.inference import (
+    CLAIM_ROUTE,
+    GENERATE_ROUTE,
+    HEALTH_ROUTE,
+    OWNER_HEADER,
+    PAUSE_ROUTE,
+    RELEASE_ROUTE,
+    RESUME_ROUTE,
+    UPDATE_ROUTE,
+    VERSION_HEADER,
+    WEIGHTS_ROUTE,
+    ErrorBody,
+    HealthStatus,
+    Owner,
+    PauseStatus,
+    ServedWeights,
+    UpdateRequest,
+    largest_request,
+)
+from holdfast.protocol.rollouts import list_packed
+
+_OWNER_HEADER = OWNER_HEADER.encode()
+# An engine that gave output this recently needs no probe.
+_RECENT_S = 3.0
+
+_T = TypeVar("_T")
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_application(
+    vllm_app: Starlette,
+    routes: Routes,
+    *,
+    engine_weights: EngineWeights,
+    metrics: ServerMetrics,
+    local: bool,
+    admin_token: str | None,
+) -> ASGIApp:
+    """Return the whole application: the project's routes in front of vLLM's, and the gate in front of both.
+
+    Args:
+        local: the server is for this machine alone.
+        admin_token: what the admin routes ask for; None lets everyone who can connect use them.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with vllm_app.router.lifespan_context(vllm_app):
+            yield
+
+    app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lifespan)
+    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=routes.most_body_bytes)
+    return PolicyVersionMiddleware(gated, engine_weights=engine_weights, metrics=metrics, ownership=routes.ownership)
+
+
+class Routes:
+    """Handlers of the project's routes.
+
+    Args:
+        sampler: the engine.
+        engine_weights: the weights that it serves.
+        ownership: whose they may be.
+        metrics: counters of this server.
+        model_name: what `/weights` calls the model.
+        health_timeout_s: an engine that answers a probe later is failing.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        engine_weights: EngineWeights,
+        ownership: Ownership,
+        metrics: ServerMetrics,
+        model_name: str,
+        health_timeout_s: float,
+    ) -> None:
+        self._sampler = sampler
+        self._engine_weights = engine_weights
+        self._metrics = metrics
+        self._model_name = model_name
+        self._health_timeout_s = health_timeout_s
+        self._generator = Generator(sampler, engine_weights)
+        self.ownership = ownership
+        self.most_body_bytes = largest_request(sampler.max_len)
+        self._probe: asyncio.Task[str | None] | None = None
+
+    def all(self) -> list[BaseRoute]:
+        """Return the routes, each with its errors turned into answers."""
+        handlers = {
+            GENERATE_ROUTE: (self.generate, "POST"),
+            HEALTH_ROUTE: (self.health, "GET"),
+            WEIGHTS_ROUTE: (self.weights, "GET"),
+            UPDATE_ROUTE: (self.update_weights, "POST"),
+            CLAIM_ROUTE: (self.claim, "POST"),
+            RELEASE_ROUTE: (self.release, "POST"),
+            PAUSE_ROUTE: (self.pause, "POST"),
+            RESUME_ROUTE: (self.resume, "POST"),
+        }
+        return [
+            Route(path, _answering(handler, self._sampler.died), methods=[method])
+            for path, (handler, method) in handlers.items()
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        """Sample one choice per seed; the engine drops them when the client goes away."""
+        wanted = decode_request(await request.body())
+        if self._engine_weights.version is None:
+            raise RequestError(503, "no weights yet: the server waits for its first POST /update_weights")
+        with self._metrics.request():
+            answer = await _until_disconnect(request, self._generator.generate(wanted))
+        return _json(answer, headers={VERSION_HEADER: str(answer.version)})
+
+    async def weights(self, request: Request) -> Response:
+        """Say which weights serve, with the digest of the bytes that the worker loaded."""
+        return _json(self._served())
+
+    async def update_weights(self, request: Request) -> Response:
+        """Replace the weights."""
+        wanted = decode_body(await request.body(), UpdateRequest)
+        return _json(await self._engine_weights.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
+
+    async def claim(self, request: Request) -> Response:
+        """Make a run the owner of the server, before it has weights."""
+        self.ownership.claim(await _owner_in(request))
+        return _json(self._served())
+
+    async def release(self, request: Request) -> Response:
+        """Let go of the server, if it is this run's: the weights go on serving."""
+        self.ownership.release(await _owner_in(request))
+        return _json(self._served())
+
+    async def pause(self, request: Request) -> Response:
+        """Freeze generation."""
+        await self._engine_weights.pause()
+        return _json(PauseStatus(paused=True))
+
+    async def resume(self, request: Request) -> Response:
+        """Go on generating."""
+        await self._engine_weights.resume()
+        return _json(PauseStatus(paused=False))
+
+    async def health(self, request: Request) -> Response:
+        """Prove that the engine works: it gave output just now, or answers a probe in time."""
+        reason = await self._failure_reason()
+        body = HealthStatus(
+            status="ok" if reason is None else "failing",
+            weights=self._engine_weights.version,
+            paused=self._engine_weights.paused,
+            reason=reason,
+        )
+        return _json(body, status=200 if reason is None else 503)
+
+    async def _failure_reason(self) -> str | None:
+        if self._sampler.has_died:
+            return "the engine died"
+        if time.monotonic() - self._metrics.last_progress < _RECENT_S:
+            return None
+        # Callers that come while a probe runs share it, so that a hung engine gathers no requests.
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._run_probe())
+        try:
+            # Shielded: a caller that gives up must not end the probe of the others.
+            return await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
+        except TimeoutError:
+            return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
+        except self._sampler.died:
+            return "the engine died"
+
+    async def _run_probe(self) -> str | None:
+        generates = self._engine_weights.version is not None and not self._engine_weights.paused
+        return await self._sampler.probe(generates=generates)
+
+    def _served(self) -> ServedWeights:
+        return ServedWeights(
+            version=self._engine_weights.version,
+            digest=self._engine_weights.digest,
+            model=self._model_name,
+            uid=os.getuid(),
+            boot_id=self._engine_weights.boot_id,
+            owner=self.ownership.status(),
+        )
+
+
+class PolicyVersionMiddleware:
+    """Stamps every answer with the policy version, counts requests to vLLM's generation routes, hears from the owner.
+
+    A plain number is the one version that served from the request's arrival to its answer;
+    `3-4` says that an update came in between.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, engine_weights: EngineWeights, metrics: ServerMetrics, ownership: Ownership
+    ) -> None:
+        self._app = app
+        self._engine_weights = engine_weights
+        self._metrics = metrics
+        self._ownership = ownership
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        before = self._engine_weights.version
+        for name, value in scope["headers"]:
+            if name == _OWNER_HEADER:
+                self._ownership.renew(value.decode("latin-1"))
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message.setdefault("headers", [])
+                if not any(name == VERSION_HEADER.encode() for name, _ in headers):
+                    headers.append(
+                        (VERSION_HEADER.encode(), _version_text(before, self._engine_weights.version).encode())
+                    )
+            await send(message)
+
+        if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
+            if before is None:
+                await _error(503, "no weights yet: the server waits for its first POST /update_weights")(
+                    scope, receive, stamped
+                )
+                return
+            with self._metrics.request():
+                await self._app(scope, receive, stamped)
+        else:
+            await self._app(scope, receive, stamped)
+
+
+def _version_text(before: int | None, after: int | None) -> str:
+    if after is None:
+        return "none"
+    return str(after) if before in (None, after) else f"{before}-{after}"
+
+
+def _answering(handler: _Handler, died: type[Exception]) -> _Handler:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return _error(error.status, error.reason, code=error.code)
+        except HTTPException as error:
+            return _error(error.status_code, error.detail)
+        except died:
+            return _error(503, "the engine died; the server is going down")
+
+    return answer
+
+
+async def _owner_in(request: Request) -> Owner:
+    return decode_body(await request.body(), Owner)
+
+
+async def _until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
+    """Return the result of `work`, or cancel it when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError(499, "the client closed the connection")  # nginx's code; nobody reads it
+        return task.result()
+    finally:
+        gone.cancel()
+        # Also where we are cancelled ourselves: the engine drops what nobody waits for.
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body, enc_hook=list_packed), status, headers, media_type="application/json")
+
+
+def _error(status: int, reason: str, *, code: str = "") -> Response:
+    return _json(ErrorBody(reason, code), status=status)

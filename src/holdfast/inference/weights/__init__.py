@@ -1,1 +1,0 @@
-"""The engine's side of the weight push: reading what was published, checking it, and swapping it into the model."""

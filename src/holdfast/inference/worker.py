@@ -1,0 +1,249 @@
+"""What runs inside the engine's process: loading weights, swapping them, dying when it should.
+
+vLLM imports this module by name (`--worker-extension-cls`) in every worker process, before the
+model is loaded. `PolicyWorker` is mixed into vLLM's worker; the server calls its methods by
+`collective_rpc`. Its `stage_weights` may be called at any time and touches nothing; the server
+pauses the engine before `apply_weights`.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+import torch
+from vllm import _custom_ops
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from holdfast.errors import DataError, ReadError, is_storage_failure
+from holdfast.inference.weight_files import (
+    CheckedWeights,
+    DirectorySource,
+    WeightSource,
+    read_architecture,
+    read_weights,
+)
+from holdfast.process.child import die_with_parent
+
+LOAD_FORMAT = "holdfast"
+SWAP_FAILED_EXIT_CODE = 70
+# What takes no longer to read may hold up the engine: it costs no second question.
+_STAGE_AT_ONCE_S = 0.2
+
+# Below vLLM's own, which marks every line as the engine's: `commands.launcher.engine_log` finds by that why it died.
+_log = logging.getLogger("vllm.inference.worker")
+# It warns at every update of each layer that has no weights of its own; names are checked before.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+# Digest of the weights that the loader below put into the model of this process.
+_loaded_digest: str | None = None
+
+
+class StageResult(TypedDict):
+    """Answer of `stage_weights`: why the weights are refused, or could not be read; both None where they are staged."""
+
+    refused: str | None
+    unreadable: str | None
+
+
+def prepare_engine_process(*, parent: int) -> None:
+    """Make this process end with process `parent`, and bound torch to the threads of the environment.
+
+    vLLM binds threads later and then ignores `torch.set_num_threads`, so this must come first.
+    """
+    die_with_parent(parent=parent)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+
+
+if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
+    prepare_engine_process(parent=_parent.pid)
+
+
+def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
+    """Return vLLM's rotary embedding in place, for queries and keys (tokens, heads, size) too.
+
+    Its kernel for CPUs takes those, which LFM2 gives it, as if they had one head, and rotates beyond it.
+    """
+
+    def flattened(
+        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *others: Any, **named: Any
+    ) -> None:
+        if positions.dim() == 1:
+            query, key = query.flatten(1), None if key is None else key.flatten(1)  # views
+        rotate(positions, query, key, *others, **named)
+
+    return flattened
+
+
+if current_platform.is_cpu():
+    _custom_ops.rotary_embedding = _rotate_flattened(_custom_ops.rotary_embedding)
+
+
+@register_model_loader(LOAD_FORMAT)
+class CheckedLoader(BaseModelLoader):
+    """Loads version 0 with the same checks, and the same digest, as every later version."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to do: the server resolves hub names before it starts the engine."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Read, check and load the weights of `model.name`.
+
+        Raises:
+            DataError: the directory is incomplete or damaged, or vLLM's model has weights that it does not hold.
+        """
+        global _loaded_digest
+        directory = Path(model_config.model)
+        checked = read_weights(directory, read_architecture(directory), dtype=_engine_dtype(model_config))
+        loaded: set[str] | None = cast(Any, model).load_weights(iter(checked.tensors.items()))
+        _refuse_unset_weights(model, loaded, directory)
+        _loaded_digest = checked.digest
+
+
+class PolicyWorker:
+    """Methods mixed into vLLM's worker for versions of the policy's weights."""
+
+    if TYPE_CHECKING:
+        vllm_config: VllmConfig
+        model_config: ModelConfig
+        device: torch.device
+        model_runner: Any
+
+    # Class attributes: a mixin of vLLM's worker gets no constructor call.
+    _source: WeightSource | None = None
+    _staged: CheckedWeights | None = None
+    _staging: Future[StageResult] | None = None
+
+    def loaded_digest(self) -> str | None:
+        """Digest of the weights that were loaded at the start; None with dummy weights."""
+        return _loaded_digest
+
+    def stage_weights(self, location: str, version: int) -> StageResult | None:
+        """Read and check the weights of `version` at `location` beside the model, which goes on unchanged.
+
+        Large ones are read in a thread, so that the engine goes on meanwhile: then the result is None, and that of
+        `staged_weights` sooner or later.
+        """
+        if self._staging is not None:
+            self._staging.exception()  # of an update that was given up
+        self._staging = Future()
+        thread = threading.Thread(target=self._stage, args=(location, version, self._staging), daemon=True)
+        thread.start()
+        thread.join(_STAGE_AT_ONCE_S)
+        return self.staged_weights()
+
+    def staged_weights(self) -> StageResult | None:
+        """Return what became of `stage_weights`; None while it goes on."""
+        assert self._staging is not None
+        return self._staging.result() if self._staging.done() else None
+
+    def _stage(self, location: str, version: int, result: Future[StageResult]) -> None:
+        # First: what an update that was given up left must not be applied by this one.
+        self._staged = None
+        try:
+            if self._source is None:
+                self._source = DirectorySource(Path(self.model_config.model), _engine_dtype(self.model_config))
+            self._staged = self._source.stage(location, version)
+        except (DataError, ReadError, OSError) as error:
+            if is_storage_failure(error):
+                result.set_result(StageResult(refused=None, unreadable=str(error)))
+            else:
+                result.set_result(StageResult(refused=str(error), unreadable=None))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            result.set_exception(error)
+        else:
+            result.set_result(StageResult(refused=None, unreadable=None))
+
+    def apply_weights(self) -> str:
+        """Swap the staged weights into the model and return their digest. Ends the process on failure.
+
+        The engine must be paused. A half-written model must never serve, so whatever goes wrong
+        here ends the process with SWAP_FAILED_EXIT_CODE.
+        """
+        try:
+            # Taken out: a second apply must fail rather than swap in the same again.
+            staged, self._staged = self._staged, None
+            assert staged is not None, "apply_weights without stage_weights"
+            model = self.model_runner.get_model()
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+                experts = _forget_packed_experts(model) if self.device.type == "cpu" else []
+                initialize_layerwise_reload(model)
+                model.load_weights(iter(staged.tensors.items()))
+                finalize_layerwise_reload(model, self.model_config)
+                if self.device.type == "cpu":
+                    _repack_tied_layers(model)
+                if any(method.moe_kernel is None for method in experts):
+                    raise RuntimeError(
+                        f"this build of vLLM does not renew the experts of {type(model).__name__} when weights are "
+                        "pushed: the model can be served, and not trained by rl"
+                    )
+            self.model_runner.reset_lora_state()
+        except BaseException:  # noqa: BLE001 - the process ends
+            _log.exception("the weights could not be swapped; the engine ends, because its model is half-written")
+            # os._exit flushes nothing.
+            logging.shutdown()
+            os._exit(SWAP_FAILED_EXIT_CODE)
+        return staged.digest
+
+
+def _engine_dtype(model_config: ModelConfig) -> torch.dtype:
+    assert isinstance(model_config.dtype, torch.dtype)
+    return model_config.dtype
+
+
+def _refuse_unset_weights(model: torch.nn.Module, loaded: set[str] | None, directory: Path) -> None:
+    """Refuse a model of which vLLM has weights that no file set: they are whatever the memory held before.
+
+    Args:
+        loaded: names of the parameters that were; None where the model's code does not say.
+
+    Raises:
+        DataError: naming one of them.
+    """
+    if loaded is None:
+        return
+    unset = sorted(name for name, parameter in model.named_parameters() if parameter.numel() and name not in loaded)
+    if unset:
+        raise DataError(
+            f"{directory}: vLLM's {type(model).__name__} has {len(unset)} weights that are in no file, such as "
+            f"'{unset[0]}'. What config.json asks for and what the files hold differ: correct config.json"
+        )
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:
+    """Make layers of experts pack their weights again, as at the first load; return what does so for each.
+
+    On CPU vLLM packs them then alone: a reload would copy plain weights to where its kernel reads packed ones, which
+    gives garbage, or fails where packing pads.
+    """
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    packing = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method in packing:
+        method.moe_kernel = None
+    return packing
+
+
+def _repack_tied_layers(model: torch.nn.Module) -> None:
+    """Dispatch the CPU GEMM again for layers that keep both a packed and a plain weight.
+
+    Those are the tied output layers: the reload renews the embedding's weight, but not the copy
+    that oneDNN packed for the output layer, which would go on computing with the old weights.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dispatch: Callable[..., None] = dispatch_cpu_unquantized_gemm
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
+            dispatch(module, remove_weight=False)

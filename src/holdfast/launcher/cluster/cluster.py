@@ -1,0 +1,184 @@
+"""What the launcher needs of a cluster: a place for every process of the run, on nodes that may get lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.config.rl import RlConfig
+from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.hosts import RemoteHost
+from holdfast.run import atomic as durable
+
+_PERIOD_S = 0.5
+_TELL_AFTER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one process of the run needs of the node that it is placed on.
+
+    Attributes:
+        name: of the process.
+        cpus: cores.
+        gpus: devices.
+    """
+
+    name: str
+    cpus: int
+    gpus: int = 0
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray calls them."""
+        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+
+class Cluster(Protocol):
+    """Nodes, and what of the run is placed on which."""
+
+    def place(self) -> None:
+        """Begin to look for a place for every process that has none, or has lost it."""
+        ...
+
+    def is_placed(self) -> bool:
+        """Whether every process has a place now, without waiting.
+
+        Raises:
+            ConfigError: a node cannot run what it should.
+        """
+        ...
+
+    def missing(self) -> str:
+        """Say which processes have no place, and what there is."""
+        ...
+
+    def host(self, name: str) -> RemoteHost:
+        """Return the host of a process that is placed."""
+        ...
+
+    def devices(self, name: str) -> list[int]:
+        """Return which GPUs of its node are those of a process; empty where the cluster sees to that itself."""
+        ...
+
+    def check(self, needs: list[Need]) -> None:
+        """Take what the processes need, where the nodes have it at all.
+
+        Raises:
+            ConfigError: they could not have it even if nothing else ran there.
+        """
+        ...
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any node has GPUs."""
+        ...
+
+    def close(self) -> None:
+        """End everything that runs on other hosts, and give the places back."""
+        ...
+
+
+def wait_for_places(
+    cluster: Cluster, *, timeout_s: float, pause: Callable[[float], int | None], say: Callable[[str], object]
+) -> int | None:
+    """Find a place for every process that has none; return None, or the number of a signal that ended the wait.
+
+    Args:
+        pause: waits for so many seconds; returns the number of a signal that came meanwhile.
+        say: what is told once when it takes long.
+
+    Raises:
+        TimeoutError: some have none after `timeout_s`; it says which.
+        ConfigError: a node cannot run what it should.
+    """
+    cluster.place()
+    begin, is_told = time.monotonic(), False
+    while not cluster.is_placed():
+        waited_s = time.monotonic() - begin
+        if waited_s > timeout_s:
+            raise TimeoutError(cluster.missing())
+        if waited_s > _TELL_AFTER_S and not is_told:
+            is_told = True
+            say(f"waiting for the cluster: {cluster.missing()}")
+        if (number := pause(_PERIOD_S)) is not None:
+            return number
+    return None
+
+
+def is_trainer(name: str) -> bool:
+    """Whether the process of this name is one of the trainer's."""
+    return name.split("_")[0] == "trainer"
+
+
+def trainer_names(nodes: int) -> list[str]:
+    """Return the names of the processes that start the ranks, one on every node of the trainer."""
+    return ["trainer", *(f"trainer_{node}" for node in range(1, nodes))]
+
+
+def needs_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> list[Need]:
+    """Return what every process of a run needs.
+
+    Args:
+        on_gpus: the nodes have GPUs, and the run takes them.
+    """
+    parallel, engine = config.trainer.parallel, config.inference.engine
+    ranks, shards = parallel.ranks, engine.tensor_parallel_size
+    needs = [
+        Need(name, ranks * (1 if on_gpus else parallel.threads or 1), ranks if on_gpus else 0)
+        for name in trainer_names(parallel.nodes)
+    ]
+    if starts_inference:
+        cpus, gpus = (shards, shards) if on_gpus else (engine.threads or 1, 0)
+        needs += [Need(name, cpus, gpus) for name in config.inference.of_each()]
+    return [*needs, Need("orchestrator", 1)]
+
+
+def assign(needs: list[Need], nodes: list[dict[str, float]]) -> list[int] | None:
+    """Return the number of the node for every process: the largest first, where most is left; None: they do not fit."""
+    left = [dict(node) for node in nodes]
+    chosen = [0] * len(needs)
+    for number in sorted(range(len(needs)), key=lambda number: (-needs[number].gpus, -needs[number].cpus)):
+        wanted = needs[number].resources
+        able = [on for on, node in enumerate(left) if all(node.get(kind, 0) >= wanted[kind] for kind in wanted)]
+        if not able:
+            return None
+        chosen[number] = max(able, key=lambda on: (left[on].get("GPU", 0), left[on].get("CPU", 0)))
+        for kind in wanted:
+            left[chosen[number]][kind] -= wanted[kind]
+    return chosen
+
+
+def wanted_and_there(needs: list[Need], nodes: list[dict[str, float]]) -> str:
+    """Return two lines that say what is wanted and what nodes have."""
+    wanted = "; ".join(f"{need.name}: {_shown(need.resources)}" for need in needs)
+    there = "; ".join(_shown(node) for node in nodes) or "no node"
+    return f"       wanted, each on one node: {wanted}\n       there, node by node: {there}"
+
+
+def _shown(resources: dict[str, float]) -> str:
+    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "nothing"
+
+
+def check_shared(cluster: Cluster, names: list[str], run_dir: Path) -> None:
+    """Check that every host sees the directory of the run.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    run_dir = run_dir.absolute()
+    marker = run_dir / f"{durable.TEMPORARY_PREFIX}shared"
+    marker.touch()
+    try:
+        for name in names:
+            host = cluster.host(name)
+            if host.wire.call("missing", [str(marker)]):
+                raise ConfigError(
+                    f"{host.name}, where {name} runs, does not see {run_dir}: give an --output-dir on a "
+                    "filesystem that all hosts share"
+                )
+    finally:
+        marker.unlink()

@@ -1,0 +1,489 @@
+"""What the launcher needs of a host, and of a process on it: the same of this machine and of any other."""
+
+# Merged here, to be said in the docstring above:
+# - local: Processes on this machine.
+# - place: What is done on a host for the launcher of another: start one process after the other, watch it, end it.
+# - remote: Processes on other hosts, as the launcher sees them: each through a `Place` there, whatever leads to it.
+# - pipe: The launcher's end of an agent: a command that reaches one on another host, such as `srun`, and its two pipes.
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from holdfast.errors import ConfigError
+from holdfast.launcher.engines import Reservation, reserve_first_free
+from holdfast.process.child import LAUNCHER_ENV
+from holdfast.process.heartbeat import show_stacks
+from holdfast.process.imports import module_command
+
+
+class Process(Protocol):
+    """One process with all that it starts."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id on its host, which is also that of its group; 0 before it has started."""
+        ...
+
+    @property
+    def returncode(self) -> int | Any:
+        """How it ended, as `subprocess` says it; None: `poll` and `wait` have not seen its end."""
+        ...
+
+    @property
+    def loss(self) -> str | None:
+        """How its host was lost, with whatever ran there; None where the process ended by itself."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return how it ended, without waiting; None while it runs."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end, at most so long; return how it ended, None if it runs still."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it alone; one that has ended gets none."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it and what it started; also what it left behind when it ended."""
+        ...
+
+    def clear(self, timeout_s: float) -> None:
+        """Kill it and what it started, and wait until they have let go of ports and memory."""
+        ...
+
+    def show_stacks(self, pids: Iterable[int], log: Path) -> None:
+        """Have those of its processes that are called `pids` write into `log` what each of their threads does."""
+        ...
+
+
+class Host(Protocol):
+    """Where processes can be started."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> Process:
+        """Start a process in a group of its own, which dies with the launcher.
+
+        Args:
+            log: where its output goes, behind what is there.
+            environment: on top of the launcher's own.
+        """
+        ...
+
+
+class LocalProcess:
+    """A child of this process, in a session of its own."""
+
+    loss = None
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Of the process and its group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | Any:
+        """As `subprocess` says it."""
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        """Return how it ended, without waiting."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it alone."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill its group."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def clear(self, timeout_s: float) -> None:
+        """Kill its group and wait until all of it is gone."""
+        self.kill()
+        self._process.wait()
+        deadline = time.monotonic() + timeout_s
+        for pid in psutil.pids():
+            try:
+                if os.getpgid(pid) != self.pid:
+                    continue
+                # Not waitpid: they are no children of ours. A descriptor is not fooled by a reused id.
+                descriptor = os.pidfd_open(pid)
+            except (ProcessLookupError, PermissionError):
+                continue
+            try:
+                # A large process takes seconds to die, and holds port and memory until then.
+                select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            finally:
+                os.close(descriptor)
+
+    def show_stacks(self, pids: Iterable[int], log: Path) -> None:
+        """Have its processes write their stacks into `log`."""
+        show_stacks(pids, of=self.pid, log=log)
+
+
+class LocalHost:
+    """This machine."""
+
+    name = "this machine"
+
+    def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> LocalProcess:
+        """Start a child in a session of its own."""
+        return start_here(argv, log, {**os.environ, **environment})
+
+
+def start_here(argv: list[str], log: Path, environment: Mapping[str, str]) -> LocalProcess:
+    """Start a child in a session of its own, with `environment` alone."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,  # nothing that a user types is for a child
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, LAUNCHER_ENV: str(os.getpid())},
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops them in order
+        )
+    return LocalProcess(process)
+
+
+THIS_MACHINE = LocalHost()
+
+
+# What a host has of its own; everything else of the launcher's environment comes along, as with `srun`.
+_OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
+_OWN_PREFIXES = ("RAY_", "SLURM_", "SLURMD_", "PMI", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "XDG_", "SSH_", "KUBERNETES_")
+
+
+def travelling(environment: dict[str, str]) -> dict[str, str]:
+    """Return what of the launcher's environment goes to processes on other hosts."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OWN and not name.startswith(_OWN_PREFIXES) and name.isprintable()
+    }
+
+
+class Place:
+    """The launcher's hand on a host. Arguments and results are plain values, which any wire takes."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+        self._reservations: list[Reservation] = []
+
+    def about(self) -> dict[str, str]:
+        """Return what this host is called, and what runs there."""
+        return {
+            "name": socket.gethostname(),
+            "version": version("holdfast"),
+            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        }
+
+    def missing(self, paths: list[str]) -> list[str]:
+        """Return those of `paths` that are not there on this host."""
+        # By its directory: that a file is not there may be remembered for a while on a network's filesystem.
+        return [path for path in paths if not _is_there(Path(path))]
+
+    def reserve(self, first: int) -> int:
+        """Return the first free port from `first` on; it is held until this place ends."""
+        (reservation,) = reserve_first_free("0.0.0.0", first)
+        self._reservations.append(reservation)
+        return reservation.port
+
+    def start(self, module: list[str], log: str, environment: dict[str, str], directory: str) -> int:
+        """Start one of our modules; return its process id.
+
+        Args:
+            module: its name and its arguments.
+            environment: on top of what this host has.
+            directory: where it works, as the launcher does.
+
+        Raises:
+            ConfigError: the directory is not there.
+        """
+        try:
+            os.chdir(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"{socket.gethostname()} has no directory {directory} ({error.strerror}), from which the run was "
+                "started: start it from a directory that all hosts share"
+            ) from None
+        self._process = start_here(module_command(*module), Path(log), {**os.environ, **environment})
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait for the end of the process that was started last; return how it ended."""
+        code = self._started().wait()
+        assert code is not None
+        return code
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._started().signal(number)
+
+    def kill(self) -> None:
+        """Kill it and what it started."""
+        self._started().kill()
+
+    def clear(self, timeout_s: float) -> None:
+        """Kill it and what it started, and wait until they are gone."""
+        self._started().clear(timeout_s)
+
+    def show_stacks(self, pids: Iterable[int], log: str) -> None:
+        """Have its processes write their stacks into `log`."""
+        self._started().show_stacks(pids, Path(log))
+
+    def _started(self) -> LocalProcess:
+        assert self._process is not None
+        return self._process
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.name in os.listdir(path.parent)  # noqa: PTH208 - names are all that is asked for
+    except OSError:
+        return False
+
+
+_POLL_S = 0.02
+_LOST = -signal.SIGKILL
+
+
+class HostLost(Exception):
+    """Nothing is heard of a place any more: what ran there is dead, or is about to be."""
+
+
+class Wire(Protocol):
+    """What leads to one `Place`."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the place; return its result.
+
+        Raises:
+            HostLost: there is no answer, and will be none.
+            HoldfastError: what the method raised.
+        """
+        ...
+
+    def ended(self) -> int | None:
+        """Return how the process there ended, without waiting; None while it runs.
+
+        Raises:
+            HostLost: nobody will ever know.
+        """
+        ...
+
+
+class RemoteProcess:
+    """A process on another host."""
+
+    def __init__(self, wire: Wire, *, host: str, pid: int) -> None:
+        self.pid = pid
+        self.loss: str | None = None
+        self.returncode: Any = None
+        self._wire = wire
+        self._host = host
+
+    def poll(self) -> int | None:
+        """Return how it ended, without waiting; a lost host counts as SIGKILL."""
+        if self.returncode is None:
+            try:
+                self.returncode = self._wire.ended()
+            except HostLost as lost:
+                self._lose(lost)
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end, at most so long."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.poll() is None and (deadline is None or time.monotonic() < deadline):
+            time.sleep(_POLL_S)  # neither Ray nor a pipe wakes who waits for a signal as well
+        return self.returncode
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it alone."""
+        if self.poll() is None:
+            self._call("signal", int(number))
+
+    def kill(self) -> None:
+        """Kill it and what it started."""
+        self._call("kill")
+
+    def clear(self, timeout_s: float) -> None:
+        """Kill it and what it started, and wait until they are gone."""
+        self._call("clear", timeout_s)
+        self.wait(timeout_s)
+
+    def show_stacks(self, pids: Iterable[int], log: Path) -> None:
+        """Have its processes write their stacks into `log`."""
+        self._call("show_stacks", list(pids), str(log))
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self.loss is not None:
+            return
+        try:
+            self._wire.call(method, *arguments)
+        except HostLost as lost:
+            self._lose(lost)
+
+    def _lose(self, lost: HostLost) -> None:
+        self.loss = f"{self._host} is lost: {lost}"
+        if self.returncode is None:
+            self.returncode = int(_LOST)
+
+
+class RemoteHost:
+    """A host on which one process of the run has its place.
+
+    Args:
+        address: where other hosts reach it.
+    """
+
+    def __init__(self, name: str, address: str, wire: Wire) -> None:
+        self.name = name
+        self.address = address
+        self.wire = wire
+
+    def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> RemoteProcess:
+        """Start a process of ours there; `argv` is that of `module_command`."""
+        arguments = (argv[3:], str(log.absolute()), {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
+        try:
+            pid = self.wire.call("start", *arguments)
+        except HostLost as lost:
+            process = RemoteProcess(self.wire, host=self.name, pid=0)
+            process._lose(lost)
+            return process
+        return RemoteProcess(self.wire, host=self.name, pid=pid)
+
+
+_CALL_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 10.0
+
+
+def agent_command() -> list[str]:
+    """Return the command line of an agent."""
+    return module_command("holdfast.launcher.cluster.agent")
+
+
+class PipeWire:
+    """Leads to a place in an agent.
+
+    Args:
+        argv: starts the agent; its stdin and stdout are the agent's.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the launcher alone
+        )
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._end: int | None = None
+        self._said = ""
+        self._is_lost = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the place, and wait for its result."""
+        if self.is_lost:
+            raise self._lost()
+        if method == "start":
+            self._end = None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{json.dumps({'method': method, 'arguments': arguments})}\n")
+            self._process.stdin.flush()
+            answer = self._answers.get(timeout=_CALL_TIMEOUT_S)
+        except (OSError, queue.Empty):
+            answer = None
+        if answer is None:
+            raise self._lost()
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return answer["result"]
+
+    def ended(self) -> int | None:
+        """Return how the process there ended."""
+        if self._end is None and self._is_lost.is_set():
+            raise self._lost()
+        return self._end
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the agent has ended."""
+        return self._is_lost.is_set()
+
+    def close(self) -> None:
+        """End the agent, with what it started."""
+        assert self._process.stdin is not None
+        try:
+            # By the end of its stdin: an agent on another host would not hear of a dead `srun`.
+            self._process.stdin.close()
+            self._process.wait(_CLOSE_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+
+    def _lost(self) -> HostLost:
+        """Give the agent up: an answer that comes late must not be taken for that of a later call."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        if not self._is_lost.wait(_CALL_TIMEOUT_S):
+            self._process.kill()
+            self._is_lost.set()
+        return HostLost(self._said or "it does not answer")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        with self._process.stdout as stdout, self._process.stderr as stderr:
+            for line in stdout:
+                message = json.loads(line)
+                if "ended" in message:
+                    self._end = message["ended"]
+                else:
+                    self._answers.put(message)
+            errors = [line for line in stderr if "error" in line]
+        self._said = errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})"
+        self._is_lost.set()
+        self._answers.put(None)

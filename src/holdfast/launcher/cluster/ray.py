@@ -1,0 +1,216 @@
+"""A run on a cluster of Ray's: a placement group with a bundle for every process, and an actor in each.
+
+The actors are owned by the launcher, so Ray ends them when it dies, and the kernel ends what they have started. A node
+that is lost takes its actors along; Ray gives its bundles to other nodes, or waits for one to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import uuid
+from importlib.metadata import version
+from typing import Any, Literal
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
+from holdfast.launcher.cluster.hosts import HostLost, Place, RemoteHost
+
+_CALL_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0
+# Waiting for the end of a process takes one of its threads, a call another.
+_CALLS_AT_ONCE = 4
+
+
+class RayWire:
+    """Leads to a place in an actor."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray = ray
+        self.actor = actor
+        self._end: Any = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor."""
+        result = self._get(getattr(self.actor, method).remote(*arguments))
+        if method == "start":
+            self._end = self.actor.wait.remote()
+        return result
+
+    def ended(self) -> int | None:
+        """Return how the process in the actor ended, without waiting."""
+        ready, _ = self._ray.wait([self._end], timeout=0)
+        return self._get(self._end) if ready else None
+
+    def _get(self, reference: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference, timeout=_CALL_TIMEOUT_S)
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, HoldfastError):
+                raise error.cause from None
+            raise
+        except errors.RayError as error:
+            raise HostLost(f"Ray says {type(error).__name__}") from None
+
+
+class RayCluster:
+    """Places processes on the nodes of a Ray cluster.
+
+    Args:
+        address: of the cluster, `HOST:PORT` of its head; None: the one that this machine belongs to.
+        strategy: whether places lie on few nodes or on many.
+
+    Raises:
+        ConfigError: there is no such cluster, or Ray is not installed.
+    """
+
+    def __init__(self, address: str | None, strategy: Literal["pack", "spread"]) -> None:
+        self._ray = _connected(address)
+        self._strategy = strategy.upper()
+        self._needs: list[Need] = []
+        self._group: Any = None
+        self._wires: dict[str, RayWire] = {}
+        self._about: dict[str, Any] = {}
+        self._hosts: dict[str, RemoteHost] = {}
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any node has GPUs."""
+        return bool(self._ray.cluster_resources().get("GPU"))
+
+    def check(self, needs: list[Need]) -> None:
+        """Take what the processes need, where the nodes have it at all.
+
+        Raises:
+            ConfigError: they could not have it even if nothing else ran there.
+        """
+        nodes = [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+        if assign(needs, nodes) is None:
+            raise ConfigError(f"the Ray cluster has too few resources.\n{wanted_and_there(needs, nodes)}")
+        self._needs = needs
+
+    def place(self) -> None:
+        """Ask for a place for every process that has none, or has lost it."""
+        if self._group is None:
+            make = importlib.import_module("ray.util.placement_group").placement_group
+            self._group = make([need.resources for need in self._needs], strategy=self._strategy)
+        for number, need in enumerate(self._needs):
+            if need.name not in self._wires:
+                self._wires[need.name] = self._new_place(number, need)
+            self._about[need.name] = self._wires[need.name].actor.about.remote()
+        self._hosts.clear()
+
+    def is_placed(self) -> bool:
+        """Whether every process has a place; one whose place was lost gets another."""
+        ready, waiting = self._ray.wait(list(self._about.values()), num_returns=len(self._about), timeout=0)
+        for number, need in enumerate(self._needs):
+            if need.name in self._hosts or self._about[need.name] not in ready:
+                continue
+            try:
+                about = self._ray.get(self._about[need.name])
+            except self._ray.exceptions.RayActorError as error:
+                _check_imports(error)
+                self._wires[need.name] = self._new_place(number, need)
+                self._about[need.name] = self._wires[need.name].actor.about.remote()
+                waiting.append(self._about[need.name])
+                continue
+            _check_version(about)
+            address = about["address"]
+            self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, self._wires[need.name])
+        return not waiting
+
+    def missing(self) -> str:
+        """Say which processes have no place, and what the nodes have left."""
+        names = ", ".join(need.name for need in self._needs if need.name not in self._hosts)
+        nodes = [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+        available = self._ray.available_resources()
+        free = ", ".join(f"{available.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if available.get(kind))
+        return f"no place for {names} (free altogether: {free or 'nothing'})\n{wanted_and_there(self._needs, nodes)}"
+
+    def host(self, name: str) -> RemoteHost:
+        """Return where a process is placed."""
+        return self._hosts[name]
+
+    def devices(self, name: str) -> list[int]:
+        """None: Ray tells every actor its own."""
+        return []
+
+    def close(self) -> None:
+        """End the actors, with what runs in them, and leave the cluster."""
+        for wire in self._wires.values():
+            self._ray.kill(wire.actor)
+        if self._group is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):  # the head may be what was lost
+                importlib.import_module("ray.util.placement_group").remove_placement_group(self._group)
+        self._ray.shutdown()
+
+    def _new_place(self, number: int, need: Need) -> RayWire:
+        scheduling = importlib.import_module("ray.util.scheduling_strategies")
+        strategy = scheduling.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        make: Any = self._ray.remote(_RayPlace).options(
+            num_cpus=need.cpus,
+            num_gpus=need.gpus,
+            max_restarts=0,
+            max_concurrency=_CALLS_AT_ONCE,
+            scheduling_strategy=strategy,
+        )
+        return RayWire(self._ray, make.remote())
+
+
+class _RayPlace(Place):
+    def about(self) -> dict[str, str]:
+        address = importlib.import_module("ray.util").get_node_ip_address()
+        return {**super().about(), "address": address}
+
+
+def _connected(address: str | None) -> Any:
+    # Under `uv run` Ray would send this directory to every node and make an environment from it there. Read at import.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    try:
+        ray = importlib.import_module("ray")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "cluster = 'ray' needs Ray, which is not installed: `uv sync --extra ray`, or "
+            "`uv pip install 'holdfast[ray]'`, here and on every node"
+        ) from None
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    where = f"at {address}" if address else "that this machine belongs to (RAY_ADDRESS, or `ray start` on it)"
+    try:
+        if address and ":" in address.removeprefix("ray://"):
+            # Ray itself tries for minutes.
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        ray.init(
+            address=address or "auto",
+            namespace=f"holdfast-{uuid.uuid4().hex}",
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"there is no Ray cluster {where}: {reason.rstrip('.')}. The address is that of the head "
+            "(`ray start --head --port 6379`: ray://HEAD:6379), and this machine must be one of the cluster's nodes."
+        ) from None
+    return ray
+
+
+def _check_imports(error: Exception) -> None:
+    text = str(error)
+    if "ModuleNotFoundError" in text or "ImportError" in text:
+        reason = next(line for line in reversed(text.splitlines()) if "Error" in line).strip()
+        raise ConfigError(
+            f"a node of the Ray cluster cannot import holdfast: {reason}. Install the same version of holdfast[ray] "
+            "into the environment that Ray was started from, on every node."
+        ) from None
+
+
+def _check_version(about: dict[str, str]) -> None:
+    if about["version"] != version("holdfast"):
+        raise ConfigError(
+            f"{about['name']} ({about['address']}) has holdfast {about['version']}, this machine has "
+            f"{version('holdfast')}: install the same everywhere"
+        )

@@ -1,0 +1,446 @@
+"""Who gets which GPUs of this machine: decided before anything starts, so that no two processes meet on one.
+
+A trainer has one rank on each of its GPUs, the first ones; an engine has neighbours, of the last ones.
+"""
+
+# Merged here, to be said in the docstring above:
+# - device_choices: What a run computes on, and the settings that follow from it: chosen once, written into its configuration, and told.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from holdfast.config.base import DType
+from holdfast.config.devices import BY_DEVICE, DeviceType
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.resolved import choose_for_engine, choose_for_training
+from holdfast.config.rl import RlConfig
+from holdfast.config.training import ParallelConfig, TrainingCommand
+from holdfast.errors import ConfigError
+from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.process.child import available_cores
+from holdfast.process.gpus import (
+    VISIBLE_DEVICES_ENV,
+    Gpu,
+    Inventory,
+    TorchBuild,
+    torch_build,
+    vllm_device,
+    why_unusable,
+)
+from holdfast.run.checkpoints import TRAINER_DIR
+from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import read_settings
+
+_NO_GPU = (
+    "the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: install that for CPUs, see "
+    "docs/installation.md"
+)
+# Less than any rank has for itself, beside the imports that all share: what it refuses cannot start.
+_LEAST_RANK_BYTES = 64 << 20
+# Arguments of vLLM that multiply the GPUs of one engine.
+_SPLITTING = ("pipeline-parallel-size", "data-parallel-size")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the processes of a run have to share, and what is installed to use it.
+
+    Attributes:
+        engine_device: what the installed vLLM computes on.
+    """
+
+    inventory: Inventory
+    torch: TorchBuild
+    engine_device: DeviceType
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of each process; none: it computes on the CPU.
+
+    Attributes:
+        engines: one entry for every engine.
+        hides_gpus: there are GPUs, which a process without any must not take.
+    """
+
+    trainer: tuple[Gpu, ...] = ()
+    engines: tuple[tuple[Gpu, ...], ...] = ()
+    hides_gpus: bool = False
+
+    @property
+    def trainer_device(self) -> DeviceType:
+        """What the trainer computes on."""
+        return "cuda" if self.trainer else "cpu"
+
+    @property
+    def shares(self) -> bool:
+        """Whether an engine lies on a GPU of the trainer."""
+        return any(gpu in self.trainer for engine in self.engines for gpu in engine)
+
+    def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
+        """Return the variables of a process that gets `gpus`."""
+        return {VISIBLE_DEVICES_ENV: ",".join(gpu.name for gpu in gpus)} if gpus or self.hides_gpus else {}
+
+
+def this_machine(inventory: Inventory) -> Machine:
+    """Return what there is to share, of which `inventory` are the GPUs."""
+    return Machine(inventory, torch_build(), vllm_device() or "cpu")
+
+
+def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "parallel") -> tuple[Gpu, ...]:
+    """Return the GPUs that a trainer may use; none: it is to use the CPU.
+
+    Args:
+        key: of `parallel`, for messages.
+
+    Raises:
+        ConfigError: there are GPUs, and the installed PyTorch cannot use them; or they are asked for and not there.
+    """
+    if parallel.device == "cpu":
+        return ()
+    inventory = machine.inventory
+    if not inventory.gpus:
+        if parallel.device == "cuda":
+            raise ConfigError(
+                f"{key}.device = 'cuda', and there is no NVIDIA GPU here, or {VISIBLE_DEVICES_ENV} hides it: leave it "
+                "out, or set 'cpu'"
+            )
+        return ()
+    if reason := why_unusable(inventory, machine.torch):
+        raise ConfigError(f"{reason}; or train on the CPU, with --{key}.device cpu")
+    return inventory.gpus
+
+
+def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
+    """Return the GPUs of a trainer that has the machine for itself.
+
+    Raises:
+        ConfigError: there are fewer than ranks, or PyTorch cannot use them.
+    """
+    gpus = trainer_gpus(parallel, machine)
+    if not gpus:
+        _refuse_without_memory(parallel.ranks, key="parallel")
+        return Placement(hides_gpus=bool(machine.inventory.gpus))
+    wanted = parallel.num_ranks or len(gpus)
+    if wanted > len(gpus):
+        raise ConfigError(
+            f"parallel.num_ranks = {wanted}, one for each GPU, and there {_are(len(gpus))}: lower it, or leave it out"
+        )
+    _refuse_parts(gpus[:wanted], "the trainer", "--parallel.num-ranks 1")
+    return Placement(gpus[:wanted])
+
+
+def _refuse_without_memory(ranks: int, *, key: str) -> None:
+    """Refuse more ranks on the CPU than its memory holds. More than there are cores are slow, and nothing else.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    total = psutil.virtual_memory().total
+    if ranks * _LEAST_RANK_BYTES > total:
+        raise ConfigError(
+            f"{key}.num_ranks = {ranks}: on the CPU each takes at least {_LEAST_RANK_BYTES >> 20} MiB, and this "
+            f"machine has {total / 2**30:.0f} GiB of memory: set at most {total // _LEAST_RANK_BYTES}; more than the "
+            f"{available_cores()} cores that there are only take turns"
+        )
+
+
+def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> Placement:
+    """Return the GPUs of trainer and engines.
+
+    Args:
+        starts_inference: the run has engines of its own.
+
+    Raises:
+        ConfigError: there are too few, or PyTorch cannot use them; or what is asked for does not fit together.
+    """
+    gpus = machine.inventory.gpus
+    trains = bool(trainer_gpus(config.trainer.parallel, machine, key="trainer.parallel"))
+    if not trains and config.cluster is None:
+        _refuse_without_memory(config.trainer.parallel.ranks, key="trainer.parallel")
+    samples = starts_inference and machine.engine_device == "cuda"
+    if samples and not gpus:
+        raise ConfigError(_NO_GPU)
+    _refuse_without_gpus(config, trains=trains, samples=samples or not starts_inference, gpus=gpus)
+    of_trainer, of_engines = _divide(config, len(gpus), trains=trains, samples=samples)
+    trainer = tuple(gpus[number] for number in of_trainer)
+    size = gpus_per_engine(config.inference)
+    engines = tuple(
+        tuple(gpus[number] for number in of_engines[begin : begin + size]) for begin in range(0, len(of_engines), size)
+    )
+    _refuse_parts(trainer, "the trainer", "--placement.trainer 1")
+    for engine in engines:
+        _refuse_parts(engine, "an engine", "--inference.engine.tensor-parallel-size 1")
+    return Placement(trainer, engines, hides_gpus=bool(gpus))
+
+
+def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]:
+    """Return the GPUs of an inference server by itself: the first ones, as many as its engine is split over.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    gpus, size = machine.inventory.gpus, gpus_per_engine(config)
+    if machine.engine_device == "cpu":
+        return ()
+    if not gpus:
+        raise ConfigError(_NO_GPU)
+    if size > len(gpus):
+        raise ConfigError(
+            f"the engine is split over {size} GPUs (engine.tensor_parallel_size), and there {_are(len(gpus))}: lower it"
+        )
+    _refuse_parts(gpus[:size], "the engine", "--engine.tensor-parallel-size 1")
+    return gpus[:size]
+
+
+def with_engines(config: RlConfig, machine: Machine) -> RlConfig:
+    """Return `config` with as many engines as the GPUs are for: those they were given, or else half of all.
+
+    Where the user says how many there are, or names servers, or where engines compute on the CPU, that stays.
+    """
+    inference, placement = config.inference, config.placement
+    is_said = "engines" in inference.model_fields_set or "urls" in config.orchestrator.client.model_fields_set
+    if is_said or machine.engine_device == "cpu" or config.orchestrator.is_sampled_by_teacher:
+        return config
+    count = len(machine.inventory.gpus)
+    wanted = placement.inference
+    if wanted is None:
+        of_trainer = placement.trainer if placement.trainer is not None else config.trainer.parallel.num_ranks
+        if config.trainer.parallel.device == "cpu":
+            wanted = count
+        else:
+            wanted = count // 2 if of_trainer is None else count - _length(of_trainer)
+    config = config.model_copy(deep=True)
+    config.inference.engines = max(1, _length(wanted) // gpus_per_engine(inference))
+    return config
+
+
+def _length(devices: int | list[int]) -> int:
+    return len(devices) if isinstance(devices, list) else devices
+
+
+def gpus_per_engine(config: InferenceConfig) -> int:
+    """Return how many GPUs one engine is split over."""
+    count = config.engine.tensor_parallel_size
+    for name, value in config.engine.args.items():
+        if name.replace("_", "-") in _SPLITTING and isinstance(value, int):
+            count *= value
+    return count
+
+
+def _divide(config: RlConfig, count: int, *, trains: bool, samples: bool) -> tuple[list[int], list[int]]:
+    """Return which GPUs, of `count`, the trainer gets, and which the engines."""
+    placement, ranks = config.placement, config.trainer.parallel.num_ranks
+    wants_trainer = (ranks if placement.trainer is None else placement.trainer) if trains else []
+    for key, wanted in (("trainer", wants_trainer), ("inference", placement.inference)):
+        if isinstance(wanted, list) and wanted and max(wanted) >= count:
+            raise ConfigError(
+                f"placement.{key} = {wanted} names GPU {max(wanted)}, and there {_are(count)}, counted from 0"
+            )
+    taken = wants_trainer if isinstance(wants_trainer, list) else []
+    engines = _of_engines(config, count, taken=taken, wants_trainer=wants_trainer) if samples else []
+    left = [number for number in range(count) if number not in engines]
+    if isinstance(wants_trainer, list):
+        trainer = wants_trainer
+    else:
+        trainer = left[: len(left) if wants_trainer is None else wants_trainer]
+    if trains and (not trainer or (isinstance(wants_trainer, int) and len(trainer) < wants_trainer)):
+        _refuse_too_few(config, count, engines=len(engines), trainer=wants_trainer)
+    if trains and ranks is not None and ranks != len(trainer):
+        raise ConfigError(
+            f"trainer.parallel.num_ranks = {ranks}, and the trainer gets {len(trainer)} GPUs (placement.trainer), each "
+            "with one rank: leave one of the two out"
+        )
+    return trainer, engines
+
+
+def _of_engines(config: RlConfig, count: int, *, taken: list[int], wants_trainer: int | list[int] | None) -> list[int]:
+    """Return which GPUs the engines get.
+
+    Args:
+        taken: those that the trainer was given by their numbers.
+    """
+    wanted, size = config.placement.inference, gpus_per_engine(config.inference)
+    if isinstance(wanted, list):
+        number, found = len(wanted), wanted
+    else:
+        free = [number for number in range(count) if number not in taken]
+        if wanted is None:
+            wanted = size * config.inference.engines
+        if wanted > len(free):
+            _refuse_too_few(config, count, engines=wanted, trainer=wants_trainer)
+        # The last ones: neighbours by twos and fours begin at even numbers, whatever the trainer gets.
+        number, found = wanted, free[len(free) - wanted :]
+    if number != size * config.inference.engines:
+        raise ConfigError(
+            f"placement.inference gives {number} GPUs to {config.inference.engines} engines of {size} each: give "
+            f"{size * config.inference.engines}, or change inference.engines or inference.engine.tensor_parallel_size"
+        )
+    return found
+
+
+def _refuse_too_few(config: RlConfig, count: int, *, engines: int, trainer: int | list[int] | None) -> None:
+    of_trainer = _length(trainer) if trainer is not None else "at least 1"
+    wanted = f"{engines} for the engines and {of_trainer} for the trainer"
+    advice = "lower --placement.trainer, --placement.inference or --trainer.parallel.num-ranks"
+    if count == 1:
+        advice = (
+            "let them share it, with --placement.trainer '[0]' --placement.inference '[0]' (both must fit: the engine "
+            "then takes inference.engine.gpu_memory_utilization = 0.4 of it, the trainer what it needs); name servers "
+            "elsewhere, with --orchestrator.client.urls; or train on the CPU, with --trainer.parallel.device cpu"
+        )
+    raise ConfigError(f"the run needs {wanted}, and there {_are(count)}: {advice}")
+
+
+def _refuse_without_gpus(config: RlConfig, *, trains: bool, samples: bool, gpus: Sequence[Gpu]) -> None:
+    """Refuse GPUs for what does not use any."""
+    for key, uses, who, why in (
+        ("trainer", trains, "the trainer", "trainer.parallel.device = 'cpu'"),
+        ("inference", samples, "the engine", "the installed vLLM is its build for CPUs, see docs/installation.md"),
+    ):
+        if getattr(config.placement, key) is not None and not uses:
+            reason = why if gpus else "there is no NVIDIA GPU here"
+            raise ConfigError(
+                f"placement.{key} gives GPUs to {who}, which computes on the CPU: {reason}. Leave it out."
+            )
+
+
+def _refuse_parts(gpus: Sequence[Gpu], who: str, flag: str) -> None:
+    """Refuse several MIG instances for one process group: CUDA shows a process one, and NCCL joins none."""
+    if len(gpus) > 1 and any(gpu.is_mig for gpu in gpus):
+        raise ConfigError(
+            f"{who} would be spread over {len(gpus)} MIG instances, which cannot work together: set {flag}, or take "
+            "whole GPUs"
+        )
+
+
+def _are(count: int) -> str:
+    return "is 1 GPU" if count == 1 else f"are {count} GPUs"
+
+
+# A few more than cores may be meant, to try out what many ranks do.
+_RANKS_PER_CORE = 4
+
+
+def choose_training(config: TrainingCommand, placement: Placement, *, clean: bool) -> dict[str, Any]:
+    """Fill in, in place, what a training program's settings leave to its device; return it by dotted key.
+
+    Args:
+        clean: the run that the directory holds is removed, and nothing of it kept.
+
+    Raises:
+        ConfigError: as many ranks as there are GPUs cannot be divided as the settings say.
+    """
+    device = placement.trainer_device
+    dtype = dtype_of_run(config) if config.model.dtype is None and not clean else None
+    chosen = choose_for_training(config, device, num_devices=len(placement.trainer), dtype=dtype)
+    try:
+        config.parallel.check_ranks(config.parallel.world_size)
+    except ValueError as error:
+        raise ConfigError(f"parallel.{error}") from None
+    if dtype not in (None, BY_DEVICE[device].dtype):
+        print(
+            f"model.dtype = {dtype}, as the run has it; a new one on {device} would have {BY_DEVICE[device].dtype} "
+            f"(--model.dtype {BY_DEVICE[device].dtype} changes it)"
+        )
+    return chosen
+
+
+def choose_rl(config: RlConfig, placement: Placement, machine: Machine) -> dict[str, Any]:
+    """Fill in, in place, what the settings of trainer and engines leave to their devices; return it by dotted key."""
+    chosen = {
+        f"trainer.{key}": value for key, value in choose_training(config.trainer, placement, clean=config.clean).items()
+    }
+    of_engine = choose_for_engine(
+        config.inference,
+        machine.engine_device,
+        dtype=config.trainer.model.compute_dtype,
+        shares_gpu=placement.shares,
+    )
+    if config.trainer.sampler_dtype is None:
+        config.trainer.sampler_dtype = config.inference.model.dtype
+    return chosen | {f"inference.{key}": value for key, value in of_engine.items()}
+
+
+def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any]:
+    """Fill in, in place, what the settings of an engine by itself leave to its device; return it by dotted key."""
+    return choose_for_engine(config, machine.engine_device)
+
+
+def dtype_of_run(config: TrainingCommand) -> DType | None:
+    """Return the dtype of the run that `config` goes on with, or forks; None where there is none to be seen here."""
+    run_dir, ckpt = RunDir(config.output_dir), config.ckpt
+    name = "trainer" if config.program == "rl" else config.program
+    candidates = [run_dir.configs(number) / f"{name}.toml" for number in range(run_dir.next_attempt() - 1, 0, -1)]
+    if ckpt is not None and ckpt.resume_dir is not None:
+        candidates.append(ckpt.resume_dir / TRAINER_DIR / CONFIG_NAME)
+    for path in candidates:
+        if path.is_file():
+            return read_settings(path).get("model", {}).get("dtype")
+    return None
+
+
+def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[str] = ()) -> str:
+    """Return the line that says what a run computes on, and what was chosen by that.
+
+    Args:
+        engines: what the engines compute on.
+    """
+    where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {engine}" for engine in engines)])
+    settings = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
+    return where + (f"; set by that: {settings}" if settings else "")
+
+
+def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machine, *, starts_inference: bool) -> str:
+    """Return the same for `rl`, with a warning where GPUs are there that the engine is not built for."""
+    if not starts_inference:
+        return describe(placement, {key: value for key, value in chosen.items() if key.startswith("trainer.")})
+    line = describe(placement, chosen, engines=[_gpus(gpus) for gpus in placement.engines or ((),)])
+    if machine.inventory.gpus and not placement.engines:
+        line += (
+            "\nWARNING: the engine computes on the CPU, as the installed vLLM is its build for CPUs: with "
+            "`uv sync --no-group cpu --group gpu` it takes GPUs (docs/installation.md)"
+        )
+    return line
+
+
+def tell_of_turns(parallel: ParallelConfig, placement: Placement, *, key: str = "parallel") -> None:
+    """Print a warning where a trainer on the CPU has many more ranks than cores: they are slow, and nothing else.
+
+    Args:
+        key: of `parallel`, for the message.
+    """
+    cores = available_cores()
+    if not placement.trainer and parallel.ranks > _RANKS_PER_CORE * cores:
+        print(
+            f"WARNING: {key}.num_ranks = {parallel.ranks} on the CPU, and this command may use {_cores(cores)}: the "
+            f"ranks take turns and wait for one another, so a step takes longer than with --{key.replace('_', '-')}"
+            f".num-ranks {cores}, and each has the memory of a process with PyTorch"
+        )
+
+
+def _cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
+
+
+def _gpus(gpus: Sequence[Gpu]) -> str:
+    """Return `GPU 0-3 (4 x NVIDIA H100)`, or `the CPU`."""
+    if not gpus:
+        return "the CPU"
+    model = gpus[0].model or "NVIDIA"
+    return f"GPU {names_of(gpus)} ({len(gpus)} x {model})"
+
+
+def names_of(gpus: Sequence[Gpu]) -> str:
+    """Return the names of GPUs, numbers that follow each other as `0-3`."""
+    names = [gpu.name for gpu in gpus]
+    if len(names) > 2 and all(name.isdecimal() for name in names):
+        numbers = [int(name) for name in names]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(names)

@@ -1,0 +1,431 @@
+"""Which inference servers an `rl` run uses: one that is there and free for it, those it was told, or one of its own.
+
+Decided before anything is touched, and claimed, so that two launchers that look at the same moment never take the
+same server or port.
+"""
+
+# Merged here, to be said in the docstring above:
+# - ports: Ports for inference servers: every launcher of this machine takes another one, also at the same moment.
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+
+import msgspec
+
+from holdfast.config.rl import RlConfig
+from holdfast.errors import ConfigError, InferenceError, printable
+from holdfast.protocol.inference import (
+    CLAIM_ROUTE,
+    RELEASE_ROUTE,
+    WEIGHTS_ROUTE,
+    Owner,
+    ServedWeights,
+    read_admin_token,
+    same_model,
+)
+from holdfast.run.run_dir import RunDir, directory_name, owner_of
+
+NUM_CANDIDATES = 100
+"""Ports that are tried from the first one on."""
+
+
+class Reservation:
+    """A port that is this process's, and that of the server that it starts or becomes, until `release` or its end."""
+
+    def __init__(self, port: int, holder: socket.socket) -> None:
+        self.port = port
+        self._holder = holder
+
+    def keep_over_exec(self) -> None:
+        """Let the program that takes the place of this one keep the port."""
+        self._holder.set_inheritable(True)
+
+    def release(self) -> None:
+        """Let go of the port."""
+        self._holder.close()
+
+
+def reserve(host: str, port: int) -> Reservation | None:
+    """Reserve `port`; return None where a launcher or a server has it, or any program listens at it on `host`."""
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(f"\0holdfast-port-{port}".encode())
+    except OSError:
+        holder.close()
+        return None
+    reservation = Reservation(port, holder)
+    # After the name is taken: two launchers that look at once must not both find it free.
+    if not _can_bind(host, port):
+        reservation.release()
+        return None
+    return reservation
+
+
+def reserve_first_free(host: str, first: int, *, count: int = 1) -> list[Reservation]:
+    """Reserve the first `count` free ports from `first` on that lie one behind the other.
+
+    Raises:
+        ConfigError: there are none among `NUM_CANDIDATES`.
+    """
+    last = min(first + NUM_CANDIDATES + count - 2, 65535)
+    held: list[Reservation] = []
+    for port in range(first, last + 1):
+        reservation = reserve(host, port)
+        if reservation is None:
+            release_all(held)
+        else:
+            held.append(reservation)
+        if len(held) == count:
+            return held
+    release_all(held)
+    free = "no port" if count == 1 else f"not {count} ports in a row"
+    raise ConfigError(
+        f"{free} from {first} to {last} {'is' if count == 1 else 'are'} free on {host}. Name one with "
+        "--inference.server.port, or another address with --inference.server.host."
+    )
+
+
+def release_all(held: list[Reservation]) -> None:
+    """Let go of all ports in the list, and empty it."""
+    while held:
+        held.pop().release()
+
+
+def _can_bind(host: str, port: int) -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server binds it: connections that ended a moment ago do not matter, a listener does.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+_TIMEOUT_S = 10.0
+# How often the launcher claims what it has claimed: an orchestrator does so too, but may not have started, or be dead.
+_SIGN_OF_LIFE_S = 20.0
+# What a launcher that was killed leaves behind ends within moments; a busy machine takes longer.
+_ENDING_S = 30.0
+_LOOK_AGAIN_S = 0.05
+_FAILURES = (OSError, ValueError, HTTPException, RecursionError)
+# Whoever answers at a port may do so without an end.
+_MOST_BYTES = 1 << 20
+# Proxies of the environment are for the internet, not for the engines of a run.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class _NotOurs(Exception):
+    """Something answers that is no inference server of holdfast, or one that is ending.
+
+    Attributes:
+        may_be_ending: it gave no answer at all.
+    """
+
+    def __init__(self, reason: object, *, may_be_ending: bool = False) -> None:
+        super().__init__(printable(reason))
+        self.may_be_ending = may_be_ending
+
+
+class _Taken(Exception):
+    """A server or port that this run cannot have, and why.
+
+    Attributes:
+        may_be_ending: perhaps by what the last start of the run has left, which ends by itself.
+    """
+
+    def __init__(self, reason: str, *, may_be_ending: bool = False) -> None:
+        super().__init__(reason)
+        self.may_be_ending = may_be_ending
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What a run samples with.
+
+    Attributes:
+        starts_own: the run starts servers of its own at the addresses in its configuration.
+        line: what to tell the user about it; empty where nothing is to be told.
+    """
+
+    starts_own: bool
+    line: str
+
+
+def picks_its_port(config: RlConfig) -> bool:
+    """Whether the user, who wrote `config`, left it to the run which port its server has."""
+    return (
+        "port" not in config.inference.server.model_fields_set
+        and "urls" not in config.orchestrator.client.model_fields_set
+    )
+
+
+@contextmanager
+def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
+    """Choose, and hold what was chosen until the end: then the run's servers are given back.
+
+    A port that is picked is written into `config`. A dry run holds nothing.
+
+    Raises:
+        InferenceError: exit code 2, the address is taken by another run, another model or another program.
+        ConfigError: no port is free.
+    """
+    run_dir = RunDir(config.output_dir)
+    choice = _Choice(config, run_dir)
+    try:
+        yield choice.make(picks_port=picks_port)
+    finally:
+        choice.end()
+
+
+class _Choice:
+    def __init__(self, config: RlConfig, run_dir: RunDir) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._new_id = uuid.uuid4().hex
+        teacher = config.orchestrator.teacher
+        self._teachers = {url.rstrip("/") for url in teacher.urls} if teacher else set[str]()
+        self._claimed: list[str] = []
+        self._to_give_back: list[str] = []
+        self._held: list[Reservation] = []
+        self._is_over = threading.Event()
+        self._living = threading.Thread(target=self._give_signs_of_life, daemon=True)
+
+    @property
+    def _me(self) -> Owner:
+        """The run, which may not have begun yet."""
+        if self._run_dir.holds_run():
+            return owner_of(self._run_dir)
+        return Owner(self._new_id, directory_name(self._run_dir))
+
+    def make(self, *, picks_port: bool) -> Servers:
+        config = self._config
+        if config.orchestrator.is_sampled_by_teacher:
+            return Servers(False, "the teacher samples: the policy needs no inference server")
+        own, urls = config.inference.urls, config.orchestrator.client.urls
+        begin = told = time.monotonic()
+        while True:
+            try:
+                return self._choose(picks_port=picks_port)
+            except _Taken as taken:
+                release_all(self._held)
+                if picks_port:
+                    return self._own_servers(str(taken))
+                if taken.may_be_ending and self._was_cut_off and time.monotonic() < begin + _ENDING_S:
+                    if told == begin:
+                        told = time.monotonic()
+                        why = "the last start of this run may have left it"
+                        print(f"{taken}. Waiting for up to {_ENDING_S:g} s: {why}", flush=True)
+                    time.sleep(_LOOK_AGAIN_S)  # nothing tells when another process lets go of a port
+                    continue
+                other = "choose another port with --inference.server.port"
+                if urls != own:
+                    other = "name other servers with --orchestrator.client.urls"
+                raise _refusal(f"{taken}. Wait for it, or {other}.") from None
+
+    @property
+    def _was_cut_off(self) -> bool:
+        """Whether the directory holds a run whose launcher has ended: what it started ends too, within moments."""
+        return self._run_dir.holds_run() and not self._run_dir.is_under_way()
+
+    def _choose(self, *, picks_port: bool) -> Servers:
+        """Make the choice.
+
+        Raises:
+            _Taken: the address is not for this run.
+        """
+        config = self._config
+        own, urls = config.inference.urls, config.orchestrator.client.urls
+        for url in urls:
+            if url.rstrip("/") in self._teachers:
+                raise _Taken(f"{url} is where the teacher is served (orchestrator.teacher.urls)")
+            if url not in own:
+                self._claim_if_there(url)
+        starts = [url for url in own if url in urls]
+        if len(own) > 1 and len(starts) < len(own):
+            raise _refusal(
+                f"inference.engines = {len(own)} starts servers at {', '.join(own)}, and orchestrator.client.urls "
+                f"names {len(starts)} of them: name all, or leave one of the two settings out"
+            )
+        if not starts:
+            return Servers(False, f"using the inference servers at {', '.join(urls)}")
+        # Several are always started: which of them were there already would be hard to tell.
+        if len(own) == 1 and (model := self._use(own[0], anyones=not picks_port)) is not None:
+            return Servers(False, f"using the inference server that answers at {own[0]} (model {model})")
+        if picks_port:
+            return self._own_servers("another run or program has it")
+        if not config.dry_run:
+            for number, url in enumerate(own):
+                reservation = reserve(config.inference.server.host, config.inference.server.port + number)
+                if reservation is None:
+                    raise _Taken(f"{url} is in use, by a run that starts or by another program", may_be_ending=True)
+                self._held.append(reservation)
+        return Servers(True, "")
+
+    def end(self) -> None:
+        """Give back what was claimed, and the port."""
+        self._is_over.set()
+        if self._claimed:
+            # A sign of life that is under way would claim the server again, behind its release.
+            self._living.join()
+        # One that was this run's before is not given back by a launcher that found the run under way, and ends. One
+        # whose run it was gives back all: its last sign of life may have come after the orchestrator gave it back.
+        for url in self._claimed if self._run_dir.is_own() else self._to_give_back:
+            try:
+                _post(url, RELEASE_ROUTE, self._me, self._token())
+            except _FAILURES as error:
+                if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
+                    continue  # it has ended
+                print(f"{url} was not given back, so other runs cannot use it yet: {error}")
+        release_all(self._held)
+
+    def _give_signs_of_life(self) -> None:
+        while not self._is_over.wait(_SIGN_OF_LIFE_S):
+            for url in tuple(self._claimed):  # a copy: the other thread adds to it
+                try:
+                    _post(url, CLAIM_ROUTE, self._me, self._token())
+                except _FAILURES:  # the orchestrator says what is wrong, when it needs the server
+                    continue
+
+    def _own_servers(self, why: str) -> Servers:
+        """Start servers of this run at the first free ports."""
+        inference = self._config.inference
+        server, count = inference.server, inference.engines
+        first = wanted = server.port
+        while True:
+            self._held = reserve_first_free(server.host, first, count=count)
+            server.port = self._held[0].port
+            if self._teachers.isdisjoint(inference.urls):  # which may not have started yet
+                break
+            release_all(self._held)
+            first = server.port + 1
+        # After the loop, which may have changed the ports and so the addresses.
+        self._config.orchestrator.client.urls = inference.urls
+        if server.port == wanted:
+            return Servers(True, "")
+        if count == 1:
+            gets = f"the inference server of this run gets {server.port}"
+        else:
+            gets = f"the inference servers of this run get {server.port} to {server.port + count - 1}"
+        return Servers(True, f"port {wanted} is not free ({why}): {gets}")
+
+    def _use(self, address: str, *, anyones: bool) -> str | None:
+        """Claim the server at `address` and return its model; None where nobody listens.
+
+        Args:
+            anyones: the user named it; otherwise it must be a server of the same user.
+
+        Raises:
+            _Taken: it is not for this run.
+        """
+        try:
+            served = _look(address)
+        except _NotOurs as error:
+            raise _Taken(
+                f"something answers at {address}, but it is not an inference server of holdfast ({error})",
+                may_be_ending=error.may_be_ending,
+            ) from None
+        if served is None:
+            return None
+        if not anyones and served.uid != os.getuid():
+            raise _Taken(f"the inference server at {address} is another user's (uid {served.uid})")
+        wanted = self._config.inference.model.name
+        if not same_model(served.model, wanted):
+            raise _Taken(
+                f"the inference server at {address} serves the model '{printable(served.model)}', this run "
+                f"trains '{wanted}'"
+            )
+        self._claim(address, served)
+        return served.model
+
+    def _claim_if_there(self, url: str) -> None:
+        """Claim a server that the user named, unless it is still to be started: the orchestrator waits for it."""
+        try:
+            served = _look(url)
+        except _NotOurs:  # the orchestrator says what is wrong, once it has waited for it
+            return
+        if served is not None:
+            self._claim(url, served)
+
+    def _claim(self, url: str, served: ServedWeights) -> None:
+        """Own the server at `url`.
+
+        Raises:
+            _Taken: another run does.
+        """
+        owner = served.owner
+        if owner is not None and owner.run_id != self._me.run_id and owner.directory != self._me.directory:
+            raise _Taken(f"the inference server at {url} belongs to the run in {printable(owner.directory)}")
+        if owner is not None and owner.lease_s is None and not self._run_dir.is_under_way():
+            # Its launcher has ended, so it is about to.
+            raise _Taken(f"the inference server at {url} is of the last start of this run", may_be_ending=True)
+        if self._config.dry_run:
+            return
+        try:
+            _post(url, CLAIM_ROUTE, self._me, self._token())
+        except urllib.error.HTTPError as error:
+            error.close()
+            why = {
+                401: f"asks for its admin token ({self._config.orchestrator.client.admin_token_env})",
+                409: "was taken by another run just now",
+            }
+            raise _Taken(f"the inference server at {url} {why.get(error.code, f'says {error}')}") from None
+        except _FAILURES as error:
+            raise _Taken(f"the inference server at {url} gave no answer ({error})", may_be_ending=True) from None
+        if url not in self._claimed:
+            self._claimed.append(url)
+        if owner is None:
+            self._to_give_back.append(url)
+        if not self._living.is_alive():
+            self._living.start()
+
+    def _token(self) -> str | None:
+        return read_admin_token(self._config.orchestrator.client.admin_token_env)
+
+
+def _look(url: str) -> ServedWeights | None:
+    """Return what the server at `url` serves; None where nobody listens.
+
+    Raises:
+        _NotOurs: something else answers.
+    """
+    try:
+        with _opener.open(f"{url}{WEIGHTS_ROUTE}", timeout=_TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _NotOurs(f"HTTP {error.code}") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):
+            return None
+        raise _NotOurs(error.reason, may_be_ending=True) from None
+    except _FAILURES as error:
+        raise _NotOurs(f"{type(error).__name__}: {error}", may_be_ending=isinstance(error, OSError)) from None
+
+
+def _post(url: str, route: str, owner: Owner, token: str | None) -> None:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    body = json.dumps({"run_id": owner.run_id, "directory": owner.directory}).encode()
+    with _opener.open(urllib.request.Request(f"{url}{route}", body, headers), timeout=_TIMEOUT_S):
+        return
+
+
+def _refusal(reason: str) -> InferenceError:
+    error = InferenceError(reason)
+    error.exit_code = 2  # nothing was started: an error of the configuration
+    return error

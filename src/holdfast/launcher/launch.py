@@ -1,0 +1,352 @@
+"""The launcher: prepares the run directory, starts the processes, watches them and stops them.
+
+`rl` decides once which step to resume from and hands the same number to all processes. It starts
+everything at the same time; whoever is ready first waits for the others through the run directory.
+"""
+
+# Merged here, to be said in the docstring above:
+# - evaluation: Evaluations beside a trainer: the process that makes them, checked before anything starts, and where it computes.
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.config.base import CkptConfig, ModelConfig
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.rl import RlConfig, hand_down_shared
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
+from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.placement import Placed, placed
+from holdfast.launcher.cluster.slurm_job import submit_rl, submit_training
+from holdfast.launcher.devices import (
+    Machine,
+    Placement,
+    choose_inference,
+    choose_rl,
+    choose_training,
+    describe,
+    describe_rl,
+    gpus_per_engine,
+    inference_gpus,
+    place_rl,
+    place_training,
+    tell_of_turns,
+    this_machine,
+    with_engines,
+)
+from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, reserve
+from holdfast.launcher.liveness import Health
+from holdfast.launcher.nodes import launch_on_nodes, process_name, trainer_command, with_outer_nodes
+from holdfast.launcher.outputs import Listeners, check_tracking, listening_for
+from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff
+from holdfast.launcher.preflight import (
+    check_in_child,
+    check_inference,
+    check_orchestrator,
+    check_rl,
+    check_training,
+    planned_engine,
+    planned_orchestrator,
+    planned_trainer,
+    print_table,
+)
+from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
+from holdfast.launcher.watch import watch
+from holdfast.process.child import available_cores
+from holdfast.process.events import PROCESS_ENV
+from holdfast.process.gpus import Gpu, find_gpus, require_vllm
+from holdfast.process.imports import module_command
+from holdfast.run.inputs import check_max_len
+from holdfast.run.run_dir import RunDir
+
+
+def check_evaluations(config: TrainingCommand) -> None:
+    """Check what a training program asks of the policy meanwhile, if it does.
+
+    Raises:
+        ConfigError, DataError: what cannot be used, or is trained on.
+    """
+    if not isinstance(config, EvaluatedCommand) or config.eval is None:
+        return
+    if config.parallel.nodes > 1:  # by an outer launcher
+        raise ConfigError(NOT_ON_NODES)
+    require_vllm()
+    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
+    for section in config.eval.environments:
+        for value in section.args.values():
+            if isinstance(value, str) and _is_part(value, of=config.data.name):
+                raise ConfigError(
+                    f"eval.environments: '{section.label}' asks what is in {value}, and that is trained on "
+                    f"(data.name = '{config.data.name}'): nothing of it is held out. Name another file."
+                )
+    asked = config.eval.following(config.output_dir, config.output_dir)
+    model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
+    check_in_child(
+        "holdfast.orchestrator.evaluation.check",
+        asked.model_copy(update={"run": None, "follow": False, "interval": None, "model": model}),
+    )
+
+
+def _is_part(name: str, *, of: str) -> bool:
+    """Whether `name` is a file that is the data `of`, or lies in them."""
+    return os.path.isfile(name) and Path(name).resolve().is_relative_to(Path(of).resolve())  # noqa: PTH113 - whatever the text is
+
+
+def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[Gpu, ...]:
+    """Return the GPUs of the evaluations of a training program: those that the trainer leaves.
+
+    Raises:
+        ConfigError: these are too few.
+    """
+    if not isinstance(config, EvaluatedCommand) or config.eval is None or machine.engine_device == "cpu":
+        return ()
+    size = gpus_per_engine(config.eval.inference)
+    left = [gpu for gpu in machine.inventory.gpus if gpu not in placement.trainer]
+    if len(left) < size:
+        raise ConfigError(
+            f"the server of the evaluations needs {size} of the {len(machine.inventory.gpus)} GPUs, and the trainer "
+            f"leaves {len(left)}: lower parallel.num_ranks, or leave eval out and start `evaluate --run "
+            f"{config.output_dir} --follow` where there is room for it"
+        )
+    return tuple(left[:size])
+
+
+def with_evaluations(
+    plan: Plan, attempt: Attempt, config: TrainingCommand, placement: Placement, gpus: tuple[Gpu, ...]
+) -> Plan:
+    """Return `plan` with the process that evaluates, if `config` asks for one."""
+    if not isinstance(config, EvaluatedCommand) or config.eval is None:
+        return plan
+    run_dir = RunDir(config.output_dir)
+    if not config.dry_run:
+        run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt: this one tries again
+    settings = config.eval.following(run_dir.path, run_dir.evaluations)
+    path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
+    return replace(
+        plan,
+        commands=plan.commands | {EVALUATION: module_command("holdfast.commands.evaluate_follow", str(path))},
+        paths=[*plan.paths, path],
+        environments=plan.environments | {EVALUATION: placement.environment(gpus)},
+        processes=[*plan.processes, planned_engine(EVALUATION, config.eval.inference, gpus)],
+    )
+
+
+# Between the answer that a server gives in time and its arrival here, on a busy machine.
+_ANSWERING_S = 10.0
+
+
+def launch_training(config: TrainingCommand) -> int:
+    """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
+    if isinstance(config, SupervisedCommand) and config.slurm is not None:
+        check_training(config)
+        return submit_training(config)
+    config, rank = with_outer_nodes(config, os.environ)
+    check_training(config)
+    check_tracking(config)
+    check_evaluations(config)
+    if config.parallel.nodes > 1 and not config.dry_run:
+        return _launch_training(config, Listeners(), rank=rank)
+    with listening_for(config) as listeners:
+        return _launch_training(config, listeners, rank=rank)
+
+
+def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int | None) -> int:
+    machine = this_machine(find_gpus())
+    placement = place_training(config.parallel, machine)
+    gpus = evaluation_gpus(config, placement, machine)
+    chosen = choose_training(config, placement, clean=config.clean)
+    environment = placement.environment(placement.trainer)
+    if config.parallel.nodes > 1 and not config.dry_run:
+        print(describe(placement, chosen))
+        tell_of_turns(config.parallel, placement)
+        return launch_on_nodes(config, rank=rank, environment=environment)
+    attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
+    config = with_resume(config, attempt.resume_step)
+    path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
+    print(describe(placement, chosen))
+    tell_of_turns(config.parallel, placement)
+    plan = Plan(
+        attempt,
+        {"trainer": trainer_command(config, path)},
+        config,
+        [path],
+        environments={"trainer": environment},
+        processes=planned_trainer(config, placement),
+    )
+    plan = with_evaluations(plan, attempt, config, placement, gpus)
+    return _print_plan(plan) if config.dry_run else watch(plan, listeners=listeners)
+
+
+def launch_rl(config: RlConfig) -> int:
+    """Run trainer, orchestrator and, unless some are there, inference servers; return the exit code."""
+    picks_port = picks_its_port(config)
+    machine, given = this_machine(find_gpus()), config
+    is_here = config.cluster is None and config.slurm is None
+    config = hand_down_shared(with_engines(config, machine) if is_here else config)
+    if config.slurm is not None:
+        check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
+        return submit_rl(config, given)
+    with (
+        listening_for(config.trainer) as listeners,
+        placed(config) as places,
+        _servers(config, places, picks_port=picks_port) as servers,
+    ):
+        machine = places.machine if places else machine
+        check_rl(config, starts_inference=servers.starts_own)
+        check_tracking(config.trainer)
+        placement = place_rl(config, machine, starts_inference=servers.starts_own)
+        chosen = choose_rl(config, placement, machine)
+        plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)
+        if servers.line:
+            print(servers.line)
+        print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
+        if places is None:  # else the cores are those of other machines
+            tell_of_turns(config.trainer.parallel, placement, key="trainer.parallel")
+        if config.dry_run:
+            return _print_plan(plan)
+        healing = Healing(
+            again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, places=places, again=True),
+            restarts=Restarts(config.max_restarts, config.restart_window_s),
+            storage_backoff=StorageBackoff(config.storage_timeout_s),
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            cluster=places.cluster if places else None,
+            cluster_timeout_s=config.cluster_timeout_s,
+        )
+        return watch(plan, healing, listeners=listeners)
+
+
+def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
+    """Choose the servers of the run; on a cluster they have their places already."""
+    return nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port)
+
+
+def _plan_rl(
+    config: RlConfig, placement: Placement, *, starts_inference: bool, places: Placed | None, again: bool = False
+) -> Plan:
+    """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    if places is not None and again:
+        places.tell_addresses(config)
+    # --clean was for the first start: again it would remove the run itself.
+    clean = config.clean and not again
+    attempt = prepare(
+        config.trainer,
+        clean=clean,
+        dry_run=config.dry_run,
+        orchestrator=config.orchestrator,
+        inference=config.inference if starts_inference else None,
+        again=again,
+    )
+    trainer = with_resume(config.trainer, attempt.resume_step)
+    orchestrator = with_resume(config.orchestrator, attempt.resume_step)
+    inference = config.inference.model_copy(deep=True)
+    _share_cores(trainer, inference, engine_on_gpu=bool(placement.engines))
+    sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
+    paths = {name: write_config(attempt, name, section, dry_run=config.dry_run) for name, section in sections.items()}
+    write_config(attempt, "rl", config, dry_run=config.dry_run, tells=False)
+    commands = {
+        "trainer": trainer_command(trainer, paths["trainer"]),
+        "orchestrator": module_command("holdfast.orchestrator.main", str(paths["orchestrator"])),
+    }
+    environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
+    cluster = str(config.cluster) if places is not None else None
+    processes = [*planned_trainer(trainer, placement, cluster=cluster), planned_orchestrator(cluster=cluster)]
+    health: dict[str, Health] = {}
+    if starts_inference:
+        servers = {}
+        for number, (name, one) in enumerate(inference.of_each().items()):
+            if places is not None and not config.dry_run:
+                places.tell_address(name, one)
+            if name not in paths or places is not None:  # one of several, told with those of all; or it has its place
+                paths[name] = write_config(attempt, name, one, dry_run=config.dry_run, tells=False)
+            servers[name] = module_command("holdfast.inference.main", str(paths[name]), str(attempt.run_dir.path))
+            # The server itself says when its engine takes too long.
+            health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
+            gpus = placement.engines[number] if placement.engines else ()
+            environments[name] = placement.environment(gpus)
+            processes.append(planned_engine(name, one, gpus, cluster=cluster))
+        commands = servers | commands
+    plan = Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
+    return plan if places is None or config.dry_run else places.plan(plan, config)
+
+
+def launch_orchestrator(config: OrchestratorConfig) -> int:
+    """Become the orchestrator of a run whose trainer is started elsewhere."""
+    check_orchestrator(config)
+    run_dir = RunDir(config.output_dir)
+    if not config.dry_run:
+        # Inheritable: the lock belongs to the program that this process becomes.
+        run_dir.lock_orchestrator(over_exec=True)
+        clear_unpublished(run_dir)
+    ckpt = config.ckpt or CkptConfig()
+    if ckpt.resume_dir is not None:
+        raise ConfigError(
+            f"ckpt.resume_dir = {ckpt.resume_dir}: the trainer's command brings the checkpoint into the run. Start "
+            "that first, then this with --ckpt.resume-step and the number of the step."
+        )
+    resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
+    # That of the trainer, which counts attempts; its logs and settings lie together.
+    attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
+    config = with_resume(config, resume_step)
+    path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
+    if config.dry_run:
+        print(f"would make batches until step {config.max_steps}\nresolved configuration: {path}")
+        return 0
+    return _become(module_command("holdfast.orchestrator.main", str(path)), "orchestrator")
+
+
+def launch_inference(config: InferenceConfig) -> int:
+    """Become the inference server."""
+    check_inference(config)
+    machine = this_machine(find_gpus())
+    gpus = inference_gpus(config, machine)
+    choose_inference(config, machine)
+    attempt = Attempt(RunDir(config.output_dir), 0, None)
+    path = write_config(attempt, "inference", config, dry_run=config.dry_run)
+    if config.dry_run:
+        print(f"resolved configuration: {path}\nwould serve {config.model.name} at {config.server.url}")
+        print_table([planned_engine("inference", config, gpus)])
+        return 0
+    reservation = reserve(config.server.host, config.server.port)
+    if reservation is None:
+        raise ConfigError(
+            f"{config.server.url} is in use, by another server or a run. Stop it, or choose another port with "
+            "--server.port."
+        )
+    reservation.keep_over_exec()
+    print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
+    os.environ.update(Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus))
+    return _become(module_command("holdfast.inference.main", str(path)), "inference")
+
+
+def _become(argv: list[str], process: str) -> int:
+    os.environ[PROCESS_ENV] = process
+    # execv drops what Python has not written yet.
+    sys.stdout.flush()
+    os.execv(argv[0], argv)
+
+
+def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_on_gpu: bool) -> None:
+    """Give trainer and engines their own cores; an engine on GPUs has use for few, and takes what vLLM decides."""
+    cores = available_cores()  # two thread teams on the same cores are ruinous
+    if trainer.parallel.threads is None:
+        trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.ranks)
+    if inference.engine.threads is None and not engine_on_gpu:
+        left = cores - trainer.parallel.threads * trainer.parallel.ranks
+        inference.engine.threads = max(1, left // inference.engines)
+
+
+def _print_plan(plan: Plan) -> int:
+    attempt = plan.attempt
+    print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {plan.trainer.max_steps}")
+    for path in plan.paths:
+        print(f"resolved configuration: {path}")
+    print_table(plan.processes)
+    return 0

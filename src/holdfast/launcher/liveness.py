@@ -1,0 +1,258 @@
+"""Listening for signs of life: beats of processes, and answers of the health route of a server.
+
+Times in which the launcher itself was frozen do not count: whoever froze it may have frozen all, and nobody could be
+heard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import shutil
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.process.heartbeat import PERIOD_S, Beat, awake_s, read_beat
+from holdfast.process.scratch import drop, hold, make_scratch, remove_abandoned, scratch_name
+
+# Proxies of the environment are for the internet, not for the server of a run.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+PROBE_PERIOD_S = 5.0
+# A process imports before its first beat, for seconds on a busy machine.
+_FIRST_BEAT_S = 30.0
+_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> Iterator[Path]:
+    """Make a directory for the beats of the run in `run_dir`, in memory where there is a place; remove it at the end.
+
+    Args:
+        is_shared: processes of other hosts beat as well, so it lies in `run_dir`, which they see.
+        node: of several with this run; some may be on one machine.
+
+    What a launcher that was killed left is taken over by the next one, which holds the lock of the run, or removed by
+    that of another run.
+    """
+    if is_shared:
+        place = run_dir.absolute() / "beats"
+        place.mkdir(mode=0o700, exist_ok=True)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return
+    home = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    status = run_dir.stat()  # containers may share the memory, and have directories of the same name
+    digest = hashlib.sha256(
+        f"{status.st_dev} {status.st_ino} {run_dir}{f' {node}' if node else ''}".encode()
+    ).hexdigest()[:16]
+    remove_abandoned(home)
+    place = _held_place(home / f"{scratch_name()}{digest}")
+    try:
+        yield place
+    finally:
+        drop(place)
+
+
+def _held_place(place: Path) -> Path:
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return make_scratch(Path(tempfile.gettempdir()))
+    # Anyone may write to /dev/shm, and the name can be foretold.
+    if place.is_symlink() or place.stat().st_uid != os.getuid():
+        return make_scratch(Path(tempfile.gettempdir()))  # somebody else made it
+    # Not held: another launcher took it for abandoned, and removed it this moment.
+    return place if hold(place) else _held_place(place)
+
+
+@dataclass
+class _Part:
+    """What is known of one part of a process: when it beat last, and moved on last."""
+
+    mark: tuple[int, int]
+    beat: Beat
+    heard: float
+    moved: float
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A part that has come no further for longer than it may.
+
+    Attributes:
+        part: such as `rank 1`; empty for the process itself.
+    """
+
+    part: str
+    doing: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Health:
+    """Where a process answers whether it is well.
+
+    Attributes:
+        url: of the route.
+        timeout_s: for how long one answer is waited for.
+    """
+
+    url: str
+    timeout_s: float = 30.0
+
+
+class LivenessMonitor:
+    """Signs of life of one process: its heartbeats, and the answers of its health route where it has one.
+
+    A health route that generates a token for its answer tells a hung engine from a living one.
+
+    Args:
+        probe_period_s: between a good answer of the health route and the next question. It counts as
+            silence, so it must be well below what is taken for death.
+    """
+
+    def __init__(
+        self, heartbeat: Path, health: Health | None = None, *, probe_period_s: float = PROBE_PERIOD_S
+    ) -> None:
+        self.prefix = heartbeat
+        self._begin = awake_s()
+        self._parts: dict[Path, _Part] = {}
+        self._health = HealthProbe(health, probe_period_s) if health else None
+
+    @property
+    def was_well(self) -> bool:
+        """Whether its health route ever answered well, of this process or one before it."""
+        return self._health is not None and self._health.was_good
+
+    @property
+    def is_well(self) -> bool:
+        """Whether its health route has answered well since `forget`."""
+        return self._health is not None and self._health.has_answered
+
+    def silent_s(self) -> float:
+        """Return for how long the most silent of the parts that ever gave a sign has been silent.
+
+        Where none ever did, the silence counts from `_FIRST_BEAT_S` after the start.
+        """
+        now = awake_s()
+        self._listen(now)
+        longest = max((now - part.heard for part in self._parts.values()), default=0.0)
+        if self._health is not None:
+            # Who says that it cannot answer now is not taken for silent.
+            if all(part.beat.answers for part in self._parts.values()):
+                longest = max(longest, self._health.silent_s())
+            else:
+                self._health.excuse()
+        return longest if self._parts else max(longest, now - self._begin - _FIRST_BEAT_S)
+
+    def stuck(self) -> Stuck | None:
+        """Return the part that has not moved for longest, if that is longer than it may; `silent_s` comes first."""
+        now = awake_s()
+        over = [
+            Stuck(path.name.removeprefix(self.prefix.name).replace("_", " ").strip(), part.beat.doing, now - part.moved)
+            for path, part in self._parts.items()
+            if part.beat.bound_s is not None and now - part.moved > part.beat.bound_s
+        ]
+        return max(over, key=lambda one: one.seconds, default=None)
+
+    def pids(self) -> list[int]:
+        """Return the processes that beat."""
+        return sorted({part.beat.pid for part in self._parts.values() if part.beat.pid})
+
+    def _listen(self, now: float) -> None:
+        there = set()
+        for path in self.prefix.parent.glob(f"{self.prefix.name}*"):
+            try:
+                status = path.stat()
+                mark = (status.st_mtime_ns, status.st_ino)
+                known = self._parts.get(path)
+                if known is None:
+                    self._parts[path] = _Part(mark, read_beat(path), now, now)
+                elif known.mark != mark:
+                    beat = read_beat(path)
+                    moved = known.moved if beat.moves == known.beat.moves else now
+                    self._parts[path] = _Part(mark, beat, now, moved)
+            except FileNotFoundError:  # this part has just ended
+                continue
+            there.add(path)
+        for path in self._parts.keys() - there:
+            self._parts[path].heard = self._parts[path].moved = now  # it has ended, or is about to beat again
+
+    def end(self) -> None:
+        """Ask no more."""
+        if self._health:
+            self._health.end()
+
+    def forget(self, health: Health | None = None) -> None:
+        """Start again, for a process that takes the place of another.
+
+        Args:
+            health: where it is asked from now on, if that is another place.
+        """
+        for path in self.prefix.parent.glob(f"{self.prefix.name}*"):
+            path.unlink(missing_ok=True)
+        self._parts.clear()
+        self._begin = awake_s()
+        if self._health:
+            self._health.forget(health)
+
+
+class HealthProbe:
+    """Asks a health route again and again, in a thread, and remembers when it last answered well."""
+
+    def __init__(self, health: Health, period_s: float) -> None:
+        self._health = health
+        self._period_s = period_s
+        self._last_good: float | None = None
+        self.was_good = False
+        self._ended = threading.Event()
+        threading.Thread(target=self._ask, name="health", daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more; an answer that is being waited for is waited for."""
+        self._ended.set()
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last good answer; 0 before the first."""
+        return awake_s() - self._last_good if self._last_good is not None else 0.0
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether there was a good answer since `forget`."""
+        return self._last_good is not None
+
+    def excuse(self) -> None:
+        """Count silence from now on: until now there was a reason for it."""
+        if self._last_good is not None:
+            self._last_good = awake_s()
+
+    def forget(self, health: Health | None = None) -> None:
+        """Wait for a first good answer again."""
+        self._health = health or self._health
+        self._last_good = None
+
+    def _ask(self) -> None:
+        while not self._ended.is_set():
+            asked = awake_s()
+            try:
+                with _opener.open(self._health.url, timeout=self._health.timeout_s):
+                    # When it was asked, not when it answered: that is what the answer proves.
+                    self._last_good = asked
+                    self.was_good = True
+            # Any failure is silence, and silence is what kills; HTTPException is no OSError.
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+                self._ended.wait(PERIOD_S)  # nobody there, or not well: its silence is what counts
+            else:
+                self._ended.wait(self._period_s)

@@ -1,0 +1,266 @@
+"""What is checked before anything starts, by a real run and by --dry-run alike.
+
+Models and data by their paths, what `rl`'s processes must agree on, and the code of the user: environments,
+losses and advantages are imported in a child process, so that the launcher stays light and free of their side
+effects. Not checked here: models and data of hubs, the rows of data, and what a constructor of a user's environment
+does.
+"""
+
+# Merged here, to be said in the docstring above:
+# - plan_table: What `--dry-run` shows: every process of a run, where it would run, and what it would get there.
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel
+
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.preference import DpoConfig
+from holdfast.config.rl import RlConfig
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import SupervisedCommand, TrainingCommand
+from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
+from holdfast.launcher.devices import Placement, names_of
+from holdfast.process.child import LAUNCHER_ENV, available_cores
+from holdfast.process.gpus import Gpu, require_vllm
+from holdfast.process.imports import module_command
+from holdfast.protocol.inference import read_admin_token
+from holdfast.run.inputs import (
+    check_cache_directory,
+    check_data_path,
+    check_max_len,
+    check_model_path,
+    check_tokenizer_path,
+    check_weights_path,
+)
+from holdfast.view.tables import Grid, print_parts
+
+
+def check_training(config: TrainingCommand) -> None:
+    """Check models, data and functions of the user of one training program.
+
+    Raises:
+        DataError: a local path is not there, or its files are not what they are taken for.
+        ReadError: one cannot be read.
+        ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
+    """
+    check_model_path(config.model.name, key="model.name")
+    ckpt = config.ckpt
+    if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
+        check_weights_path(config.model.name)
+    if isinstance(config, SupervisedCommand):
+        key = "model.tokenizer" if config.model.tokenizer else "model.name"
+        check_tokenizer_path(config.model.tokenizer_name, key=key)
+        check_data_path(config.data.name, key="data.name")
+        check_cache_directory(config.data.cache_dir, key="data.cache_dir")
+    if isinstance(config, DpoConfig) and config.loss.reference_model:
+        check_model_path(config.loss.reference_model, key="loss.reference_model")
+    if not isinstance(config, TrainerConfig):
+        return
+    for key, name in (
+        ("kl.reference", config.kl and config.kl.reference),
+        ("critic.name", config.critic and config.critic.name),
+        ("reward_model.name", config.reward_model and config.reward_model.name),
+    ):
+        if name:
+            check_model_path(name, key=key)
+    if config.pretraining is not None:
+        check_data_path(config.pretraining.data.name, key="pretraining.data.name")
+        check_cache_directory(config.pretraining.data.cache_dir, key="pretraining.data.cache_dir")
+    if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
+        raise ConfigError(
+            "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
+            "which `rl` does by itself"
+        )
+    if any(":" in name for name in (config.loss.type, *config.advantages)):
+        check_in_child("holdfast.launcher.check_functions", config)
+
+
+def check_orchestrator(config: OrchestratorConfig) -> None:
+    """Check that every environment is there and takes its arguments.
+
+    Raises:
+        ConfigError, DataError: one is not, or does not; or the admin token is none.
+    """
+    read_admin_token(config.client.admin_token_env)
+    check_in_child("holdfast.orchestrator.check_environments", config)
+
+
+def check_inference(config: InferenceConfig) -> None:
+    """Check that model, weights and tokenizer are there, and whole as far as headers tell.
+
+    Raises:
+        DataError: they are not.
+        ReadError: one cannot be read.
+        ConfigError: vLLM is not installed, the admin token is none, several servers are asked for, or sessions longer
+            than the model takes.
+    """
+    if config.engines > 1:
+        raise ConfigError(
+            f"engines = {config.engines}: `inference` is one server. Start it once for each, with a --server.port and "
+            "an --output-dir of its own, or let `rl` start them with --inference.engines."
+        )
+    read_admin_token(config.server.admin_token_env)
+    check_model_path(config.model.name, key="model.name")
+    if config.model.load == "auto":
+        check_weights_path(config.model.name, needs_index=False)
+    key = "model.tokenizer" if config.model.tokenizer else "model.name"
+    check_tokenizer_path(config.model.tokenizer_name, key=key)
+    check_max_len(config, config.model.name, key="model")
+    require_vllm()
+
+
+def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
+    """Check the three processes of `rl`, and that the server takes sessions as long as they may become.
+
+    Raises:
+        ConfigError, DataError: what cannot be used.
+    """
+    if starts_inference:
+        require_vllm()
+    model = config.orchestrator.model
+    check_tokenizer_path(model.tokenizer_name, key="model.tokenizer" if model.tokenizer else "model.name")
+    check_training(config.trainer)
+    check_orchestrator(config.orchestrator)
+    seq_len, max_len = config.orchestrator.seq_len, config.inference.model.max_len
+    if starts_inference and seq_len > max_len:
+        raise ConfigError(
+            f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
+            "that the inference server takes. Lower seq_len or raise max_len."
+        )
+    if starts_inference:
+        check_max_len(config.inference, config.inference.model.name, key="inference.model")
+
+
+def check_in_child(module: str, config: BaseModel) -> None:
+    """Run `module` with the configuration on its standard input; raise what it says is wrong."""
+    with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
+        child = subprocess.run(
+            module_command(module),
+            input=config.model_dump_json().encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
+        )
+        if child.returncode == 0:
+            return
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip()
+    message = f"\n{said}".rpartition("\nerror: ")[2].strip()
+    if child.returncode == ConfigError.exit_code:
+        raise ConfigError(message)
+    if child.returncode == EnvironmentFailure.exit_code:
+        failure = EnvironmentFailure(message)
+        failure.exit_code = ConfigError.exit_code  # nothing was started
+        raise failure
+    error = HoldfastError(f"checking the configuration failed (exit code {child.returncode}):\n{said}")
+    error.exit_code = 1
+    raise error
+
+
+_COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """One process of a run, or several that are alike on machines of their own.
+
+    Attributes:
+        host: that it runs on; empty: this machine.
+        devices: `CPU`, or its GPUs by name; and whether parameters are offloaded from there.
+        ranks: of a trainer; 0: it has none.
+        threads: of each rank, or of the process; 0: as many as its libraries take.
+        port: that it listens at; 0: none.
+        dtype: that it computes the model in; empty: it does not.
+    """
+
+    name: str
+    devices: str = "CPU"
+    ranks: int = 0
+    threads: int = 0
+    port: int = 0
+    dtype: str = ""
+    host: str = ""
+
+
+def planned_trainer(
+    config: TrainingCommand, placement: Placement, *, cluster: str | None = None
+) -> list[PlannedProcess]:
+    """Return the rows of a training program: its own, and that of the other nodes where it has several.
+
+    Args:
+        cluster: which chooses the nodes; None: the one that leads is named, and the others are not.
+    """
+    parallel, nodes = config.parallel, config.parallel.nodes
+    devices = _shown(placement.trainer, is_counted=cluster is not None)
+    one = PlannedProcess(
+        "trainer",
+        f"{devices}, CPU offload" if parallel.cpu_offload else devices,
+        ranks=parallel.ranks,
+        # Of another machine nobody knows its cores yet.
+        threads=parallel.threads or (0 if cluster or nodes > 1 else max(1, available_cores() // parallel.ranks)),
+        dtype=config.model.compute_dtype,
+        host=_of_cluster(cluster),
+    )
+    if nodes == 1:
+        return [one]
+    if cluster is not None:
+        return [replace(one, name=f"trainer ({nodes} nodes)")]
+    others = "node 1" if nodes == 2 else f"nodes 1-{nodes - 1}"
+    leads = replace(one, name="trainer (node 0)", host=parallel.rendezvous[0])
+    return [leads, replace(one, name=f"trainer ({others})", host="others")]
+
+
+def planned_orchestrator(*, cluster: str | None = None) -> PlannedProcess:
+    """Return the row of the orchestrator."""
+    return PlannedProcess("orchestrator", host=_of_cluster(cluster))
+
+
+def planned_engine(
+    name: str, config: InferenceConfig, gpus: Sequence[Gpu], *, cluster: str | None = None
+) -> PlannedProcess:
+    """Return the row of the inference server `name`."""
+    return PlannedProcess(
+        name,
+        _shown(gpus, is_counted=cluster is not None),
+        threads=config.engine.threads or 0,
+        port=0 if cluster else config.server.port,  # which is chosen where it comes to lie
+        dtype=config.model.dtype or "",
+        host=_of_cluster(cluster),
+    )
+
+
+def _of_cluster(cluster: str | None) -> str:
+    return "" if cluster is None else f"by {cluster}"
+
+
+def print_table(processes: Sequence[PlannedProcess]) -> None:
+    """Print them, one a line."""
+    here = socket.gethostname()
+    rows = [
+        (
+            one.name,
+            one.host or here,
+            one.devices,
+            *(str(number or "-") for number in (one.ranks, one.threads, one.port)),
+            one.dtype,
+        )
+        for one in processes
+    ]
+    # Of one machine everybody knows the name.
+    expendable = () if any(one.host for one in processes) else ("host",)
+    print_parts([Grid(_COLUMNS, rows, expendable=expendable)])
+
+
+def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
+    """Return the names of GPUs, or their number where the names are those of another machine."""
+    if not gpus:
+        return "CPU"
+    return f"{len(gpus)} x GPU" if is_counted else f"GPU {names_of(gpus)}"

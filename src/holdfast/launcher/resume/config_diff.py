@@ -1,0 +1,164 @@
+"""What a resumed run changes: in its configuration, its schedule and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli
+from pydantic import ValidationError
+
+from holdfast.config.base import Command
+from holdfast.config.load import to_toml
+from holdfast.config.resolved import is_free
+from holdfast.config.training import OptimConfig, TrainingCommand, learning_rate, schedule_end
+from holdfast.errors import CheckpointError
+from holdfast.run.settings import flat_settings
+
+# These say where and from which step an attempt starts, not what it computes.
+_OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
+
+# Keys of a transformers config that decide which tensors there are and their shapes, at any depth.
+_SHAPING = {
+    "model_type", "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
+    "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
+    "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "q_lora_rank", "kv_lora_rank",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Settings that differ, one line `key: old -> new` each.
+
+    Attributes:
+        computing: those that change what is computed from here on.
+        free: those that do not.
+    """
+
+    computing: list[str]
+    free: list[str]
+
+    def describe(self, name: str, since: str) -> list[str]:
+        """Return the lines to print about the process `name`; none where nothing differs."""
+        lines = []
+        for text, keys in (
+            ("changes what is computed from here on", self.computing),
+            ("free to change", self.free),
+        ):
+            if keys:
+                lines += [f"{name}: differs from {since}; {text}:", *(f"  {key}" for key in keys)]
+        return lines
+
+
+def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Drift:
+    """Return what differs between two resolved configurations of one process."""
+    old, new = flat_settings(before), flat_settings(after)
+    changed = {
+        key: f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in _OF_THE_ATTEMPT
+    }
+    return Drift(
+        computing=[line for key, line in changed.items() if not is_free(key)],
+        free=[line for key, line in changed.items() if is_free(key)],
+    )
+
+
+def _shown(settings: dict[str, Any], key: str) -> str:
+    return repr(settings[key]) if key in settings else "unset"
+
+
+def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> str | None:
+    """Say how another `max_steps` moves the end of the learning-rate schedule; None where it does not.
+
+    Args:
+        before: the resolved configuration until `step`.
+        step: the step that the run goes on from.
+    """
+    try:
+        optim = OptimConfig.model_validate(before.get("optim", {}))
+    except ValidationError:  # of another version: the diff of the settings says what changed
+        return None
+    old_max_steps = before.get("max_steps", after.max_steps)
+    old_end, new_end = schedule_end(optim, old_max_steps), schedule_end(after.optim, after.max_steps)
+    if after.optim.schedule_steps is not None or None in (old_end, new_end) or old_end == new_end:
+        return None
+    stretched = learning_rate(step + 1, after.optim, after.max_steps)
+    kept = after.optim.model_copy(update={"schedule_steps": old_end})
+    unchanged = learning_rate(step + 1, kept, after.max_steps)
+    return (
+        f"the {after.optim.schedule} schedule now ends at step {new_end} instead of {old_end}: the learning rate of "
+        f"step {step + 1} is {stretched:.6g} instead of {unchanged:.6g}. Keep the old schedule with "
+        f"--optim.schedule-steps {old_end}."
+    )
+
+
+def settings_of(config: Command) -> dict[str, Any]:
+    """Return `config` as it would be read back from its file."""
+    return tomli.loads(to_toml(config))
+
+
+def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int) -> None:
+    """Refuse to load the checkpoint of `step` into a model of another shape.
+
+    Both files are config.json of Hugging Face directories; where one is not there, nothing is
+    compared: the trainer compares names and shapes of all tensors anyway.
+
+    Raises:
+        CheckpointError: listing the keys that differ.
+    """
+    if not (saved.is_file() and wanted.is_file()):
+        return
+    try:
+        old, new = (flat_settings(msgspec.json.decode(path.read_bytes(), type=dict)) for path in (saved, wanted))
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{saved} or {wanted} is not JSON: {error}") from None
+    changed = [
+        f"{key}: {old[key]!r} -> {new[key]!r}"
+        for key in sorted(old.keys() & new.keys())
+        if key.rsplit(".", 1)[-1] in _SHAPING and None not in (old[key], new[key]) and old[key] != new[key]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is of another model than model.name = '{model_name}':\n"
+            + "".join(f"         {line}\n" for line in changed)
+            + "       A run goes on with the model that it began with. Give that as --model.name."
+        )
+
+
+def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
+    """Refuse to go on with other tensors than those of the checkpoint of `step`: adapters, critic, average, reference.
+
+    Args:
+        before: the resolved configuration until `step`.
+
+    Raises:
+        CheckpointError: saying what differs.
+    """
+    old, lora = before.get("model", {}).get("lora"), after.model.lora
+    new = lora.model_dump() if lora is not None else None
+    if old is None or new is None:
+        changed = [] if old is new else [f"model.lora: {'set' if old else 'unset'} -> {'set' if new else 'unset'}"]
+    else:
+        keys = [key for key in ("rank", "target_modules") if key in old and old[key] != new[key]]
+        changed = [f"model.lora.{key}: {old[key]!r} -> {new[key]!r}" for key in keys]
+    for part in ("critic", "ema"):
+        had, has = part in before, getattr(after, part, None) is not None
+        changed += [f"{part}: {'set' if had else 'unset'} -> {'set' if has else 'unset'}"] if had != has else []
+    had, has = (settings.get("kl", {}).get("refresh_interval") for settings in (before, settings_of(after)))
+    if (had is None) != (has is None):
+        changed.append(f"kl.refresh_interval: {had or 'unset'} -> {has or 'unset'}")
+    for prefix, of in (("", lambda table: table), ("critic.", lambda table: table.get("critic", {}))):
+        had, has = (of(settings).get("optim", {}).get("type") for settings in (before, settings_of(after)))
+        changed += [f"{prefix}optim.type: {had!r} -> {has!r}"] if had and has and had != has else []
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint of step {step} holds other tensors than this configuration has:\n"
+            + "".join(f"         {line}\n" for line in changed)
+            + "       A run goes on with what it began with. For a new run from its weights, export them (ckpt export "
+            "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
+        )

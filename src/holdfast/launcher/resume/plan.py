@@ -1,0 +1,345 @@
+"""Where an attempt starts: afresh, from a checkpoint or from another run, and what of the directory still holds.
+
+Nothing in the run directory is touched before everything that can be refused has been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.config.base import CkptConfig, Command
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import TrainingCommand
+from holdfast.config.view import MANY_STEPS
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
+from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
+from holdfast.launcher.resume.fork import copy_fork, find_fork
+from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
+from holdfast.launcher.resume.resume_step import (
+    last_kept_batch,
+    refuse_to_leave_behind,
+    resolve_resume_step,
+    set_aside_after,
+    set_aside_damaged,
+)
+from holdfast.remote.object_store import StorageError
+from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
+from holdfast.run.inputs import check_warm_start
+from holdfast.run.manifest import Verification, read_manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import read_settings
+
+S = TypeVar("S")
+
+
+def prepare(
+    trainer: TrainingCommand,
+    *,
+    clean: bool,
+    dry_run: bool,
+    orchestrator: OrchestratorConfig | None = None,
+    inference: InferenceConfig | None = None,
+    again: bool = False,
+    is_locked: bool = False,
+) -> Attempt:
+    """Take the run directory, decide where to start, and set aside what that supersedes.
+
+    Args:
+        trainer: what trains; its `output_dir` is the run directory.
+        clean: remove the run that is there.
+        dry_run: decide and check everything, touch nothing.
+        orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
+        inference: of the engine that the run starts itself; it decides about them, too.
+        again: go on with the run that this process has started before: from its newest checkpoint, or
+            its beginning, whatever the configuration says about resuming.
+        is_locked: this process has taken the directory already.
+
+    Raises:
+        RunDirError: the directory is in use, cannot be written, or holds a run and neither resume nor
+            --clean was asked.
+        ConfigError: options that contradict each other.
+        CheckpointError: the step to resume from is not there, damaged, or of another model.
+        ReadError: a file that decides about it cannot be read.
+    """
+    run_dir = RunDir(trainer.output_dir)
+    ckpt = trainer.ckpt or CkptConfig()
+    if again:
+        ckpt = ckpt.model_copy(update={"resume_step": "auto"})
+    _refuse_contradictions(ckpt, clean=clean)
+    if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
+        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the directory is made for its lock
+    if not (dry_run or again or is_locked):  # then this process holds the lock
+        # Before anything is looked at: another launcher could change it behind the look.
+        run_dir.lock()
+        if orchestrator is not None:
+            run_dir.lock_orchestrator()
+    async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
+    # A store that is away must not keep a run from going on that has all it needs here.
+    store = None if dry_run or (again and _newest_is_whole(run_dir, ckpt.verify)) else ckpt.dir
+    if ckpt.dir is not None and dry_run:
+        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+    attempt = _decide(run_dir, ckpt, clean=clean, store=store, async_level=async_level, again=again)
+    if attempt.resume_step is None:
+        _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
+        if ckpt.weights_only is not None:
+            _require_reference(trainer)
+            check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
+    _check_fits(attempt, trainer)
+    for line in profile_notes(trainer, done=attempt.resume_step or 0):
+        print(line)
+    if not dry_run:
+        sections = (trainer, orchestrator, inference)
+        _make_room(attempt, ckpt, sections, clean=clean, again=again)
+        # Last: a start that is refused or fails here must not have touched the store.
+        if store is not None and attempt.fork is None:
+            _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
+    return attempt
+
+
+def _make_room(
+    attempt: Attempt,
+    ckpt: CkptConfig,
+    sections: tuple[TrainingCommand, OrchestratorConfig | None, InferenceConfig | None],
+    *,
+    clean: bool,
+    again: bool,
+) -> None:
+    """Set aside or remove what the attempt supersedes in the run directory.
+
+    Raises:
+        RunDirError: the storage fails, or an orchestrator that lives would be left behind.
+        ReadError: a file that decides about it cannot be read.
+    """
+    trainer, orchestrator, inference = sections
+    run_dir = attempt.run_dir
+    lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
+    try:
+        # Before anything moves: it compares with what the last attempt left.
+        last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator, inference)
+        if lives:
+            refuse_to_leave_behind(attempt, last_batch, clean=clean)
+        if clean:
+            run_dir.remove_run()
+        run_dir.require_writable()
+        if again:
+            # They will be published again, bit for bit: many deaths must not fill the disk with copies.
+            run_dir.remove_weights_after(attempt.resume_step or 0)
+        elif attempt.number > 1 and run_dir.holds_run() and _takes_another_way(attempt, ckpt, trainer, orchestrator):
+            run_dir.note_rewind(attempt.resume_step or 0)
+        _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
+        if trainer.keep_attempts != "all":
+            _forget_attempts(attempt, trainer.keep_attempts, has_engine=inference is not None)
+    except OSError as error:
+        raise RunDirError(
+            f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
+            "or the permissions, then start again."
+        ) from error
+
+
+def _takes_another_way(
+    attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
+) -> bool:
+    """Whether the steps that are trained again are meant to become others: trackers must not mix the two."""
+    step, wanted = attempt.resume_step or 0, ckpt.resume_step
+    if wanted not in (None, "latest", "auto", -1) and any(later > step for later in attempt.run_dir.steps_there()):
+        return True
+    given: dict[str, Command] = {"trainer" if isinstance(trainer, TrainerConfig) else trainer.program: trainer}
+    if orchestrator is not None:
+        given["orchestrator"] = orchestrator
+    before = last_started(attempt.run_dir, attempt.number, tuple(given))
+    return before is not None and any(
+        compare_settings(read_settings(before / f"{name}.toml"), settings_of(config)).computing
+        for name, config in given.items()
+    )
+
+
+def _forget_attempts(attempt: Attempt, keep: int, *, has_engine: bool) -> None:
+    """Remove what the oldest attempts left, but for the settings that the next one compares its own with."""
+    names = ("trainer", "orchestrator", *(["inference"] if has_engine else []))
+    started = last_started(attempt.run_dir, attempt.number, names)
+    last = attempt.number - keep
+    if started is not None:
+        last = min(last, int(started.name.removeprefix("attempt_")) - 1)
+    attempt.run_dir.remove_old_attempts(last)
+
+
+def profile_notes(trainer: TrainingCommand, *, done: int) -> list[str]:
+    """Return what is to be said of the steps to profile in an attempt that goes on behind step `done`."""
+    window = trainer.profiled_steps
+    if window is None:
+        return []
+    if done >= window.last:
+        return [f"WARNING: profile = {window}: nothing is profiled, the run goes on from step {done}"]
+    notes = []
+    if done >= window.first:
+        notes.append(f"profile = {window}: the run goes on from step {done}, and is profiled from there")
+    if len(window) > MANY_STEPS:
+        notes.append(
+            f"WARNING: profile = {window} records {len(window)} steps: a step of a large model takes hundreds of MB of "
+            "memory and disk, and a few steps show as much"
+        )
+    return notes
+
+
+def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
+    """Do what needs the object store; a run that has been started already goes on without it, and says so.
+
+    All that this process ever uploaded or brought lies on this machine as well.
+    """
+    try:
+        return action()
+    except StorageError as error:
+        if not again:
+            raise
+        print(f"WARNING: going on by the checkpoints of this machine alone: {error}", flush=True)
+        return None
+
+
+def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
+    """Refuse options of which one asks for what the other rules out."""
+    wanted = ckpt.resume_step
+    if clean and wanted is not None:
+        raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
+    for key, path, other in (
+        ("resume_dir", ckpt.resume_dir, "goes on from another run's checkpoint"),
+        ("weights_only", ckpt.weights_only, "starts afresh with other weights"),
+    ):
+        if path is not None and wanted not in (None, "auto"):
+            flag = key.replace("_", "-")
+            raise ConfigError(
+                f"ckpt.resume_step = {wanted} goes on from a checkpoint of this run, and ckpt.{key} = {path} {other}: "
+                f"give one of them. `--ckpt.resume-step auto --ckpt.{flag} {path}` takes this run's own newest "
+                "checkpoint, and the other where there is none."
+            )
+
+
+def _require_reference(trainer: TrainingCommand) -> None:
+    """Refuse to take the model for the reference of a run that begins with other weights."""
+    if isinstance(trainer, TrainerConfig) and trainer.kl is not None and trainer.kl.reference is None:
+        raise ConfigError(
+            "kl.reference is needed with ckpt.weights_only: by default the reference is model.name, and this run "
+            "begins with other weights. Name a model directory; `ckpt export` makes one of a checkpoint."
+        )
+
+
+def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | None) -> None:
+    """Refuse to start afresh with weights that starting afresh takes out of this directory."""
+    moved = [directory.resolve() for directory in (run_dir.checkpoints, run_dir.weights)]
+    for key, path in (("ckpt.weights_only", weights_only), ("model.name", Path(model_name))):
+        if path is not None and any(path.resolve().is_relative_to(directory) for directory in moved):
+            raise ConfigError(
+                f"{key} = {path} lies in {run_dir.path}, which a fresh start clears. "
+                "Choose another directory with --output-dir."
+            )
+
+
+def _newest_is_whole(run_dir: RunDir, how: Verification) -> bool:
+    """Whether the newest checkpoint that was ever committed here is whole, or there never was one.
+
+    Then the store has nothing newer of this run: it gets what is committed here.
+    """
+    entries = run_dir.entries()
+    try:
+        return not entries or verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step) is not None
+    except CheckpointError:
+        return False
+
+
+def _decide(
+    run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, store: str | None, async_level: int, again: bool
+) -> Attempt:
+    """Find the step to start from, verified. This run's own checkpoints come first."""
+    wanted, source = ckpt.resume_step, ckpt.resume_dir
+    number = 1 if clean else run_dir.next_attempt()
+    is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
+    if is_there and wanted is None:
+        if source is None or run_dir.forked_from() != str(source.resolve()):
+            raise RunDirError(_holds_run(run_dir, source))
+        wanted = "auto"
+    if store is not None:
+        brought = _with_store(
+            lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
+        )
+        is_there |= brought is not None
+    step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
+    if step is not None:
+        for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):
+            if path is not None:
+                print(
+                    f"this run has a checkpoint of its own (step {step}): --ckpt.{flag} {path} is not needed any more"
+                )
+        return Attempt(run_dir, number, step, run_dir.checkpoint(step))
+    if source is None:
+        return Attempt(run_dir, number, None)
+    fork = find_fork(source, run_dir, how=ckpt.verify, async_level=async_level)
+    return Attempt(run_dir, number, fork.listing.step, fork.directory, fork)
+
+
+def _holds_run(run_dir: RunDir, source: Path | None) -> str:
+    steps = run_dir.steps_there()
+    resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
+    what = "a run" if source is None else f"a run that was not forked from {source}"
+    return (
+        f"{run_dir.path} already holds {what}: {resume}, choose another directory with --output-dir, "
+        "or remove the run with --clean."
+    )
+
+
+def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
+    """Refuse a checkpoint that the trainer cannot go on from."""
+    step, directory = attempt.resume_step, attempt.checkpoint
+    if step is None or directory is None:
+        return
+    if step > trainer.max_steps:
+        steps = [] if attempt.fork else attempt.run_dir.steps_there()
+        earlier = [str(other) for other in steps if other <= trainer.max_steps]
+        others = f", or resume from one of: {', '.join(earlier)}" if earlier else ""
+        raise ConfigError(
+            f"max_steps = {trainer.max_steps} lies before step {step}, which the run would go on from. "
+            f"Raise --max-steps{others}."
+        )
+    made_by = read_manifest(directory).program
+    if made_by != trainer.program:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of {made_by or 'another training loop or an older version'}, and "
+            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} starts a new run from its "
+            "weights."
+        )
+    saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
+    refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
+    settings = directory / TRAINER_DIR / CONFIG_NAME
+    if settings.exists():
+        refuse_other_tensors(read_settings(settings), trainer, step=step)
+
+
+def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool) -> None:
+    """Bring the directory into the state that the attempt starts from, and say what that changed."""
+    run_dir, number = attempt.run_dir, attempt.number
+    for path in run_dir.clear_leftovers(of_batches=of_batches):
+        print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
+    if attempt.fork is not None or not run_dir.holds_run():
+        run_dir.create(forked_from=attempt.fork.origin if attempt.fork else None)
+    aside = run_dir.discarded(number)
+    for path, reason in set_aside_damaged(run_dir, number):
+        print(f"WARNING: set aside {path.relative_to(run_dir.path)}, as it is damaged: {reason}")
+    step = attempt.resume_step or 0
+    # What is there belongs to no step of the run that is forked.
+    after = 0 if attempt.fork else step
+    # Before the fork is copied: it gets names that may be taken.
+    if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
+        print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
+        print("  " + ", ".join(str(path.relative_to(aside)) for path in moved))
+    if attempt.fork is not None:
+        copy_fork(attempt.fork, run_dir, how=how)
+        print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id})")
+    replayed = [batch for batch in run_dir.published_batches() if batch > step]
+    if replayed:
+        print(f"batches {replayed[0]} to {replayed[-1]} are in the journal: they are trained again, not made again")
+    if number > 1 or attempt.resume_step is not None:
+        verb = "starting" if attempt.resume_step is None else "resuming"
+        print(f"{verb} {attempt.start} in {run_dir.path} (attempt {number})")

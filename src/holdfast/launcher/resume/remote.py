@@ -1,0 +1,201 @@
+"""Where a resume and an object store meet: bringing checkpoints here, and setting aside superseded ones there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.errors import CheckpointError, RunDirError
+from holdfast.launcher.resume.resume_step import set_aside
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.remote.object_store import StorageError
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import newest_intact
+from holdfast.run.manifest import Verification
+from holdfast.run.run_dir import RunDir
+
+
+def fetch(
+    url: str,
+    run_dir: RunDir,
+    wanted: int | Literal["latest", "auto"] | None,
+    *,
+    how: Verification = "full",
+    older_weights: int = 0,
+    say: Callable[[str], None] = print,
+) -> int | None:
+    """Bring the checkpoint that a resume wants onto this machine; return its step, None if nothing was needed.
+
+    Called before the step to resume from is resolved. A directory that holds no run becomes that of the
+    run at `url`.
+
+    Args:
+        wanted: `ckpt.resume_step`. `latest` and `auto` take the newest intact remote step that is newer than
+            the newest intact one here; a number is taken if this machine does not have it intact.
+        how: what is checked of the checkpoints that are here already. A download is checked fully.
+        older_weights: for RL runs, how many versions before that of the step make the next batches.
+        say: is told what is copied, and which steps were skipped and why.
+
+    Raises:
+        ConfigError: the URL cannot be used, or its driver is not installed.
+        RunDirError: `url` holds another run.
+        CheckpointError: the step is nowhere, or damaged.
+        StorageError: the store cannot be used.
+        ReadError: a checkpoint that is here cannot be read; nothing is put into its place.
+        RunDirError: this machine cannot take what the store has.
+    """
+    remote = RemoteCheckpoints(url)
+    steps = remote.steps()
+    _refuse_another_run(remote, steps, run_dir, wanted)
+    if wanted is None:
+        return None
+    if wanted in ("latest", "auto", -1):
+        step = _fetch_newest(remote, steps, run_dir, how, say)
+    else:
+        step = _fetch_one(remote, steps, run_dir, int(wanted), how, say)
+    if step is not None:
+        _adopt(remote, run_dir, manifest.read_manifest(run_dir.checkpoint(step)).run_id, say)
+        _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
+    return step
+
+
+def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
+    """Make the remote steps after `step` not exist, out loud: the run goes on from `step` and makes them anew."""
+    remote = RemoteCheckpoints(url)
+    if later := remote.set_aside_after(step):
+        if run_dir.holds_run():
+            remote.write_identity(run_dir)  # another machine must know that the run went back
+        print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
+
+
+def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, wanted: int | str | None) -> None:
+    there = f"{remote.url} holds the checkpoints of steps {', '.join(map(str, steps))}"
+    choose = "Choose another place with --ckpt.dir"
+    if steps and wanted is None:
+        raise RunDirError(f"{there} of an earlier run. {choose}, or go on from them with --ckpt.resume-step latest.")
+    if not run_dir.holds_run():
+        return
+    identity = run_dir.identity()
+    # Empty in manifests of a loop of one's own; a fork holds a step of the run that it began with.
+    ours = {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
+    for step in reversed(steps):
+        try:
+            run_id = remote.read_manifest(step).run_id
+        except StorageError:
+            raise
+        except CheckpointError:
+            continue
+        if run_id not in ours:
+            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {identity['run_id']}. {choose}.")
+        return
+
+
+def _steps_here(run_dir: RunDir) -> list[int]:
+    return [entry.step for entry in run_dir.entries() if entry.status != "damaged"]
+
+
+def _is_intact(run_dir: RunDir, step: int, how: Verification) -> bool:
+    try:
+        manifest.verify(run_dir.checkpoint(step), how=how, step=step)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _fetch_one(
+    remote: RemoteCheckpoints,
+    steps: list[int],
+    run_dir: RunDir,
+    wanted: int,
+    how: Verification,
+    say: Callable[[str], None],
+) -> int | None:
+    here = _steps_here(run_dir)
+    if wanted in steps:
+        if _is_intact(run_dir, wanted, how):
+            return None
+    elif run_dir.checkpoint(wanted).exists():
+        return None  # its state is told by who resolves the step
+    else:
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted} is neither in {run_dir.checkpoints} (committed steps: {_listed(here)}) "
+            f"nor at {remote.url} (committed steps: {_listed(steps)})."
+        )
+    try:
+        _bring(remote, run_dir, wanted, say)
+    # It is a CheckpointError too, and says nothing about this step.
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted}: {error}. Choose another step; {remote.url} has {_listed(steps)}."
+        ) from None
+    return wanted
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _fetch_newest(
+    remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, how: Verification, say: Callable[[str], None]
+) -> int | None:
+    here = next((step for step in reversed(_steps_here(run_dir)) if _is_intact(run_dir, step, how)), None)
+    newest, damaged = newest_intact(
+        [step for step in steps if here is None or step > here],
+        lambda step: _bring(remote, run_dir, step, say),
+        say=lambda text: say(f"WARNING: {text}"),
+        what="remote checkpoint",
+        passing=(StorageError,),
+    )
+    if newest is None and damaged and here is None:
+        raise CheckpointError(f"every checkpoint at {remote.url} is damaged: {'; '.join(damaged)}")
+    return newest
+
+
+def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
+    started = time.monotonic()
+    # A damaged one is worth keeping: what it lost may not be what somebody needs of it.
+    remote.download(
+        step, run_dir.checkpoint(step), make_room=lambda old: set_aside(run_dir, old, run_dir.next_attempt())
+    )
+    say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
+
+
+def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callable[[str], None]) -> None:
+    """Make an empty directory that of the run whose checkpoint was brought."""
+    if run_dir.holds_run() or not run_id:
+        return
+    files = remote.read_identity()
+    try:
+        theirs = msgspec.json.decode(files["run.json"], type=dict[str, Any]).get("run_id") if files else None
+    except msgspec.DecodeError:
+        theirs = "a damaged file"
+    if theirs != run_id:
+        if theirs is not None:
+            say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
+        identity = {"run_id": run_id, "created_unix_s": int(time.time())}
+        files = {"run.json": json.dumps(identity, indent=1).encode()}
+    # Last what makes it the directory of a run.
+    for name in sorted(files, reverse=True):
+        path = run_dir.path / name
+        durable.make_directory(path.parent)
+        durable.write_file(path, files[name])
+
+
+def _fetch_weights(remote: RemoteCheckpoints, run_dir: RunDir, versions: range, say: Callable[[str], None]) -> None:
+    for version in versions:
+        if run_dir.weights_of(version).exists():
+            continue
+        try:
+            if remote.download_weights(version, run_dir.weights_of(version)):
+                say(f"copied the weights of version {version} from {remote.url}")
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            say(f"WARNING: going on without the weights of version {version}: {error}")

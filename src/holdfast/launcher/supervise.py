@@ -1,0 +1,261 @@
+"""Starting child processes, waiting for what happens to them, and stopping them without orphans.
+
+The launcher waits for one of three events: a child ended, a signal came, or it is time to refresh
+the console. Children ask the kernel to kill them should the launcher die.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.launcher.cluster.hosts import THIS_MACHINE, Host, Process
+from holdfast.process.child import is_ignored
+from holdfast.process.scratch import remove_abandoned
+
+REFRESH_S = 0.1
+STOP_TIMEOUT_S = 10.0
+ECHO_S = 1.0
+"""A signal so soon after another is the same one: whoever signals a group reaches us twice, by `uv run` as well."""
+
+
+@dataclass
+class Child:
+    """One process of a run.
+
+    Attributes:
+        name: `trainer`, `orchestrator`, `inference`, or of several servers `inference_0` and on.
+        log: file that its stdout and stderr go to, behind those of its predecessors.
+        log_begin: where its own begins.
+        is_service: runs until stopped; ending by itself is a failure even with exit code 0.
+        has_done_its_work: asked when it ended with exit code 0: whether it may.
+        host: where it runs.
+    """
+
+    name: str
+    process: Process
+    log: Path
+    is_service: bool
+    argv: list[str]
+    environment: dict[str, str]
+    has_done_its_work: Callable[[], bool] = lambda: True
+    log_begin: int = 0
+    host: Host = THIS_MACHINE
+    _is_finished: bool = False
+
+    @property
+    def error(self) -> str | None:
+        """The message that it told last, if any."""
+        return error_message(self.log, begin=self.log_begin)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended in a way that ends the run."""
+        return self.process.poll() is not None and not self.is_finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it did its work and ended."""
+        if not self._is_finished and self.process.poll() == 0 and not self.is_service:
+            self._is_finished = self.has_done_its_work()  # what proves it may be gone later
+        return self._is_finished
+
+
+class Supervisor:
+    """Owns the children of one attempt."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        # A signal makes it readable: select then wakes at once (the self-pipe trick).
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._signal: int | None = None
+        self._taken_at = -math.inf
+
+    def __enter__(self) -> Supervisor:
+        signal.set_wakeup_fd(self._sender.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if not is_ignored(number):
+                signal.signal(number, self._note_signal)
+        # Does nothing, but only signals with a handler write to the wakeup descriptor.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        remove_abandoned()  # what those have left that were killed
+        signal.set_wakeup_fd(-1)
+        self._receiver.close()
+        self._sender.close()
+
+    def _note_signal(self, number: int, _: object) -> None:
+        if time.monotonic() - self._taken_at > ECHO_S:
+            self._signal = number
+
+    def start(
+        self,
+        name: str,
+        argv: list[str],
+        log: Path,
+        *,
+        environment: dict[str, str],
+        is_service: bool = False,
+        has_done_its_work: Callable[[], bool] = lambda: True,
+        host: Host = THIS_MACHINE,
+    ) -> Child:
+        """Start one child with its output in `log`; it takes the place of a dead one of that name."""
+        for dead in [child for child in self.children if child.name == name]:
+            # Before the new one starts: it needs the port and the memory. Also before its log begins: the dead may
+            # have written till now.
+            dead.process.clear(STOP_TIMEOUT_S)
+            self.children.remove(dead)
+        begin = log.stat().st_size if log.exists() else 0
+        process = host.start(argv, log, environment)
+        child = Child(name, process, log, is_service, argv, environment, has_done_its_work, begin, host)
+        self.children.append(child)
+        return child
+
+    def run(self, refresh: Callable[[], None]) -> Child | int | None:
+        """Wait until the run is over.
+
+        Returns:
+            None when every child that is not a service did its work; the child that failed first;
+            or the number of the signal that asked the launcher to stop.
+        """
+        while True:
+            refresh()
+            # Before deaths: a scheduler may signal the children as well, which then end by it.
+            if (number := self._take_signal()) is not None:
+                return number
+            failed = [child for child in self.children if child.has_failed]
+            if failed:
+                return failed[0]
+            if all(child.is_finished for child in self.children if not child.is_service):
+                return None
+            # With a limit: not every event is a signal, such as lines of metrics.
+            select.select([self._receiver], [], [], REFRESH_S)
+            self._drain()
+
+    def restart(self, child: Child) -> Child:
+        """Start a dead child again, as it was started."""
+        return self.start(
+            child.name,
+            child.argv,
+            child.log,
+            environment=child.environment,
+            is_service=child.is_service,
+            has_done_its_work=child.has_done_its_work,
+            host=child.host,
+        )
+
+    def give_up(self, child: Child) -> None:
+        """Go on without a dead child."""
+        child.process.clear(STOP_TIMEOUT_S)
+        self.children.remove(child)
+
+    def end(self, child: Child) -> None:
+        """Kill a child and what it started, and wait for their end."""
+        child.process.clear(STOP_TIMEOUT_S)
+
+    def take_for_signaled(self, number: int) -> None:
+        """Do as if signal `number` had come."""
+        self._signal = number
+
+    def kill(self, child: Child) -> None:
+        """Kill a child and its children."""
+        child.process.kill()
+
+    def pause(self, seconds: float, refresh: Callable[[], None]) -> int | None:
+        """Wait; return the number of a signal that came meanwhile."""
+        deadline = time.monotonic() + seconds
+        while self._signal is None and (left := deadline - time.monotonic()) > 0:
+            refresh()
+            select.select([self._receiver], [], [], min(left, REFRESH_S))
+            self._drain()
+        return self._take_signal()
+
+    def ask_to_end(self, child: Child, number: int, refresh: Callable[[], None], *, timeout_s: float) -> bool:
+        """Pass a signal on to one child and wait for its end; return whether it came within `timeout_s`.
+
+        SIGUSR1 stays what it is; anything else arrives as SIGTERM.
+
+        Another signal to the launcher than the one that `run` or `pause` returned ends the wait.
+        """
+        if child.process.poll() is None:
+            passed_on = number if number == signal.SIGUSR1 else signal.SIGTERM
+            child.process.signal(passed_on)
+        deadline = time.monotonic() + timeout_s
+        while child.process.poll() is None:
+            if self._signal is not None or time.monotonic() > deadline:
+                return False
+            refresh()
+            select.select([self._receiver], [], [], REFRESH_S)
+            self._drain()
+        refresh()
+        return True
+
+    def _take_signal(self) -> int | None:
+        """Return the signal that came, once: the next one is another."""
+        number, self._signal = self._signal, None
+        if number is not None:
+            self._taken_at = time.monotonic()
+        return number
+
+    def _drain(self) -> None:
+        try:
+            while self._receiver.recv(4096):
+                continue
+        except BlockingIOError:
+            return
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S, *, names: Collection[str] | None = None) -> None:
+        """Ask children to end, wait up to `timeout_s`, then kill what is left with its children.
+
+        Args:
+            names: which; unset: all.
+        """
+        asked = [child for child in self.children if names is None or child.name in names]
+        running = [child for child in asked if child.process.poll() is None]
+        for child in running:
+            child.process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        for child in running:
+            if child.process.wait(max(0.0, deadline - time.monotonic())) is None:
+                # With its group: ranks and engines would live on.
+                child.process.kill()
+                child.process.wait(STOP_TIMEOUT_S)
+        for child in asked:
+            # A child that died left its own children (ranks, an engine) in its session.
+            child.process.kill()
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """Return the last lines of a log, indented."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(f"    {line}" for line in lines[-count:])
+
+
+def error_message(path: Path, *, begin: int = 0) -> str | None:
+    """Return the message of the `error:` block that a process wrote last into its log, if any.
+
+    Args:
+        begin: bytes of `path` that others wrote before.
+    """
+    lines = path.read_bytes()[begin:].decode(errors="replace").splitlines() if path.exists() else []
+    # The last lines alone: an error message stands near the end, and logs may be long.
+    for number in range(len(lines) - 1, max(-1, len(lines) - 50), -1):
+        if lines[number].startswith("error: "):
+            block = [lines[number].removeprefix("error: ")]
+            for line in lines[number + 1 :]:
+                if not line.startswith("       "):
+                    break
+                block.append(line)
+            return "\n".join(block)
+    return None

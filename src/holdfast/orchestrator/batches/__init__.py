@@ -1,1 +1,0 @@
-"""From problems to batches: which version makes which, what goes into one, and handing it to the trainer."""

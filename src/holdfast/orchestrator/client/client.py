@@ -1,0 +1,224 @@
+"""All inference servers of one model: readiness, generation, and going on with the others when one was lost.
+
+Generation is idempotent, because every request carries its seeds. So when a connection breaks, or a server is busy or
+fails, the client asks another one at once, or the same one, with growing pauses, when it is back and serves the right
+weights: a killed and restarted server costs time, not the run.
+
+Every request also names the weights that it is for, and every answer those that sampled it. A server that serves
+others (it was restarted, or somebody else pushed to it) counts as lost as well, whenever that came to pass.
+"""
+
+# Merged here, to be said in the docstring above:
+# - routing: Which engine a request goes to: the one that holds its prefix, unless that has clearly more to do than another.
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from holdfast.config.orchestrator import ServersConfig
+from holdfast.orchestrator.client.http import HttpTransport, Unavailable, check_choices, decode
+from holdfast.orchestrator.client.pool import Engine, EngineCounts, EnginePool, Lease, RetryPolicy, Work
+from holdfast.process.heartbeat import BusyClock
+from holdfast.protocol.inference import GENERATE_ROUTE, Choice, GenerateRequest, GenerateResponse, largest_answer
+from holdfast.run.run_dir import RunDir
+
+# How much more an engine must have in flight than the idlest one before a prefix is computed anew there. Both must
+# hold, as in the router of SGLang: without the first, few sessions would wander; without the second, many would.
+_MORE_SEQUENCES = 16
+_MORE_TIMES = 1.5
+
+
+class Affinity:
+    """Sessions that begin with the same tokens, and the engine that has them in its cache."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+
+
+def choose(engines: Sequence[Engine], affinity: Affinity) -> Engine:
+    """Return the one of `engines` to ask, and remember it in `affinity`; of equally busy ones the first."""
+    idlest = min(engines, key=lambda engine: engine.in_flight)
+    home = affinity.engine
+    if home is None or home not in engines or _is_clearly_busier(home, idlest):
+        home = idlest
+    affinity.engine = home
+    return home
+
+
+def _is_clearly_busier(engine: Engine, other: Engine) -> bool:
+    more = engine.in_flight - other.in_flight
+    return more > _MORE_SEQUENCES and engine.in_flight > _MORE_TIMES * other.in_flight
+
+
+class InferenceClient:
+    """One client for all engines that serve one model.
+
+    Use as an async context manager.
+
+    Attributes:
+        pool: the servers, and which of them are there.
+        lease: by which the run owns them.
+        vocab_size: how many token ids the policy has, where that is known.
+
+    Args:
+        config: where the servers are.
+        run_dir: of the run that owns them from the first push on; None: nothing will be pushed.
+        key: of `config` in the orchestrator's configuration, for errors.
+        vocab_size: how many token ids the policy has; None: sampled ids are checked for their sign alone.
+    """
+
+    def __init__(
+        self,
+        config: ServersConfig,
+        *,
+        run_dir: RunDir | None = None,
+        key: str = "client",
+        vocab_size: int | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._transport = HttpTransport(config, key=key)
+        self.pool = EnginePool(
+            [
+                Engine(
+                    url.rstrip("/"),
+                    self._transport,
+                    key=key,
+                    ready_timeout_s=config.ready_timeout_s,
+                    max_concurrency=config.max_concurrency,
+                )
+                for url in config.urls
+            ]
+        )
+        self.lease = Lease(self.pool, self._transport, run_dir)
+        self._ready_timeout_s, self._key = config.ready_timeout_s, key
+        self._version: int | None = None
+        self._busy = BusyClock()
+        # Those that wait for room on an engine, in their order.
+        self._queue = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.pool.close()
+        # Before the transport that its signs of life go by.
+        await self.lease.close()
+        await self._transport.close()
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """All servers, there or not."""
+        return self.pool.engines
+
+    def counts(self) -> list[EngineCounts]:
+        """Return what every server was asked so far."""
+        return [engine.counts() for engine in self.engines]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which at least one generation request was in flight."""
+        return self._busy.busy_s
+
+    async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
+        """Wait for the first server, and check that each serves `model` and sessions of `seq_len` tokens.
+
+        Servers that do not answer yet are checked when they do, before they are asked anything else.
+
+        Raises:
+            InferenceError: no server answers within `ready_timeout_s`, or one serves another model.
+            ConfigError: a server's longest session is shorter than `seq_len`.
+        """
+        await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
+        await self.lease.claim_if_begun()
+
+    def expect(self, *, version: int | None, restore: Work) -> None:
+        """Take from now on answers of policy `version` alone, and have `restore` mend an engine that was lost.
+
+        Args:
+            version: None: of whichever; the digest that a request names decides.
+            restore: sees to it that an engine which is back serves the right weights.
+        """
+        self._version = version
+        self.pool.expect(restore)
+
+    async def generate(self, request: GenerateRequest, *, affinity: Affinity | None = None) -> list[Choice]:
+        """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` is for.
+
+        It is asked of an engine as soon as one has room: none samples more than `max_concurrency` sequences at once,
+        those of an engine that is away included.
+
+        Args:
+            affinity: of the sessions that ask; None: they share no prefix with others.
+
+        Raises:
+            InferenceError: a server refused, all failed or were away for too long, or serve other weights again and
+                again.
+        """
+        affinity = affinity or Affinity()
+        attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+        failed: Counter[Engine] = Counter()
+        while True:
+            # Lost once, it may be back and well; for one that failed twice nobody shall pass by those that are full.
+            failing = [engine for engine, times in failed.items() if times > 1]
+            async with self._queue:
+                there = await self.pool.wait_for_room(len(request.seeds), but=failing)
+                engine = choose([engine for engine in there if engine not in failed] or there, affinity)
+            # Of before the request: whoever finds the engine lost meanwhile has done so for us as well.
+            epoch = engine.epoch
+            try:
+                # It counts as in flight before anybody else has a turn, and sees the room that there was.
+                return await self.ask(engine, request)
+            except Unavailable as failure:
+                self.pool.lose(engine, epoch=epoch, failure=failure)
+                attempts.count(failure, url=engine.url)
+                failed[engine] += 1
+                # Another engine is asked at once; it is the same one again that must be left alone for a while.
+                if failed.keys() >= set(self.pool.there()):
+                    await attempts.pause(failure)
+                    failed.clear()
+
+    async def ask(self, engine: Engine, request: GenerateRequest) -> list[Choice]:
+        """Return what `generate` does, asked of this engine once.
+
+        Raises:
+            Unavailable: it gave no answer, or one by other weights.
+            InferenceError: it refused.
+        """
+        digest = request.weights_digest
+        assert digest is not None, "a run names the weights that it asks"
+        body = msgspec.json.encode(request)
+        try:
+            with self._busy.count(), engine.sampling(len(request.seeds)):
+                data = await self._transport.post(engine.url, GENERATE_ROUTE, body, most_bytes=largest_answer(request))
+        finally:
+            self.pool.note_room()
+        answer = decode(data, GenerateResponse, url=engine.url)
+        # Before the check: a restart explains what it finds.
+        engine.note_boot(answer.boot_id)
+        choices = check_choices(answer, request, url=engine.url, vocab_size=self.vocab_size)
+        for choice in choices:
+            self._check_sampled_by(choice, digest)
+        return choices
+
+    def _check_sampled_by(self, choice: Choice, digest: str) -> None:
+        """Take nothing for an answer that other weights had a part in, whatever they call themselves.
+
+        Raises:
+            Unavailable: they had; the server needs its weights again.
+        """
+        version = self._version
+        for span in choice.versions:
+            if span.digest != digest or version not in (None, span.version):
+                raise Unavailable(
+                    f"tokens were sampled by policy version {span.version} with digest {span.digest:.80}, asked for "
+                    f"was {'the digest' if version is None else f'version {version} with digest'} {digest}",
+                    retry_for_s=0.0,  # weights that are pushed again and still differ do not come right with time
+                )

@@ -1,0 +1,466 @@
+"""HTTP to the inference servers: connections, deadlines, and what an error answer means."""
+
+# Merged here, to be said in the docstring above:
+# - answers: What an engine may answer: numbers that a policy can have sampled, and nothing else is ever trained on.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import ssl
+import time
+from collections.abc import Coroutine, Sequence
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from holdfast.config.orchestrator import ClientConfig, ServersConfig
+from holdfast.errors import STORAGE_FAILED, ConfigError, InferenceError, printable
+from holdfast.process.heartbeat import moved
+from holdfast.protocol.inference import (
+    HEALTH_ROUTE,
+    OTHER_WEIGHTS,
+    OWNER_HEADER,
+    UNREADABLE,
+    Choice,
+    Completion,
+    ErrorBody,
+    GenerateRequest,
+    GenerateResponse,
+    read_admin_token,
+)
+from holdfast.protocol.rollouts import decode_packed, problem_of_ids, problem_of_logprobs, vocab_size_in
+
+_log = logging.getLogger("orchestrator")
+
+# A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
+PROBE_TIMEOUT_S = 30.0
+# Of TCP and TLS. The kernel gives up before, see `_OPTIONS`: an event loop with thousands of sessions may be busy
+# for longer than a connection takes, and would find its deadline over.
+_CONNECT_TIMEOUT_S = 60.0
+# Thousands of sessions may ask at once. More connections would not fit into the queue of a server that is slow to take
+# them (2048 for ours).
+_OPENED_AT_ONCE = 64
+# Below what servers allow (ours 120 s, uvicorn by itself 5 s): leaving first avoids writing into a closed one.
+_KEEPALIVE_S = 4.0
+# A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more; and
+# as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour. It is asked
+# three times, within 7 s, to take a connection.
+_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000),
+    (socket.IPPROTO_TCP, socket.TCP_SYNCNT, 2),
+]
+_BUSY = (429, 502, 503, 504)
+# A server that fails itself may be asked again as well, but not for as long as one that is only busy.
+_RETRY_FAILING_S = 120.0
+# Of an answer to anything but a generation, and of any error.
+_MOST_BYTES = 1 << 20
+
+_T = TypeVar("_T")
+
+
+class Unavailable(Exception):
+    """The server is not there, or not ready, or serves other weights; asking again may help.
+
+    Args:
+        retry_after_s: how long the server asks to be left alone.
+        retry_for_s: how long at most it makes sense to ask again.
+    """
+
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0, retry_for_s: float = math.inf) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+        self.retry_for_s = retry_for_s
+
+
+class HttpTransport:
+    """Sends requests to all servers of one section of the configuration.
+
+    Attributes:
+        run_id: of the run that owns the servers, sent with every request; None: none does.
+
+    Args:
+        config: where the servers are.
+        key: of `config` in the orchestrator's configuration, for errors.
+    """
+
+    def __init__(self, config: ServersConfig, *, key: str) -> None:
+        self.run_id: str | None = None
+        self._config = config
+        self._key = key
+        token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
+        self._admin = {"Authorization": f"Bearer {token}"} if token else {}
+        self._opened: aiohttp.ClientSession | None = None
+        # Of each server by itself: one that takes no connections holds up no other.
+        self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        # Not in the constructor: it belongs to the event loop that runs when it is made.
+        if self._opened is None:
+            self._opened = _new_session(self._config.urls)
+        return self._opened
+
+    async def get(self, url: str, route: str) -> bytes:
+        """Return the body of a good answer to a GET; see `_request`."""
+        return await self._request("GET", url, route)
+
+    async def post(self, url: str, route: str, body: bytes, *, most_bytes: int = _MOST_BYTES) -> bytes:
+        """Return the body of a good answer to a POST, within `timeout_s` of the configuration; see `_request`."""
+        timeout_s = self._config.timeout_s
+        return await self._request("POST", url, route, body=body, timeout_s=timeout_s, most_bytes=most_bytes)
+
+    async def post_as_admin(self, url: str, route: str, body: bytes, *, is_probe: bool = False) -> bytes:
+        """Return the body of a good answer to a POST with the admin token, as fast as a probe or as `post`."""
+        timeout_s = None if is_probe else self._config.timeout_s
+        return await self._request("POST", url, route, body=body, timeout_s=timeout_s, headers=self._admin)
+
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        route: str,
+        *,
+        timeout_s: float | None = None,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        most_bytes: int = _MOST_BYTES,
+    ) -> bytes:
+        """Return the body of a good answer.
+
+        Args:
+            timeout_s: None: that of a probe, which may be asked again.
+            most_bytes: a longer answer is not read to its end.
+
+        Raises:
+            Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
+                busy, or that it serves other weights; or it left a probe without an answer, or is not well after
+                `timeout_s`.
+            InferenceError: the server refused, or answers without an end; with the exit code of a failed storage
+                where it could not read the weights.
+        """
+        if self.run_id is not None:
+            headers = {OWNER_HEADER: self.run_id, **(headers or {})}
+        try:
+            asking = self._ask(method, url, route, content=body, headers=headers, most_bytes=most_bytes)
+            if timeout_s is None:
+                answer, content = await asyncio.wait_for(asking, PROBE_TIMEOUT_S)
+            else:
+                answer, content = await self._await_while_healthy(asking, f"{method} {url}{route}", url, timeout_s)
+        except aiohttp.ClientError as error:
+            raise Unavailable(f"{method} {route}: {type(error).__name__} {error}".rstrip()) from None
+        except TimeoutError:
+            raise Unavailable(
+                f"the inference server gave no answer to {method} {url}{route} within {PROBE_TIMEOUT_S:g} s"
+            ) from None
+        if 200 <= answer.status < 300:
+            return content
+        reason = f"{method} {url}{route} was answered {answer.status}: {printable(_reason(content))}"
+        pause_s = retry_after_s(answer.headers.get("retry-after", ""))
+        if answer.status in _BUSY:
+            raise Unavailable(reason, retry_after_s=pause_s)
+        if answer.status == 500:
+            raise Unavailable(reason, retry_after_s=pause_s, retry_for_s=_RETRY_FAILING_S)
+        if _code(content) == OTHER_WEIGHTS:
+            raise Unavailable(reason, retry_for_s=0.0)
+        if answer.status in (401, 403) and isinstance(self._config, ClientConfig):
+            reason += f". Set {self._config.admin_token_env} to the server's admin token."
+        refused = InferenceError(reason)
+        if _code(content) == UNREADABLE:
+            # The run waits for its storage then, rather than end.
+            refused.exit_code = STORAGE_FAILED
+        raise refused
+
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        route: str,
+        *,
+        content: bytes | None,
+        headers: dict[str, str] | None,
+        most_bytes: int,
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        what, opening = f"{method} {url}{route}", _Opening(self._openings[url])
+        try:
+            async with self._session.request(
+                method, url + route, data=content, headers=headers, allow_redirects=False, trace_request_ctx=opening
+            ) as answer:
+                return answer, await _read(answer, most_bytes, what=what)
+        finally:
+            opening.end()
+
+    async def _await_while_healthy(
+        self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Return the answer, however long it takes, as long as the server at `url` is healthy each `timeout_s` s.
+
+        Raises:
+            Unavailable: it is not.
+        """
+        task = asyncio.ensure_future(asking)
+        waited_s = 0.0
+        try:
+            # asyncio.wait, not wait_for: that would cancel the request at each look.
+            while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
+                waited_s += timeout_s
+                try:
+                    await self.get(url, HEALTH_ROUTE)
+                except (Unavailable, InferenceError) as error:
+                    raise Unavailable(
+                        f"the inference server gave no answer to {what} within {waited_s:g} s ({self._key}.timeout_s), "
+                        f"and is not well: {error}"
+                    ) from None
+                _log.warning("%s takes longer than %g s; the server is well: waiting on", what, waited_s)
+                moved()  # whoever waits for us shall do so, too
+            return task.result()
+        finally:
+            task.cancel()  # also where we are cancelled ourselves: wait leaves its tasks running
+
+
+def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
+    """Return the answer of the server at `url` as a `kind`.
+
+    Raises:
+        InferenceError: it is none.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
+        raise InferenceError(
+            f"{url} gave an answer that is no {kind.__name__}: {error}. Is it holdfast's inference server?"
+        ) from None
+
+
+class _Opening:
+    """A place among the connections that are being opened to a server, while a request needs one."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._holds_place = False
+
+    async def begin(self) -> None:
+        """Wait for a place."""
+        await self._places.acquire()
+        self._holds_place = True
+
+    def end(self) -> None:
+        """Give the place back, if there is one."""
+        if self._holds_place:
+            self._holds_place = False
+            self._places.release()
+
+
+async def _before_opening(_: object, context: SimpleNamespace, __: object) -> None:
+    await context.trace_request_ctx.begin()
+
+
+async def _after_opening(_: object, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.end()
+
+
+def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    created = socket.socket(family, kind, protocol)
+    for option in _OPTIONS:
+        created.setsockopt(*option)
+    return created
+
+
+def _new_session(urls: Sequence[str]) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_start.append(_before_opening)
+    trace.on_connection_create_end.append(_after_opening)
+    # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
+    verify = ssl.create_default_context() if any(url.startswith("https:") for url in urls) else False
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=verify, limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_new_socket),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        # No compression: the length of what comes would say nothing about the memory that it needs.
+        headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # Proxies of the environment are for the internet, not for the engines of a run.
+        trust_env=False,
+        trace_configs=[trace],
+    )
+
+
+async def _read(answer: aiohttp.ClientResponse, most_bytes: int, *, what: str) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        InferenceError: it is longer than `most_bytes`, or compressed.
+    """
+    if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+        raise InferenceError(f"{what} was answered with the content encoding {encoding!r:.40}, which was not asked for")
+    content = bytearray()
+    async for piece in answer.content.iter_any():
+        content += piece
+        if len(content) > most_bytes:
+            raise InferenceError(
+                f"{what} was answered with more than {most_bytes} bytes, the most that a right answer can have; the "
+                "rest is not read. Is it holdfast's inference server?"
+            )
+    return bytes(content)
+
+
+def _reason(content: bytes) -> str:
+    """The reason in an error answer, whichever of the usual fields holds it."""
+    try:
+        body = msgspec.json.decode(content)
+    except (ValueError, RecursionError):
+        return content.decode(errors="backslashreplace") or "no reason given"
+    if isinstance(body, dict):
+        return str(body.get("error") or body.get("detail") or body)
+    return str(body)
+
+
+def _code(content: bytes) -> str:
+    """The code of an error answer of ours, else nothing."""
+    try:
+        return msgspec.json.decode(content, type=ErrorBody).code
+    except (ValueError, RecursionError):
+        return ""
+
+
+def retry_after_s(value: str) -> float:
+    """How long an answer with this `Retry-After` asks to be left alone, in seconds or by a date; 0 where empty."""
+    if value.isascii() and value.isdecimal():
+        return float(value[:9])  # not for ever, whatever stands there
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+# No token this unlikely is ever sampled: the smallest positive float32 is exp(-103.3).
+_LOWEST_SAMPLED_LOGPROB = -1000.0
+_FINISH_REASONS = ("stop", "length")
+
+
+def load_vocab_size(name: str) -> int:
+    """Return how many token ids the model in a local directory, or on the hub, has.
+
+    Raises:
+        ConfigError: there is no such model.
+        DataError: its config.json does not say.
+    """
+    path = Path(name) / "config.json"
+    if not Path(name).is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = Path(hf_hub_download(name, "config.json"))
+        except (HFValidationError, OSError) as error:
+            raise ConfigError(f"model.name: '{name}' is no directory and no model on the hub: {error}") from None
+    return vocab_size_in(path)
+
+
+def check_choices(
+    response: GenerateResponse, request: GenerateRequest, *, url: str, vocab_size: int | None
+) -> list[Choice]:
+    """Return the choices of an answer in the order of the seeds: one whole choice for each, of numbers that can be.
+
+    Args:
+        vocab_size: how many token ids the model has; None where that is not known.
+
+    Raises:
+        InferenceError: naming the field, the value and what is allowed.
+        Unavailable: the server aborted the request.
+    """
+    choices = sorted(response.choices, key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(len(request.seeds))):
+        found = str([choice.index for choice in choices])
+        raise InferenceError(f"{url} answered {len(request.seeds)} seeds with the choices {found:.200}")
+    for choice in choices:
+        if choice.finish_reason == "abort":
+            raise Unavailable("the server aborted a generation request")
+        problem = problem_of(
+            choice, max_tokens=request.max_tokens, stop_token_ids=request.stop_token_ids, vocab_size=vocab_size
+        ) or problem_of_logprobs("prompt_logprobs", choice.prompt_logprobs or [])
+        if problem is not None:
+            raise InferenceError(
+                f"{url} gave an answer that no engine can have sampled: {problem}. Nothing of it is kept. Is this the "
+                "inference server of this version of holdfast, and do its model and memory hold?"
+            )
+    newest = {span.version for choice in choices for span in choice.versions}
+    if newest and response.version != max(newest):
+        raise InferenceError(
+            f"{url} says that version {response.version} answered, and its choices are of version {max(newest)}"
+        )
+    return choices
+
+
+def problem_of(
+    completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int], vocab_size: int | None
+) -> str | None:
+    """Return why no engine can have sampled a continuation, or None.
+
+    Args:
+        max_tokens: most that were asked for.
+        stop_token_ids: what ends it.
+        vocab_size: how many token ids the model has; None where that is not known.
+    """
+    return (
+        _problem_of_counts(completion, max_tokens)
+        or problem_of_ids(completion.token_ids, vocab_size)
+        or problem_of_logprobs("logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB)
+        or _problem_of_spans(completion)
+        or _problem_of_end(completion, max_tokens, stop_token_ids)
+    )
+
+
+def _problem_of_counts(completion: Completion, max_tokens: int) -> str | None:
+    count = len(completion.token_ids)
+    if 1 <= count <= max_tokens and len(completion.logprobs) == count:
+        return None
+    return (
+        f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
+        f"max_tokens = {max_tokens}"
+    )
+
+
+def _problem_of_spans(choice: Completion) -> str | None:
+    covered = 0
+    for span in choice.versions:
+        if not covered <= span.start < span.end <= len(choice.token_ids) or span.version < 0:
+            return (
+                f"versions holds {{version: {span.version}, start: {span.start}, end: {span.end}}} for "
+                f"{len(choice.token_ids)} tokens; allowed are versions from 0, and spans inside and in order"
+            )
+        covered = span.end
+    if sum(span.end - span.start for span in choice.versions) != len(choice.token_ids):
+        return (
+            f"versions says of some of the {len(choice.token_ids)} sampled tokens which policy version made them; "
+            "every token needs one"
+        )
+    return None
+
+
+def _problem_of_end(choice: Completion, max_tokens: int, stop_token_ids: Sequence[int]) -> str | None:
+    reason, count = choice.finish_reason, len(choice.token_ids)
+    if reason not in _FINISH_REASONS:
+        return f"finish_reason is {reason!r:.80}, allowed are {' and '.join(_FINISH_REASONS)}"
+    stops = [place for place, token_id in enumerate(choice.token_ids) if token_id in stop_token_ids]
+    if reason == "stop" and stops != [count - 1]:
+        return f"finish_reason is 'stop' and its stop tokens are at {stops}, allowed is {count - 1} alone, the last"
+    if reason == "length" and (stops or count != max_tokens):
+        return f"finish_reason is 'length' after {count} tokens of at most {max_tokens}, with stop tokens at {stops}"
+    return None

@@ -1,1 +1,0 @@
-"""The inference servers, as the orchestrator sees them: readiness, ownership, requests, answers, and loss of one."""

@@ -1,0 +1,476 @@
+"""Calls into environments: what they raise, and what takes too long, is reported with its environment, task and place.
+
+Environments are other people's code. Whatever they raise, `sys.exit` included, becomes one `EnvironmentFailure`.
+The time in which a call waits for the engine is not the environment's: it counts neither for `timeout_s` nor as
+silence.
+"""
+
+# Merged here, to be said in the docstring above:
+# - contract: What environments hand over, tasks, messages and scores, checked and converted before anything relies on it.
+# - watchdog: Names the calls of environments that nothing has been heard of for a while, waiting or blocking.
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import site
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.errors import STUCK, DataError, EnvironmentFailure, printable, shown
+from holdfast.orchestrator.env.interface import Score, Session, Task
+from holdfast.orchestrator.env.judge import JudgeFailure
+from holdfast.orchestrator.env.session import as_messages, as_text, num_characters
+from holdfast.process.events import report
+from holdfast.process.heartbeat import awake_s, does, moved
+from holdfast.protocol.rollouts import Logprobs, LossMask, Rewards, StepRewards, TokenIds
+
+_MOST_METRICS = 1000
+_LONGEST_NAME = 200
+_LARGEST = 1e30
+"""Sums and squares of such numbers are still finite."""
+
+
+_GROWTH = "Sessions grow by sample(), append_messages() and append_text() alone"
+
+
+class PromptTooLong(DataError):
+    """A prompt leaves no room for a sampled token."""
+
+
+def prompt_ids_of(
+    task: Any, tokenizer: Tokenizer, *, what: str, room: int, tools: Sequence[Any] | None = None
+) -> list[int]:
+    """Return the token ids of a task's prompt, with the schemas of the tools that the policy may call.
+
+    Raises:
+        PromptTooLong: its text alone says that it has more than `room` tokens.
+        EnvironmentFailure: it is no `Task`, or its prompt is neither text nor messages, or the template refuses it.
+    """
+    if not isinstance(task, Task):
+        raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
+    try:
+        prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
+        characters = len(prompt) if isinstance(prompt, str) else num_characters(prompt)
+        if tokenizer.is_too_long(characters, room=room):
+            raise PromptTooLong(
+                f"{what}: the prompt has {characters} characters, more than {room} tokens can stand for. "
+                "Raise seq_len or shorten the prompts."
+            )
+        if isinstance(prompt, str):
+            if tools:
+                raise TypeError(
+                    "an environment with tools needs messages, in which the chat template shows them; got text"
+                )
+            return tokenizer.text_prompt(prompt)
+        return tokenizer.prompt(prompt, tools=tools)
+    except PromptTooLong:
+        raise
+    except (TypeError, ValueError, DataError) as error:
+        raise EnvironmentFailure(f"{what}: the prompt of its task: {error}") from None
+
+
+def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:
+    """Return one score per session, with plain numbers in it.
+
+    Raises:
+        EnvironmentFailure: it is not that; says what it is.
+    """
+    if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Sequence):
+        raise EnvironmentFailure(
+            f"{what}: score() must return a list of {len(sessions)} Score objects, got {_shown(scores)}"
+        )
+    if len(scores) != len(sessions):
+        raise EnvironmentFailure(f"{what}: score() returned {len(scores)} scores for {len(sessions)} sessions")
+    return [_checked(score, session, what) for score, session in zip(scores, sessions, strict=True)]
+
+
+def step_rewards(score: Score, session: Session) -> StepRewards | None:
+    """Return what a checked score says about turns or tokens, each at its last token; None where it says nothing."""
+    if score.turn_rewards is not None:
+        return StepRewards(TokenIds([end - 1 for end in session.turn_ends]), Rewards(score.turn_rewards))
+    if score.token_rewards is not None:
+        places = [place for place, sampled in enumerate(session.loss_mask) if sampled]
+        return StepRewards(TokenIds(places), Rewards(score.token_rewards))
+    return None
+
+
+def _checked(score: Any, session: Session, what: str) -> Score:
+    if not isinstance(score, Score):
+        raise EnvironmentFailure(f"{what}: score() must return Score objects, got {_shown(score)}")
+    if not isinstance(score.metrics, Mapping):
+        raise EnvironmentFailure(f"{what}: score() gave metrics = {_shown(score.metrics)}, expected names with numbers")
+    if len(score.metrics) > _MOST_METRICS:
+        raise EnvironmentFailure(f"{what}: score() gave {len(score.metrics)} metrics, allowed are {_MOST_METRICS}")
+    metrics: dict[str, float] = {}
+    for name, value in score.metrics.items():
+        try:
+            if len(as_text(name)) > _LONGEST_NAME:
+                raise ValueError(f"it has {len(name)} characters, allowed are {_LONGEST_NAME}")
+            metrics[name] = _number(value, f"{name}", what)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailure(f"{what}: score() gave a metric the name {_shown(name)}: {error}") from None
+    if score.turn_rewards is not None and score.token_rewards is not None:
+        raise EnvironmentFailure(f"{what}: score() gave turn_rewards and token_rewards; give one of them")
+    return Score(
+        _number(score.reward, "reward", what),
+        metrics,
+        _numbers(score.turn_rewards, "turn_rewards", f"{len(session.texts)} sampled turns", len(session.texts), what),
+        _numbers(
+            score.token_rewards,
+            "token_rewards",
+            f"{session.loss_mask.num_sampled} sampled tokens",
+            session.loss_mask.num_sampled,
+            what,
+        ),
+    )
+
+
+def _numbers(values: Any, name: str, counted: str, length: int, what: str) -> list[float] | None:
+    """Return as many plain numbers as there are turns or tokens; None for None."""
+    if values is None:
+        return None
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise EnvironmentFailure(f"{what}: score() gave {name} = {_shown(values)}, expected a list of numbers")
+    numbers = [_number(value, f"{name}[{place}]", what) for place, value in enumerate(values)]
+    if len(numbers) != length:
+        raise EnvironmentFailure(f"{what}: score() gave {len(numbers)} {name} for {counted}")
+    return numbers
+
+
+def _number(value: Any, name: str, what: str) -> float:
+    """Return a number of Python, NumPy or torch as a float."""
+    is_scalar = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+    try:
+        number = float(value) if is_scalar else math.nan
+    except Exception:  # noqa: BLE001 - of whichever class of others it is; what it is gets refused below
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        raise EnvironmentFailure(
+            f"{what}: score() gave {name} = {_shown(value)}, expected a finite number, at most {_LARGEST:g} in size"
+        )
+    return number
+
+
+def _shown(value: Any) -> str:
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+def require_sound(session: Session, *, what: str) -> None:
+    """Refuse a session whose fields the environment changed to what no sampling gives; it is only to read them.
+
+    Raises:
+        EnvironmentFailure: says which field.
+    """
+    kinds = {
+        "token_ids": TokenIds, "loss_mask": LossMask, "logprobs": Logprobs, "versions": list, "texts": list,
+        "truncated": bool,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if not isinstance(found := getattr(session, name, None), kind):
+            raise EnvironmentFailure(f"{what}: run() or score() replaced session.{name} by {_shown(found)}. {_GROWTH}")
+    if changed := session.changed():
+        raise EnvironmentFailure(
+            f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. {_GROWTH}"
+        )
+
+
+_MOST_FRAMES = 30
+_LIBRARIES = tuple(
+    {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()}
+)
+_OURS = str(Path(__file__).parents[1])
+
+
+class CallTimeout(EnvironmentFailure):
+    """A call took longer than it may."""
+
+
+class Call:
+    """One call of a method of an environment, while it goes on.
+
+    Args:
+        what: names environment and task, for failures.
+        name: the same without a judgement.
+        environment: its name.
+        method: that is called.
+        timeout_s: how long it may take, the engine's time apart; None: as long as it likes.
+        deadline: what ends it then.
+    """
+
+    def __init__(
+        self, what: str, *, name: str, environment: str, method: str, timeout_s: float | None, deadline: asyncio.Timeout
+    ) -> None:
+        self.what = what
+        self.name = name
+        self.environment = environment
+        self.method = method
+        self.timeout_s = timeout_s
+        self.task = asyncio.current_task()
+        self._deadline = deadline
+        self._num_sampling = 0
+        self._own_s = 0.0
+        self._since = awake_s()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last heard from the engine, or began; 0 while the engine works."""
+        return 0.0 if self._num_sampling else awake_s() - self._since
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """While the engine samples for it, its clock stands still."""
+        if self._num_sampling == 0:
+            self._own_s += awake_s() - self._since
+            self._move_deadline(None)
+        self._num_sampling += 1
+        try:
+            yield
+        finally:
+            self._num_sampling -= 1
+            if self._num_sampling == 0:
+                self._since = awake_s()
+                if self.timeout_s is not None:
+                    loop = asyncio.get_running_loop()
+                    self._move_deadline(loop.time() + max(0.0, self.timeout_s - self._own_s))
+
+    def _move_deadline(self, when: float | None) -> None:
+        if self in RUNNING and not self._deadline.expired():
+            self._deadline.reschedule(when)
+
+
+RUNNING: set[Call] = set()
+"""The calls of this process that go on now."""
+_CURRENT: ContextVar[Call] = ContextVar("environment call")
+
+
+@contextmanager
+def sampling() -> Iterator[None]:
+    """Stop the clock of the call that this is in, if any, while the engine, or a judge, works for it."""
+    call = _CURRENT.get(None)
+    if call is None:
+        yield
+        return
+    with call.sampling():
+        yield
+
+
+@asynccontextmanager
+async def calling(
+    what: str, *, name: str, environment: str, method: str, timeout_s: float | None
+) -> AsyncIterator[None]:
+    """Turn what an environment raises, or takes too long for, into a failure that says where it came from.
+
+    Raises:
+        EnvironmentFailure: it raised, or ended itself; `CallTimeout`: it took too long.
+    """
+    deadline = asyncio.timeout(timeout_s)
+    call = Call(what, name=name, environment=environment, method=method, timeout_s=timeout_s, deadline=deadline)
+    token = _CURRENT.set(call)
+    try:
+        async with deadline:
+            RUNNING.add(call)
+            try:
+                yield
+            finally:
+                RUNNING.discard(call)
+    except JudgeFailure as failure:
+        raise JudgeFailure(f"{what}: {failure}", reason=failure.reason) from None
+    except (EnvironmentFailure, PromptTooLong, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise CallTimeout(f"{what}: {method}() took longer than {timeout_s:g} s (timeout_s)") from None
+        if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
+            raise  # the run ends, or another group has failed
+        raise EnvironmentFailure(
+            f"{what}: {method}() raised {type(error).__name__}: {printable(error)} ({place_of(error)})"
+        ) from error
+    finally:
+        _CURRENT.reset(token)
+
+
+async def result_of(value: Any) -> Any:
+    """Return what a method of an environment returned, awaited if it is `async`."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error, its text cut: it may be as long as what the environment was working on."""
+    places = "".join(traceback.format_tb(error.__traceback__, limit=-_MOST_FRAMES))
+    return f"{places}{type(error).__name__}: {printable(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame of the user's own code that an error came through."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return _users(frames)
+
+
+def place_of_task(task: asyncio.Task[object] | None) -> str:
+    """Return `file:line` of where the user's code waits in a suspended task."""
+    waiting = task.get_coro() if task is not None else None
+    frames: list[tuple[str, int]] = []
+    while waiting is not None:
+        frame = next((found for name in _FRAMES if (found := getattr(waiting, name, None)) is not None), None)
+        if frame is not None:
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+        waiting = next((found for name in _AWAITED if (found := getattr(waiting, name, None)) is not None), None)
+    return _users(frames)
+
+
+_FRAMES = ("cr_frame", "ag_frame", "gi_frame")
+_AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
+
+
+def place_of_frame(frame: FrameType | None) -> str:
+    """Return `file:line` of where the user's code is, from the innermost frame of its thread."""
+    frames: list[tuple[str, int]] = []
+    while frame is not None:
+        frames.insert(0, (frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _users(frames)
+
+
+def _users(frames: list[tuple[str, int]]) -> str:
+    """Choose the innermost frame that is neither a library's nor ours; the innermost of all if there is none."""
+    if not frames:
+        return "an unknown place"
+    own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, _OURS, "<"))]
+    filename, line = (own or frames)[-1]
+    return f"{filename}:{line}"
+
+
+SILENT_S = 30.0
+_MOST_PERIOD_S = 1.0
+_BENEFIT_OF_DOUBT_S = 5.0
+"""A machine may be so busy that a call which blocks nothing seems to."""
+
+
+@contextmanager
+def watching_calls(*, silent_s: float = SILENT_S) -> Iterator[None]:
+    """Watch the calls of the event loop that runs in this thread."""
+    watch = _Watch(asyncio.get_running_loop(), threading.get_ident(), silent_s)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.end()
+
+
+@asynccontextmanager
+async def beating(*, bound_s: float) -> AsyncIterator[None]:
+    """Have the event loop of this task beat each second; blocked for longer than `bound_s` it counts as stuck."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(_MOST_PERIOD_S)
+            moved(works=False)
+
+    does("its first steps", bound_s=bound_s)
+    beats = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beats.cancel()
+        does("its end")
+
+
+class _Watch(threading.Thread):
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int, silent_s: float) -> None:
+        super().__init__(name="silence", daemon=True)
+        self._loop = loop
+        self._thread_id = thread_id
+        self._silent_s = silent_s
+        self._period_s = min(_MOST_PERIOD_S, silent_s / 4)
+        self._is_over = threading.Event()
+        self._answered = threading.Event()
+        self._answered.set()
+        self._asked_at = 0.0
+        self._next_s: dict[tuple[str, str], float] = {}
+        self._blocking: Call | None = None
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._is_over.set()
+        self.join()
+
+    def run(self) -> None:
+        """Look until the end."""
+        while not self._is_over.wait(self._period_s):
+            blocking = self._blocking_call()
+            if blocking is not None:
+                call, frame, seconds = blocking
+                self._report([(call, seconds)], "blocks all others", at=place_of_frame(frame))
+                self._end_if_over(call, frame, seconds)
+                continue
+            silent = [(call, call.silent_s) for call in tuple(RUNNING)]
+            self._report(silent, "is silent")
+
+    def _blocking_call(self) -> tuple[Call, FrameType, float] | None:
+        """Return the call that keeps the event loop from answering, where it is, and for how many seconds."""
+        if self._answered.is_set():
+            self._blocking = None
+            self._answered.clear()
+            self._asked_at = awake_s()
+            self._loop.call_soon_threadsafe(self._answered.set)
+            return None
+        innermost = sys._current_frames().get(self._thread_id)
+        call = _call_in(innermost)
+        if call is not self._blocking:  # another one in the same turn of the loop: the time before was not its
+            self._blocking, self._asked_at = call, awake_s()
+        if call is None or innermost is None:
+            return None
+        return call, innermost, awake_s() - self._asked_at
+
+    def _report(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:
+        """Name the longest silence of every method of every environment, when it is time to."""
+        longest: dict[tuple[str, str], tuple[Call, float]] = {}
+        numbers: dict[tuple[str, str], int] = {}
+        for call, seconds in calls:
+            key = (call.environment, call.method)
+            if seconds >= self._silent_s:
+                numbers[key] = numbers.get(key, 0) + 1
+                longest[key] = max(longest.get(key, (call, 0.0)), (call, seconds), key=lambda one: one[1])
+        self._next_s = {key: next_s for key, next_s in self._next_s.items() if key in longest}
+        for key, (call, seconds) in longest.items():
+            if seconds < self._next_s.get(key, 0.0):
+                continue
+            self._next_s[key] = 2 * seconds
+            place = at or place_of_task(call.task)
+            others = f" (and {numbers[key] - 1} more like it)" if numbers[key] > 1 else ""
+            report(f"{call.name} {how} for {seconds:.0f} s in {call.method}() at {place}{others}")
+
+    def _end_if_over(self, call: Call, frame: FrameType, seconds: float) -> None:
+        if call.timeout_s is None or seconds <= call.timeout_s + _BENEFIT_OF_DOUBT_S:
+            return
+        failure = EnvironmentFailure(
+            f"{call.what}: {call.method}() has blocked the event loop for longer than {call.timeout_s:g} s "
+            f"(timeout_s), at {place_of_frame(frame)}. What takes long must be awaited: `await asyncio.to_thread(...)`"
+        )
+        # Nothing else can end this process in order: its main thread is where the environment is stuck.
+        sys.stderr.write(f"error: {failure}\n")
+        sys.stderr.flush()
+        os._exit(STUCK)
+
+
+def _call_in(frame: FrameType | None) -> Call | None:
+    """Return the call that a thread is in: that of the task that runs in it, by the coroutines on its stack."""
+    calls = [(call, getattr(call.task.get_coro(), "cr_frame", None)) for call in tuple(RUNNING) if call.task]
+    while frame is not None:
+        for call, outermost in calls:
+            if outermost is frame:
+                return call
+        frame = frame.f_back
+    return None

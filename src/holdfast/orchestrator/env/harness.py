@@ -1,0 +1,604 @@
+"""Environments that a harness plays: any program that asks an OpenAI-compatible endpoint for what the policy says.
+
+    class Ask(HarnessEnvironment):
+        def make_task(self, seed: TaskSeed) -> Task:
+            return Task(prompt="", answer=seed.random().choice(["yes", "no"]))
+
+        async def play(self, endpoint: Endpoint, task: Task) -> float:
+            async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+                chat = [{"role": "user", "content": f"Say {task.answer}"}]
+                answer = await client.chat.completions.create(model=endpoint.model, messages=chat)
+            return float(answer.choices[0].message.content == task.answer)
+
+The endpoint keeps the exact token ids of every turn. A rollout is one conversation: each request goes on behind the
+messages of the one before and what was answered to it, so it is one sample with one mask, as that of any other
+environment.
+"""
+
+# Merged here, to be said in the docstring above:
+# - chat_protocol: OpenAI's chat protocol as harnesses speak it to the policy: what a request may ask for, and what answers it.
+# - chat_server: The server at which harnesses ask for what the policy says: one for an event loop, on a port of this machine.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import json
+import logging
+import re
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
+from weakref import WeakKeyDictionary
+
+import uvicorn
+
+from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
+from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
+from holdfast.orchestrator.env.guard import PromptTooLong
+from holdfast.orchestrator.env.interface import Environment, Score, SessionFull, Task
+from holdfast.orchestrator.env.interface import Session as harness_Session
+from holdfast.orchestrator.env.session import Session
+from holdfast.orchestrator.env.tools import Parser, ReadsCalls, ToolCall, find_parser, text_before_calls
+
+RefusalReason = Literal["malformed", "parameter", "history", "parallel", "full"]
+"""Why a request is refused: it cannot be read; it asks for what a rollout does not have; it does not go on where the
+last one ended; another one of the rollout is being answered; there is no room left within `seq_len`."""
+REFUSALS: tuple[RefusalReason, ...] = get_args(RefusalReason)
+
+_ALLOWED: dict[str, Any] = {
+    "n": 1,
+    "stream": False,
+    "logprobs": False,
+    "stop": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+}
+"""The one value of what may only be left out otherwise."""
+_OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+_KNOWN = ("model", "messages", "tools", *_LIMITS, *_ALLOWED, *_WITHOUT_EFFECT)
+_MESSAGE_KEYS = ("role", "content", *MORE_KEYS)
+
+
+class Refused(Exception):
+    """A request that gets an error for an answer; the message is for the harness.
+
+    Attributes:
+        reason: by which it is counted.
+        code: of OpenAI's, where it has one.
+    """
+
+    def __init__(self, reason: RefusalReason, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.reason: RefusalReason = reason
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One request.
+
+    Attributes:
+        messages: the chat so far, contents as text.
+        tools: their JSON schemas; None: none.
+        max_tokens: most tokens of the turn; None: as many as the run allows.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    max_tokens: int | None
+
+
+def read_request(body: bytes, *, model: str) -> ChatRequest:
+    """Return what a request asks for; keys that are null count as absent.
+
+    Raises:
+        Refused: it is no request, or asks for what a rollout does not have.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused("malformed", f"the request is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused("malformed", f"the request must be a JSON object, got {shown(asked)}")
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for name, value in asked.items():
+        _check_parameter(name, value)
+    if asked.get("model") != model:
+        raise Refused(
+            "parameter",
+            f"model = {shown(asked.get('model'))}: this endpoint has '{model}' alone",
+            code="model_not_found",
+        )
+    limits = [asked[name] for name in _LIMITS if name in asked]
+    if any(type(limit) is not int or limit < 1 for limit in limits):
+        raise Refused("parameter", f"max_tokens must be a number from 1 on, got {shown(limits[0])}")
+    try:
+        tools = check_tools(asked.get("tools"))
+    except DataError as error:
+        raise Refused("malformed", str(error)) from None
+    return ChatRequest(_messages(asked.get("messages")), tools, min(limits, default=None))
+
+
+def _check_parameter(name: str, value: Any) -> None:
+    if name in _OF_THE_RUN:
+        raise Refused(
+            "parameter", f"{name} is the run's, for all rollouts alike (its `sampling` and `seed`): leave it out"
+        )
+    if name in _ALLOWED and value != _ALLOWED[name]:
+        allowed = json.dumps(_ALLOWED[name])
+        raise Refused("parameter", f"{name} = {shown(value)} is not supported: leave it out, or {allowed}")
+    if name not in _KNOWN:
+        known = ", ".join(_KNOWN)
+        raise Refused("parameter", f"there is no parameter `{name:.80}`.{nearest(name, _KNOWN)} Known: {known}")
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise Refused("malformed", f"messages must be a list of messages, got {shown(messages)}")
+    return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """Return a message with its content as text, without what says nothing."""
+    what = f"messages[{number}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise Refused("malformed", f"{what} must be an object with a role, got {shown(message)}")
+    said = {name: value for name, value in message.items() if value is not None and value != []}
+    if unknown := [name for name in said if name not in _MESSAGE_KEYS]:
+        raise Refused("malformed", f"{what}.{unknown[0]:.80} is not supported. Known: {', '.join(_MESSAGE_KEYS)}")
+    content = said.get("content", "")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            raise Refused("malformed", f"{what}.content has parts that are no text, got {shown(content)}")
+        content = "".join(texts_of({"content": content}))
+    if not isinstance(content, str):
+        raise Refused("malformed", f"{what}.content must be text or a list of text parts, got {shown(content)}")
+    return said | {"content": content}
+
+
+def is_same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages say the same: white space around the assistant's does not count, nor how JSON is written."""
+    return _comparable(message) == _comparable(other)
+
+
+def _comparable(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] != "assistant":
+        return dict(message)
+    calls = [
+        (call.get("id"), function_of(call)) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)
+    ]
+    told = [(ident, function.get("name"), _value_of(function.get("arguments"))) for ident, function in calls]
+    return {**message, "content": message["content"].strip(), "tool_calls": told}
+
+
+def _value_of(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | None) -> dict[str, Any]:
+    """Return the last turn of `session` as the assistant's message, with the calls that `parse` finds in it.
+
+    A call that cannot be read leaves the whole turn text, as OpenAI's protocol has no words for one.
+    """
+    calls = parse(session.raw_completion) if parse else []
+    if parse is None or not calls or any(call.error for call in calls):
+        return {"role": "assistant", "content": session.completion}
+    turn = len(session.texts)
+    written = [
+        {
+            "id": f"t{turn:04d}{number:04d}",  # nine letters and digits: Mistral's templates take no other
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(_arguments(call, tools or ()), ensure_ascii=False)},
+        }
+        for number, call in enumerate(calls, start=1)
+    ]
+    has_read = isinstance(session.tokenizer, ReadsCalls)  # and left its calls out of the text
+    content = session.completion if has_read else text_before_calls(session.raw_completion, parse)
+    return {"role": "assistant", "content": content or None, "tool_calls": written}
+
+
+def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
+    """Return the arguments of a call; where the format has no types, those of the tool's schema."""
+    if not call.has_texts:
+        return call.arguments
+    functions = {function_of(tool).get("name"): function_of(tool) for tool in tools}
+    parameters = functions.get(call.name, {}).get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    texts = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
+    return {name: text if name in texts else _value_of(text) for name, text in call.arguments.items()}
+
+
+def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> dict[str, Any]:
+    """Return the body of an answer."""
+    ends = (0, *session.turn_ends)
+    sampled = session.loss_mask.tobytes()[ends[-2] : ends[-1]].count(1)
+    total = len(session.token_ids) - session.branch_starts[-1]  # what the policy saw
+    is_cut = session.token_ids[-1] not in session.tokenizer.stop_token_ids
+    return {
+        "id": f"chatcmpl-{len(session.texts)}",
+        "object": "chat.completion",
+        "created": 0,  # no harness shall go otherwise at another hour
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": dict(reply),
+                "finish_reason": "length" if is_cut else "tool_calls" if reply.get("tool_calls") else "stop",
+                "logprobs": None,
+            }
+        ],
+        "usage": {"prompt_tokens": total - sampled, "completion_tokens": sampled, "total_tokens": total},
+    }
+
+
+_log = logging.getLogger("orchestrator")
+
+MODEL = "policy"
+_PATH = re.compile(r"/(\d+)/v1/(chat/completions|models)")
+_Receive = Callable[[], Awaitable[dict[str, Any]]]
+_Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Answering(Protocol):
+    """What answers the requests of one rollout."""
+
+    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            Refused: there is none; says why.
+            HoldfastError: what samples has failed.
+        """
+        ...
+
+
+class ChatServer:
+    """Sends the requests of harnesses to the rollouts that they are of.
+
+    Attributes:
+        api_key: without it nothing is answered: others on this machine have no business here.
+    """
+
+    def __init__(self) -> None:
+        self.api_key = secrets.token_urlsafe(24)
+        self._numbers = itertools.count(1)
+        self._rollouts: dict[int, Answering] = {}
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+
+    @contextlib.contextmanager
+    def serving(self, rollout: Answering) -> Iterator[str]:
+        """Answer the requests of a rollout meanwhile, at the base URL that this gives."""
+        number = next(self._numbers)
+        self._rollouts[number] = rollout
+        try:
+            yield f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}/v1"
+        finally:
+            del self._rollouts[number]
+
+    async def live(self, is_up: asyncio.Future[None]) -> None:
+        """Serve until this is cancelled."""
+        config = uvicorn.Config(
+            self._application, interface="asgi3", proxy_headers=False, lifespan="off", ws="none",
+            access_log=False, log_config=None, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = _Server(config, is_up)
+        try:
+            await server.serve(sockets=[self._socket])
+        finally:
+            await server.shutdown(sockets=[self._socket])
+
+    async def _application(self, scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
+        status, answer = await self._answer(scope, receive)
+        body = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if status != 200:
+            headers.append((b"x-should-retry", b"false"))  # OpenAI's clients heed it
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: dict[str, Any], receive: _Receive) -> tuple[int, dict[str, Any]]:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if not secrets.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.api_key}".encode()):
+            return 401, _error("the API key is not that of the endpoint", code="invalid_api_key")
+        path = _PATH.fullmatch(scope["path"])
+        rollout = self._rollouts.get(int(path[1])) if path else None
+        if path is None or rollout is None:
+            _log.warning("a harness asks for %s, where no rollout is played", scope["path"][:200])
+            return 404, _error(
+                f"there is no rollout at {scope['path'][:200]}: it has ended, or that is not the base URL it was given "
+                "with /chat/completions behind it"
+            )
+        wanted = "POST" if path[2] == "chat/completions" else "GET"
+        if scope["method"] != wanted:
+            return 405, _error(f"{path[2]} is asked by {wanted}, not {scope['method']}")
+        if wanted == "GET":
+            return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
+        body = await _read(receive)
+        try:
+            return 200, await rollout.answer(body, is_retry=headers.get("x-stainless-retry-count", "0") != "0")
+        except Refused as refusal:
+            return 400, _error(str(refusal), code=refusal.code or refusal.reason)
+        except HoldfastError as error:
+            return 500, _error(f"the policy cannot be sampled: {error}", kind="server_error")
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers, which are the process's own."""
+
+    def __init__(self, config: uvicorn.Config, is_up: asyncio.Future[None]) -> None:
+        super().__init__(config)
+        self._is_up = is_up
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets=sockets)
+        self._is_up.set_result(None)
+
+
+_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (
+    WeakKeyDictionary()
+)
+
+
+async def chat_server() -> ChatServer:
+    """Return the server of this event loop, which is there."""
+    loop = asyncio.get_running_loop()
+    if loop not in _SERVERS:
+        server = ChatServer()
+        is_up: asyncio.Future[None] = loop.create_future()
+        # In a context of its own: whatever plays the first rollout has nothing to do with those of others.
+        serving = contextvars.Context().run(loop.create_task, server.live(is_up))
+        _SERVERS[loop] = server, serving, is_up
+    server, _, is_up = _SERVERS[loop]
+    await asyncio.shield(is_up)
+    return server
+
+
+def _error(message: str, *, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+async def _read(receive: _Receive) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+RESULT = "result"
+"""Where `session.state` has what `play` returned."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one rollout asks for what the policy says, as OpenAI's clients take it.
+
+    Attributes:
+        base_url: ends with `/v1`; it is this rollout's alone, and answers until `play` returns.
+        api_key: goes with every request.
+        model: what the policy is called there.
+    """
+
+    base_url: str
+    api_key: str
+    rollout: _Rollout = field(repr=False)
+    model: str = MODEL
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request was refused because no room was left within `seq_len`."""
+        return self.rollout.is_full
+
+    def restart(self) -> None:
+        """Let a harness that has died play the rollout again: the same requests get the same answers."""
+        self.rollout.restart()
+
+
+class HarnessEnvironment(Environment):
+    """Base of environments whose rollouts are played by a program that asks for chat completions.
+
+    Attributes:
+        tool_parser: the setting of that name.
+        reward_of_full: what a rollout earns whose `play` raises after a request that found no room within `seq_len`.
+    """
+
+    tool_parser: str = "auto"
+    reward_of_full: float = 0.0
+
+    async def play(self, endpoint: Endpoint, task: Task) -> float | Score:
+        """Play one rollout of `task` by asking `endpoint`, one request after the other; return what it earned."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method play(endpoint, task)")
+
+    async def run(self, session: harness_Session, task: Task) -> None:
+        """Serve the requests of one rollout until `play` returns.
+
+        Raises:
+            PromptTooLong: the first request leaves no room for an answer within `seq_len`.
+            RuntimeError: it has asked for nothing that could be answered, or an answer is still on its way.
+        """
+        server = await chat_server()
+        rollout = _Rollout(session, tool_parser=self.tool_parser)
+        try:
+            with server.serving(rollout) as base_url:
+                result = await self._play(Endpoint(base_url, server.api_key, rollout), task)
+            if rollout.too_long is not None and not session.texts:
+                raise rollout.too_long
+            if rollout.is_answering:
+                raise RuntimeError("play() returned while a request of it was being answered: await every one")
+            if not session.texts:
+                raise RuntimeError(f"play() returned without a request that was answered.{rollout.last_refusal}")
+            session.state[RESULT] = result
+        finally:
+            await rollout.end()
+
+    async def _play(self, endpoint: Endpoint, task: Task) -> float | Score:
+        try:
+            return await self.play(endpoint, task)
+        except Exception:
+            if not endpoint.is_full:
+                raise
+            return self.reward_of_full  # as what the policy said left no room: no failure of the environment
+
+    async def score(self, task: Task, sessions: Sequence[harness_Session]) -> list[Score]:
+        """Return what `play` has returned for each session."""
+        results = [session.state[RESULT] for session in sessions]
+        return [result if isinstance(result, Score) else Score(result) for result in results]
+
+
+class _Rollout:
+    """One rollout: requests go in, the session grows."""
+
+    def __init__(self, session: harness_Session, *, tool_parser: str) -> None:
+        self._session = session
+        self._tool_parser = tool_parser
+        # Of the call that plays it: its clock stands while the policy is sampled.
+        self._context = contextvars.copy_context()
+        self._counts = session.request_counts = Counter()
+        self._said: list[dict[str, Any]] = []
+        self._tools: list[Any] | None = None
+        self._parse: Parser | None = None
+        self._body = b""
+        self._answered: list[tuple[ChatRequest, dict[str, Any]]] = []
+        self._num_replayed: int | None = None
+        self._turn: asyncio.Task[dict[str, Any]] | None = None
+        self.too_long: PromptTooLong | None = None
+        self.last_refusal = ""
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is being answered."""
+        return self._turn is not None and not self._turn.done()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request was refused for want of room."""
+        return self._counts["refused/full"] > 0
+
+    def restart(self) -> None:
+        """Expect the requests from the first one on."""
+        self._num_replayed = 0
+        self._body = b""
+
+    async def end(self) -> None:
+        """Answer nothing more."""
+        if self._turn is not None:
+            self._turn.cancel()
+            await asyncio.gather(self._turn, return_exceptions=True)  # who asked is gone, or was told
+
+    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
+        """Return the answer to a request; the same to one that a client sends again, as it got none.
+
+        Raises:
+            Refused, HoldfastError: there is none.
+        """
+        try:
+            if self._turn is not None and is_retry and body == self._body:
+                return await asyncio.shield(self._turn)
+            request = read_request(body, model=MODEL)
+            if self._turn is not None and self._num_replayed == len(self._answered):
+                await asyncio.wait([self._turn])  # what the one that died has asked last
+            if (known := self._replayed(request)) is not None:
+                return known
+            if self.is_answering:
+                told = "await one after the other, and play several conversations as several rollouts"
+                raise Refused("parallel", f"another request of this rollout is being answered: {told}")
+            self._body = body
+            self._turn = self._context.copy().run(asyncio.create_task, self._answer(request))
+            answer = await asyncio.shield(self._turn)
+        except Refused as refusal:
+            self._counts[f"refused/{refusal.reason}"] += 1
+            self.last_refusal = f" The last refusal: {refusal}"
+            raise
+        self._counts["answered"] += 1
+        return answer
+
+    async def _answer(self, request: ChatRequest) -> dict[str, Any]:
+        session = self._session
+        try:
+            self._extend(request)
+            await session.sample(max_tokens=request.max_tokens)
+        except SessionFull as error:
+            session.truncated = True
+            if not session.token_ids:
+                self.too_long = PromptTooLong(f"the prompt of the harness: {error}")
+            raise Refused("full", str(error), code="context_length_exceeded") from None
+        except (ConfigError, DataError, TypeError) as error:
+            raise Refused("malformed", str(error)) from None
+        reply = reply_of(session, tools=self._tools, parse=self._parse)
+        self._said = [*request.messages, reply | {"content": reply["content"] or ""}]
+        answer = completion_of(reply, session, model=MODEL)
+        self._answered.append((request, answer))
+        return answer
+
+    def _replayed(self, request: ChatRequest) -> dict[str, Any] | None:
+        """Return what a request of a harness that began again was answered before; None for a new one."""
+        place, self._num_replayed = self._num_replayed, None
+        if place is None or place >= len(self._answered):
+            return None
+        if self._answered[place][0] != request:
+            raise Refused("history", f"request {place + 1} is another than before the harness was started again")
+        self._num_replayed = place + 1
+        return self._answered[place][1]
+
+    def _extend(self, request: ChatRequest) -> None:
+        """Append to the session what the request says beyond what was said.
+
+        Raises:
+            Refused: it does not go on where the last one ended.
+        """
+        session, said = self._session, self._said
+        if not said:
+            if request.tools:
+                self._parse = self._parser(request.tools)
+            session.begin(request.messages, tools=request.tools)
+            self._tools = request.tools
+            return
+        if request.tools != self._tools:
+            raise Refused(
+                "history", "the tools are others than at the first request, behind which this rollout goes on"
+            )
+        pairs = zip(said, request.messages, strict=False)
+        other = next((number for number, pair in enumerate(pairs) if not is_same(*pair)), None)
+        if other is not None or len(request.messages) <= len(said):
+            place = min(len(said), len(request.messages)) if other is None else other
+            told = f"it must repeat the {len(said)} messages so far, with what was answered, and go on behind them"
+            raise Refused("history", f"a rollout is one conversation: {told}; from messages[{place}] on it does not")
+        session.append_messages(request.messages[len(said) :])
+
+    def _parser(self, tools: list[Any]) -> Parser:
+        tokenizer = self._session.tokenizer
+        if isinstance(tokenizer, ReadsCalls):
+            return tokenizer.calls_in
+        source = tokenizer.template(tools).source
+        return find_parser(self._tool_parser, template=source, model=tokenizer.name)
+
+
+def request_metrics(session: harness_Session) -> dict[str, float]:
+    """Return the numbers of a session about the requests of its harness; none without one."""
+    if session.request_counts is None:
+        return {}
+    names = ["answered", *(f"refused/{reason}" for reason in REFUSALS)]
+    return {f"requests/{name}": float(session.request_counts[name]) for name in names}

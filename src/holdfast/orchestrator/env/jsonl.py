@@ -1,0 +1,356 @@
+"""Prompts and right answers from a JSON-lines file, with a choice of scorers."""
+
+# Merged here, to be said in the docstring above:
+# - scorers: Scorers: compare a completion with the right answer, and give a reward between 0 and 1.
+# - prompts: What built-in environments ask: the user's own words around what is different in each task.
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from holdfast.chat.messages import as_dict
+from holdfast.chat.template import ChatMessage
+from holdfast.config.environments import JudgeConfig
+from holdfast.errors import ConfigError, DataError, nearest
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.env.judge import Judge
+from holdfast.orchestrator.env.math_answers import MathAnswers
+from holdfast.orchestrator.env.session import as_messages
+from holdfast.process.imports import load_function
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+
+Scorer = Callable[[str, str], float]
+
+
+def lcs_length(first: str, second: str) -> int:
+    """Return the length of the longest common subsequence.
+
+    Bit-parallel, one row of the dynamic program per big-integer operation (Hyyrö 2004,
+    "Bit-parallel LCS-length computation revisited", eq. 4): bit i of `row` is 0 where position i of
+    `first` adds one to the length.
+    """
+    if not first or not second:
+        return 0
+    positions: dict[str, int] = {}
+    for index, character in enumerate(first):
+        positions[character] = positions.get(character, 0) | 1 << index
+    full = (1 << len(first)) - 1
+    row = full
+    for character in second:
+        matches = row & positions.get(character, 0)
+        row = ((row + matches) | (row - matches)) & full
+    return len(first) - row.bit_count()
+
+
+def lcs(completion: str, answer: str) -> float:
+    """Return the longest common subsequence as a share of the longer text; 1 for equal texts."""
+    longer = max(len(completion), len(answer))
+    return lcs_length(completion, answer) / longer if longer else 1.0
+
+
+def exact(completion: str, answer: str) -> float:
+    """Return whether both are equal up to surrounding white space."""
+    return float(completion.strip() == answer.strip())
+
+
+def contains(completion: str, answer: str) -> float:
+    """Return whether the answer occurs in the completion."""
+    return float(answer.strip() in completion)
+
+
+def number(completion: str, answer: str) -> float:
+    """Return whether the last number in the completion equals the last in the answer."""
+    given, right = _last_number(completion), _last_number(answer)
+    return float(given is not None and given == right)
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def regex_scorer(pattern: str) -> Scorer:
+    """Return a scorer that compares the last match of `pattern` (its first group, if any) with the answer.
+
+    Raises:
+        re.error: the pattern is not a regular expression.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def score(completion: str, answer: str) -> float:
+        matches = list(compiled.finditer(completion))
+        if not matches:
+            return 0.0
+        found = matches[-1][1] if compiled.groups else matches[-1][0]
+        return exact(found or "", answer)
+
+    return score
+
+
+SCORERS: dict[str, Scorer] = {"exact": exact, "contains": contains, "lcs": lcs, "number": number}
+
+
+@dataclass(frozen=True)
+class Question(Task):
+    """A row of the file.
+
+    Attributes:
+        fields: what a judge is told of it, by the name in its prompt.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+class Jsonl(Environment):
+    """Single-turn questions; every row is used once per epoch, in a new order each time."""
+
+    def __init__(
+        self,
+        path: Path,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        scorer: str = "exact",
+        pattern: str | None = None,
+        shuffle: bool = True,
+        judge: JudgeConfig | None = None,
+    ) -> None:
+        """Read the whole file.
+
+        Args:
+            path: the file, one JSON object per line.
+            prompt: column of the question: text, or a list of {role, content}.
+            answer: column of the right answer: text or a number. For a judge that is not told it, rows need none.
+            scorer: `exact`, `contains`, `lcs`, `number`, `regex`, `math_verify`, `judge`, or `module:function` for one
+                of your own, from completion and right answer to a number.
+            pattern: with `regex`: what to find; the last match (its first group) is compared.
+            shuffle: a new order every epoch, from the run's seed; off: file order.
+            judge: with `judge`: whom to ask. Its prompt may name `{completion}`, `{prompt}`, `{answer}` and columns.
+        """
+        if (judge is not None) != (scorer == "judge"):
+            given = "a judge" if judge is not None else "no judge"
+            raise ConfigError(f"jsonl: `judge` belongs to scorer 'judge'; got scorer '{scorer}' and {given}")
+        self._judge = Judge(judge) if judge is not None else None
+        if self._judge is not None and "completion" not in self._judge.fields:
+            raise ConfigError("jsonl: judge.prompt has no {completion}: the judge would not see what it is to score")
+        self._score = _find_scorer(scorer, pattern)
+        self._scorer_name = scorer.partition(":")[2] or scorer
+        columns = _Columns(prompt, answer, self._judge.fields if self._judge is not None else None)
+        self._tasks = _read_tasks(path, columns)
+        self.num_tasks = len(self._tasks)
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        """Return row `index` of the endless sequence of epochs."""
+        epoch, position = divmod(seed.index, len(self._tasks))
+        if not self._shuffle:
+            return self._tasks[position]
+        return self._tasks[self._order(seed.shared("epoch", epoch))[position]]
+
+    def _make_order(self, seed: int) -> list[int]:
+        order = list(range(len(self._tasks)))
+        random.Random(seed).shuffle(order)
+        return order
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        """Score each completion for itself."""
+        if self._judge is not None:
+            assert isinstance(task, Question)
+            return await self._judged(self._judge, task, sessions)
+        assert self._score is not None
+        rewards = [await _number(self._score(session.completion, task.answer)) for session in sessions]
+        return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
+
+    async def _judged(self, judge: Judge, task: Question, sessions: Sequence[Session]) -> list[Score]:
+        rows = [{**task.fields, "completion": session.completion} for session in sessions]
+        return [
+            Score(one.score, {"judge": one.score, "judge_unreadable": float(not one.is_readable)})
+            for one in await judge.ask_all(rows)
+        ]
+
+
+def _find_scorer(name: str, pattern: str | None) -> Callable[[str, str], Any] | None:
+    """Return a function of completion and right answer; None for a judge."""
+    allowed = [*SCORERS, "regex", "math_verify", "judge"]
+    if name not in allowed and ":" not in name:
+        raise ConfigError(
+            f"jsonl: there is no scorer '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
+            "or 'module:function' for one of your own."
+        )
+    if (pattern is not None) != (name == "regex"):
+        raise ConfigError(f"jsonl: `pattern` belongs to scorer 'regex'; got scorer '{name}' and pattern {pattern!r}")
+    if name == "judge":
+        return None
+    if name == "math_verify":
+        return MathAnswers()
+    if ":" in name:
+        return _users_scorer(name)
+    if pattern is None:
+        return SCORERS[name]
+    try:
+        return regex_scorer(pattern)
+    except re.error as error:
+        raise ConfigError(f"jsonl: pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def _users_scorer(name: str) -> Callable[[str, str], Any]:
+    scorer = load_function(name, key="jsonl: scorer")
+    try:
+        inspect.signature(scorer).bind("completion", "answer")
+    except TypeError as error:
+        raise ConfigError(
+            f"jsonl: scorer '{name}' cannot be called with a completion and the right answer: {error}"
+        ) from None
+    return scorer
+
+
+async def _number(reward: Any) -> float:
+    """Return what a scorer gave, awaited if it is `async`; what it must be is checked with the score."""
+    return await reward if inspect.isawaitable(reward) else reward
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What is read of each row.
+
+    Attributes:
+        prompt: column of the question.
+        answer: column of the right answer.
+        fields: that a judge is told; None: nobody judges.
+    """
+
+    prompt: str
+    answer: str
+    fields: Sequence[str] | None
+
+    @property
+    def of_judge(self) -> list[str]:
+        """Fields that are columns by their own names."""
+        return sorted(set(self.fields or ()) - {"completion", "prompt", "answer"})
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """Columns by what names them."""
+        found = {"the argument `prompt`": self.prompt}
+        if self.fields is None or "answer" in self.fields:
+            found["the argument `answer`"] = self.answer
+        return found | {f"`judge.prompt`, which has {{{name}}}": name for name in self.of_judge}
+
+
+def _read_tasks(path: Path, columns: _Columns) -> list[Task]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"jsonl: {path.absolute()} is not UTF-8: {error}") from None
+    except OSError as error:
+        there = sorted(entry.name for entry in path.parent.glob("*.jsonl")) if path.parent.is_dir() else []
+        beside = f" {path.parent} has: {', '.join(there)}." if there else ""
+        raise DataError(
+            f"jsonl: {path.absolute()} cannot be read ({error.strerror}).{nearest(path.name, there)}{beside}"
+        ) from None
+    tasks = [
+        _read_task(line, columns, where=f"{path}:{number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not tasks:
+        raise DataError(f"jsonl: {path} has no rows")
+    return tasks
+
+
+def _read_task(line: str, columns: _Columns, *, where: str) -> Task:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where} is not JSON: {error.msg} at character {error.pos + 1}. Each line must be one whole object: mend "
+            "the line, or write the file anew."
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where} is {type(row).__name__}, expected an object with '{columns.prompt}' and '{columns.answer}'"
+        )
+    for named_by, column in columns.needed.items():
+        if column not in row:
+            raise DataError(
+                f"{where} has no column '{column}'.{nearest(column, row)} Columns there: {', '.join(row) or 'none'}. "
+                f"Name the right one with {named_by}."
+            )
+    for column in ("tools", "documents", "chat_template_kwargs"):
+        if row.get(column) and column not in columns.needed.values():
+            raise DataError(
+                f"{where} has `{column}`, which prompts of rl do not take, so they would not be those of sft. Write "
+                "what the policy must see into the messages, and remove the column."
+            )
+    needs_answer = columns.answer in columns.needed.values()
+    answer = _plain(row[columns.answer], f"{where}: '{columns.answer}'") if needs_answer else ""
+    messages = _messages(row[columns.prompt], f"{where}: '{columns.prompt}'")
+    if columns.fields is None:
+        return Task(prompt=messages, answer=answer)
+    fields = {name: _plain(row[name], f"{where}: '{name}'") for name in columns.of_judge}
+    if "prompt" in columns.fields:
+        fields["prompt"] = _as_text(row[columns.prompt], messages)
+    if "answer" in columns.fields:
+        fields["answer"] = answer
+    return Question(prompt=messages, answer=answer, fields=fields)
+
+
+def _plain(value: Any, where: str) -> str:
+    """Return a text or number as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{where} is {_shown(value)}, expected text or a number")
+    return str(value)
+
+
+def _as_text(value: Any, messages: Sequence[Message | ChatMessage]) -> str:
+    """Return what a question says: text as it is, messages with their roles."""
+    if isinstance(value, str):
+        return value
+    chat = [as_dict(message) if isinstance(message, Message) else message for message in messages]
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in chat)
+
+
+def _messages(value: Any, where: str) -> Sequence[Message | ChatMessage]:
+    if isinstance(value, str):
+        return (Message("user", value),)
+    try:
+        messages = tuple(as_messages(value))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} is {_shown(value)}, expected text or a list of {{role, content}} ({error})") from None
+    if not messages:
+        raise DataError(f"{where} is an empty list of messages")
+    return messages
+
+
+def _shown(value: Any) -> str:
+    return f"{json.dumps(value)[:80]}"
+
+
+def require_placeholders(prompt: str, names: Sequence[str], *, environment: str) -> None:
+    """Check that `prompt` says everything that a task is about.
+
+    Raises:
+        ConfigError: one of `names` does not stand in braces in it.
+    """
+    missing = [f"{{{name}}}" for name in names if f"{{{name}}}" not in prompt]
+    if missing:
+        raise ConfigError(
+            f"{environment}: prompt = {prompt!r} leaves out {', '.join(missing)}, so nobody could solve its tasks; "
+            "write it where it belongs"
+        )
+
+
+def filled(prompt: str, **values: str) -> str:
+    """Return `prompt` with each {name} replaced; other braces stand for themselves."""
+    for name, value in values.items():
+        prompt = prompt.replace(f"{{{name}}}", value)
+    return prompt

@@ -1,0 +1,215 @@
+"""A judge: a model that scores completions, asked through the process that keeps its replies.
+
+    judge = Judge(JudgeConfig(url="http://127.0.0.1:8000/v1", model="judge", prompt="Rate from 0 to 1:
+{completion}"))
+    judgements = await judge.ask_all([{"completion": session.completion} for session in sessions])
+    scores = [judgement.score for judgement in judgements]
+
+Requests go to the desk of the process (`JUDGES`): that of the orchestrator or an evaluation asks, and keeps every reply
+(`holdfast.orchestrator.judges`); that of a worker hands them on to the orchestrator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+import xxhash
+
+from holdfast.config.environments import JudgeConfig
+from holdfast.errors import ConfigError, EnvironmentFailure, nearest, printable
+from holdfast.protocol.inference import ChatReply, read_key
+
+JudgeFailureReason = Literal["judge_away", "judge_refused", "judge_unreadable"]
+_FIELD = re.compile(r"\{(\w+)\}")
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.]*\w)")
+
+
+class JudgeFailure(EnvironmentFailure):
+    """A judge gave no score.
+
+    Attributes:
+        reason: it could not be reached or was busy for too long, refused the request, or its reply has no score.
+    """
+
+    def __init__(self, message: str, *, reason: JudgeFailureReason) -> None:
+        super().__init__(message)
+        self.reason: JudgeFailureReason = reason
+
+
+class JudgeRequest(msgspec.Struct, frozen=True):
+    """One request to a judge.
+
+    Attributes:
+        url: with its route.
+        body: JSON.
+        api_key_env: environment variable with the key, which stays out of it.
+    """
+
+    url: str
+    body: bytes
+    api_key_env: str | None
+    timeout_s: float
+    retry_for_s: float
+    requests_per_minute: float | None
+    max_concurrency: int
+
+    @property
+    def key(self) -> str:
+        """All that decides the reply, as 32 hexadecimal digits: whom and what, not how patiently."""
+        return xxhash.xxh3_128_hexdigest(self.url.encode() + b"\n" + self.body)
+
+
+class JudgeDesk(Protocol):
+    """What answers requests to judges in a process."""
+
+    async def ask(self, request: JudgeRequest) -> ChatReply:
+        """Return the reply, from the log or from the judge.
+
+        Raises:
+            JudgeFailure: there is none.
+        """
+        ...
+
+
+JUDGES: ContextVar[JudgeDesk] = ContextVar("judges")
+"""The desk of this process."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a judge made of one completion.
+
+    Attributes:
+        score: the reward, 0 to 1 for numbers, as it stands there for verdicts.
+        is_readable: whether the reply has a score; else it is `unreadable_reward`.
+        text: the reply.
+    """
+
+    score: float
+    is_readable: bool
+    text: str
+
+
+class Judge:
+    """Asks one judge.
+
+    Args:
+        fields: names that `prompt` may have in braces; unset: any, which every call must bring then.
+
+    Raises:
+        ConfigError: the key is not there, or `prompt` names another field.
+    """
+
+    def __init__(self, config: JudgeConfig, *, fields: Sequence[str] | None = None) -> None:
+        self._config = config
+        self.fields = sorted(set(_FIELD.findall(config.prompt)))
+        self._pattern = re.compile(config.pattern, re.DOTALL) if config.pattern is not None else None
+        self._verdicts = {word.strip().casefold(): reward for word, reward in (config.verdicts or {}).items()}
+        for name in self.fields:
+            if fields is not None and name not in fields:
+                raise ConfigError(
+                    f"judge: its prompt has {{{name}}}, which is no field.{nearest(name, fields)} "
+                    f"Fields: {', '.join(fields)}."
+                )
+        if config.api_key_env is not None and read_key(config.api_key_env) is None:
+            raise ConfigError(
+                f"judge: the environment variable {config.api_key_env} (api_key_env) is not set: set it to the key of "
+                f"{config.url}, or leave api_key_env out if it needs none"
+            )
+
+    async def ask(self, fields: Mapping[str, str]) -> Judgement:
+        """Return what the judge makes of `fields`, those that its prompt names at least.
+
+        Raises:
+            JudgeFailure: it is away, refuses, or its reply has no score.
+            KeyError: the prompt names a field that is not there.
+        """
+        desk = JUDGES.get(None)
+        if desk is None:
+            raise RuntimeError("nobody asks judges here: write `async with holdfast.judging():` around it")
+        return self.read(await desk.ask(self.request(fields)))
+
+    async def ask_all(self, rows: Sequence[Mapping[str, str]]) -> list[Judgement]:
+        """Return what the judge makes of each row; all are asked at once, and awaited whichever fails.
+
+        Raises:
+            As `ask`: the first failure in the order of `rows`, not of time.
+        """
+        found = await asyncio.gather(*map(self.ask, rows), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if isinstance(one, Judgement)]
+
+    def request(self, fields: Mapping[str, str]) -> JudgeRequest:
+        """Return what is asked about `fields`."""
+        config = self._config
+        # In one pass: what a completion has in braces is not replaced.
+        prompt = _FIELD.sub(lambda match: fields[match[1]], config.prompt)
+        messages = [{"role": "system", "content": config.system}] if config.system is not None else []
+        messages.append({"role": "user", "content": prompt.encode("utf-8", "backslashreplace").decode()})
+        body = {"model": config.model, "messages": messages, "temperature": 0, "max_tokens": config.max_tokens}
+        return JudgeRequest(
+            url=f"{config.url}/chat/completions",
+            body=msgspec.json.encode(body | config.extra_body, order="deterministic"),
+            api_key_env=config.api_key_env,
+            timeout_s=config.timeout_s,
+            retry_for_s=config.retry_for_s,
+            requests_per_minute=config.requests_per_minute,
+            max_concurrency=config.max_concurrency,
+        )
+
+    def read(self, reply: ChatReply) -> Judgement:
+        """Return the score of a reply.
+
+        Raises:
+            JudgeFailure: it has none, and `unreadable_reward` is not set.
+        """
+        config = self._config
+        score = None if reply.finish_reason == "length" else self._score_in(reply.text)
+        if score is not None:
+            return Judgement(score, True, reply.text)
+        if config.unreadable_reward is not None:
+            return Judgement(config.unreadable_reward, False, reply.text)
+        cut = f"a reply longer than max_tokens = {config.max_tokens}" if reply.finish_reason == "length" else "a reply"
+        expected = f"a number from 0 to {config.max_score:g}"
+        if config.verdicts:
+            expected = f"one of {', '.join(config.verdicts)}"
+        raise JudgeFailure(
+            f"judge '{config.model}' gave {cut} in which there is not {expected}: {printable(reply.text)}. Change "
+            "prompt, pattern or max_tokens, or set unreadable_reward",
+            reason="judge_unreadable",
+        )
+
+    def _score_in(self, text: str) -> float | None:
+        found = self._found_in(text)
+        if found is None:
+            return None
+        if self._verdicts:
+            return self._verdicts.get(found.strip().casefold())
+        try:
+            score = float(found)
+        except ValueError:
+            return None
+        return score / self._config.max_score if 0 <= score <= self._config.max_score else None
+
+    def _found_in(self, text: str) -> str | None:
+        """Return the text of the score: the last match, or the only number or verdict of the last line."""
+        if self._pattern is not None:
+            matches = list(self._pattern.finditer(text))
+            if not matches:
+                return None
+            return (matches[-1][1] or "") if self._pattern.groups else matches[-1][0]
+        line = text.strip().rpartition("\n")[2]
+        if self._verdicts:
+            words = "|".join(re.escape(word) for word in sorted(self._verdicts, key=len, reverse=True))
+            found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", line.casefold())
+        else:
+            found = _NUMBER.findall(line)
+        return found[0] if len(found) == 1 else None

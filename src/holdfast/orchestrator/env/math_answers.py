@@ -1,0 +1,127 @@
+"""Mathematical answers by their value, as math-verify finds it, in a process of its own.
+
+math-verify bounds its own work by signal alarms, which raise outside of a main thread, and sympy may still take
+forever: the process of `MathAnswers` is killed then, and the next answer gets a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+from holdfast.errors import EnvironmentFailure
+from holdfast.process.child import die_with_parent
+from holdfast.process.imports import import_extra
+
+_TIMEOUT_S = 30.0
+"""Of one answer; math-verify gives up by itself after 5 s for each of its steps."""
+
+
+class MathAnswers:
+    """A scorer: 1 where an answer has the value of the right one, in LaTeX or plain; one answer after the other."""
+
+    def __init__(self, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """Start nothing yet.
+
+        Raises:
+            ConfigError: math-verify is not installed.
+        """
+        self._process: subprocess.Popen[bytes] | None = None
+        import_extra("math_verify", extra="math-verify", needed_by="scorer 'math_verify'")
+        self._timeout_s = timeout_s
+        self._turn: asyncio.Lock | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, completion: str, answer: str) -> float:
+        """Return 1 if both have the same value, 0 if not, or if nobody can say so in time.
+
+        Raises:
+            EnvironmentFailure: the right answer is no mathematics.
+        """
+        if self._loop is not asyncio.get_running_loop() or self._turn is None:
+            self._loop, self._turn = asyncio.get_running_loop(), asyncio.Lock()
+        async with self._turn:
+            reply = await self._ask(json.dumps([completion, answer]).encode() + b"\n")
+        if reply is None:
+            return 0.0
+        if "error" in reply:
+            raise EnvironmentFailure(f"scorer 'math_verify': {reply['error']}")
+        return float(reply["equal"])
+
+    async def _ask(self, line: bytes) -> dict[str, Any] | None:
+        """Return the process's answer to a line; None where it dies or misses its time."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            command = [sys.executable, "-m", "holdfast.orchestrator.env.math_answers"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = self._process
+        exchange = asyncio.ensure_future(asyncio.to_thread(_exchange, process, line))
+        try:
+            reply = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
+        except TimeoutError:
+            reply = b""
+        finally:
+            if not exchange.done():
+                process.kill()
+                await asyncio.wait([exchange])
+        if not reply:
+            self.close()
+            return None
+        return json.loads(reply)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # what it was to be asked goes nowhere
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+    def __del__(self) -> None:
+        """Leave no process behind."""
+        self.close()
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    """Write a line and return the one that answers it; nothing where the process dies meanwhile."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return b""
+    return process.stdout.readline()
+
+
+def _compare(completion: str, answer: str) -> dict[str, Any]:
+    from math_verify import parse, verify
+
+    # Without these marks a fraction in LaTeX would be read as its last number.
+    is_marked = "$" in answer or "\\boxed" in answer
+    right = parse(answer if is_marked else f"${answer}$") or parse(answer)
+    if all(isinstance(one, str) for one in right):  # what it cannot read is handed on as text
+        return {"error": f"the right answer {answer[:80]!r} is no mathematics"}
+    return {"equal": bool(verify(right, parse(completion)))}
+
+
+def _main() -> None:
+    die_with_parent()
+    replies = sys.stdout.buffer
+    sys.stdout = sys.stderr
+    for line in sys.stdin.buffer:
+        replies.write(json.dumps(_compare(*json.loads(line))).encode() + b"\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _main()

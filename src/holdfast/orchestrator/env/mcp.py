@@ -1,0 +1,289 @@
+"""Tools of MCP servers, through the official library: asked what they are at the start, called by rollouts.
+
+Every rollout has a session of its own with each server that it calls, begun by its first call: a process of its own,
+or a session of a server at a URL. So what one rollout does in a server no other one sees, and a rollout that is played
+again finds what it found the first time. See docs/decisions/0036-a-session-of-an-mcp-server-for-each-rollout.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from holdfast.config.environments import McpServerConfig
+from holdfast.errors import ConfigError, nearest, printable
+from holdfast.orchestrator.env.session import Session
+from holdfast.orchestrator.env.tools import WrongArguments
+from holdfast.process.imports import import_extra, module_command
+from holdfast.protocol.inference import read_key
+
+_CLOSED = -32000
+"""Code of the library for a connection that is gone (`mcp_types.CONNECTION_CLOSED`)."""
+
+
+class McpToolError(Exception):
+    """What a tool answered is an error; the message is for the policy."""
+
+
+class McpServerLost(Exception):
+    """A server could not be started, or has died; the message is for the policy."""
+
+
+class McpServer:
+    """One server of the settings, and the connections that sessions have to it.
+
+    Args:
+        name: in the settings.
+
+    Raises:
+        ConfigError: the library, the command or a key is not there; or the server did not name its tools.
+    """
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        import_extra("mcp", extra="mcp", needed_by=f"mcp_servers.{name}")
+        self._what = f"mcp_servers.{name}"
+        self._config = config
+        self._connections: WeakKeyDictionary[Session, _Connection] = WeakKeyDictionary()
+        if config.command is not None and shutil.which(config.command) is None:
+            raise ConfigError(f"{self._what}: there is no program '{config.command}' on the PATH that could be started")
+        wanted = [*config.env, *([config.api_key_env] if config.api_key_env else [])]
+        if missing := [variable for variable in wanted if not os.environ.get(variable)]:
+            raise ConfigError(f"{self._what}: the environment variable {missing[0]} is not set")
+        if config.api_key_env is not None:
+            read_key(config.api_key_env)
+        self.tools = [McpTool(self, tool) for tool in self._chosen(self._ask_for_tools())]
+
+    async def connect(self, session: Session) -> None:
+        """Begin a session with the server, unless `session` has one.
+
+        Raises:
+            McpServerLost: it does not answer; the next call tries again.
+        """
+        if session not in self._connections:
+            connection = self._connections[session] = _Connection(self._config)
+            session.at_end(connection.close)
+        try:
+            await self._connections[session].client()
+        except McpServerLost as error:
+            self._leave(session)
+            raise McpServerLost(f"{self._what} could not be reached: {error}") from None
+
+    async def call(self, name: str, arguments: dict[str, Any], session: Session) -> str:
+        """Return what a tool answers, as text; `session` is connected.
+
+        Raises:
+            McpToolError: the answer is an error, or no text.
+            McpServerLost: the server has died; the next call starts one anew.
+        """
+        from mcp import MCPError
+
+        connection = self._connections[session]
+        client = await connection.client()
+        try:
+            return _text_of(await client.call_tool(name, arguments))
+        except MCPError as error:
+            if error.code != _CLOSED and not connection.is_forgotten:
+                raise McpToolError(printable(error.message)) from None
+        self._leave(session)
+        raise McpServerLost(f"{self._what} has died; the next call begins anew with another")
+
+    def _leave(self, session: Session) -> None:
+        self._connections.pop(session).close()
+
+    def _ask_for_tools(self) -> list[Any]:
+        """Ask in a thread of its own: environments are loaded where an event loop may run already."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self._list_tools()).result()
+
+    async def _list_tools(self) -> list[Any]:
+        tools: list[Any] = []
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s), _connect(self._config) as client:
+                page = await client.list_tools()
+                tools += page.tools
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    tools += page.tools
+        except TimeoutError:
+            raise ConfigError(
+                f"{self._what}: it did not name its tools within {self._config.start_timeout_s:g} s (start_timeout_s)"
+            ) from None
+        except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
+            raise ConfigError(f"{self._what}: it could not be asked for its tools: {_told(error)}") from None
+        if not tools:
+            raise ConfigError(f"{self._what}: it has no tools")
+        return tools
+
+    def _chosen(self, tools: list[Any]) -> list[Any]:
+        there = {tool.name: tool for tool in tools}
+        for name in self._config.tools or ():
+            if name not in there:
+                raise ConfigError(
+                    f"{self._what}.tools: it has no tool '{name}'.{nearest(name, there)} "
+                    f"Tools there: {', '.join(there)}."
+                )
+        return [there[name] for name in self._config.tools] if self._config.tools is not None else list(there.values())
+
+
+class McpTool:
+    """One tool of a server, in the form of `Tool`.
+
+    Attributes:
+        name: of the tool.
+        schema: what the chat template gets.
+    """
+
+    def __init__(self, server: McpServer, tool: Any) -> None:
+        self._server = server
+        self.name: str = tool.name
+        parameters = {"type": "object", "properties": {}, **tool.input_schema}
+        parameters.pop("$schema", None)
+        function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": function}
+        self._properties: Mapping[str, Any] = parameters["properties"]
+
+    def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the arguments of a call that has all of them as text, as some models write them."""
+        return {name: self._value(name, text) for name, text in texts.items()}
+
+    def _value(self, name: str, text: str) -> Any:
+        schema = self._properties.get(name)
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            return text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+
+    async def connect(self, session: Session) -> None:
+        """Begin a session with the server, unless `session` has one.
+
+        Raises:
+            McpServerLost: it does not answer.
+        """
+        await self._server.connect(session)
+
+    def call(self, arguments: Any, session: Session) -> Any:
+        """Return what the server answers, to be awaited behind `connect`; the server checks the arguments.
+
+        Raises:
+            WrongArguments: they are no object.
+        """
+        if not isinstance(arguments, dict):
+            raise WrongArguments(f"{self.name}: the arguments must be a JSON object")
+        return self._server.call(self.name, arguments, session)
+
+
+class _Connection:
+    """One session with a server, entered and left by a task of its own, as the library asks for.
+
+    Attributes:
+        is_forgotten: a server at a URL knows the session no more, as after it was started again.
+    """
+
+    def __init__(self, config: McpServerConfig) -> None:
+        self._config = config
+        self.is_forgotten = False
+        self._is_over = asyncio.Event()
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._client.add_done_callback(lambda client: client.cancelled() or client.exception())
+        self._task = asyncio.create_task(self._live())
+        _LIVING.add(self._task)
+        self._task.add_done_callback(_LIVING.discard)
+
+    async def client(self) -> Any:
+        """Return the client, once the server answers.
+
+        Raises:
+            McpServerLost: it does not.
+        """
+        return await asyncio.shield(self._client)
+
+    def close(self) -> None:
+        """Leave the server; a process that was started for it ends."""
+        self._is_over.set()
+        if not self._client.done():
+            self._task.cancel()
+
+    async def _see(self, response: Any) -> None:
+        # As the protocol has it; the library tells it by a message, which some servers have in words of their own.
+        asked = response.request
+        if response.status_code == 404 and asked.method == "POST" and "mcp-session-id" in asked.headers:
+            self.is_forgotten = True
+
+    async def _live(self) -> None:
+        try:
+            connecting = _connect(self._config, see=self._see)
+            async with asyncio.timeout(self._config.start_timeout_s) as bound, connecting as client:
+                bound.reschedule(None)
+                self._client.set_result(client)
+                await self._is_over.wait()
+        except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
+            if not self._client.done():
+                self._client.set_exception(McpServerLost(_told(error)))
+        finally:
+            self._client.cancel()
+
+
+_LIVING: set[asyncio.Task[None]] = set()
+"""Connections that are there, or are about to end: the loop itself holds tasks weakly."""
+
+
+@asynccontextmanager
+async def _connect(
+    config: McpServerConfig, *, see: Callable[[Any], Awaitable[None]] | None = None
+) -> AsyncIterator[Any]:
+    """Give a client of the server; `see` is called with every response of one at a URL."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    if config.command is not None:
+        # The kernel ends it with this process: it is in no group of ours, which could be killed.
+        dying = module_command("holdfast.process.exec_dying", str(os.getpid()), config.command, *config.args)
+        names = ["PYTHONPATH", *config.env]
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        parameters = StdioServerParameters(command=dying[0], args=dying[1:], env=environment)
+        async with Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)) as client:
+            yield client
+        return
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    assert config.url is not None
+    headers = {"Authorization": f"Bearer {os.environ[config.api_key_env]}"} if config.api_key_env else {}
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=None, event_hooks={"response": [see] if see else []}) as http,
+        Client(streamable_http_client(config.url, http_client=http)) as client,
+    ):
+        yield client
+
+
+def _text_of(result: Any) -> str:
+    """Return what a result says.
+
+    Raises:
+        McpToolError: it is an error, or something else than text.
+    """
+    others = sorted({block.type for block in result.content if block.type != "text"})
+    if others:
+        raise McpToolError(f"it returned what is no text: {', '.join(others)}")
+    text = "\n".join(block.text for block in result.content)
+    if not text and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    if result.is_error:
+        raise McpToolError(text or "it failed and did not say why")
+    return text
+
+
+def _told(error: BaseException) -> str:
+    """Return what went wrong in the innermost of groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {printable(error)}"

@@ -1,0 +1,308 @@
+"""Built-in environments, and how an environment of the config is loaded."""
+
+# Merged here, to be said in the docstring above:
+# - plugins: Environments of other packages: entry points of the group `holdfast.environments`, `name = "module:Class"`.
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_type_hints
+
+import pydantic
+
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest, printable
+from holdfast.orchestrator.env.guard import place_of
+from holdfast.orchestrator.env.harness import HarnessEnvironment
+from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.reasoning_gym import PREFIX, ReasoningGym
+from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
+from holdfast.orchestrator.env.verifiers import Verifiers
+from holdfast.process.imports import import_users
+
+GROUP = "holdfast.environments"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One entry point.
+
+    Attributes:
+        name: the id of the environment.
+        target: `module:Class`, as the package has written it.
+        package: that is installed, with its version.
+    """
+
+    name: str
+    target: str
+    package: str
+
+    @property
+    def module(self) -> str:
+        """The module that holds the class."""
+        return self.target.partition(":")[0].strip()
+
+    @property
+    def class_name(self) -> str:
+        """The class; empty where the package names none."""
+        return self.target.partition(":")[2].partition("[")[0].strip()
+
+
+def find_plugins() -> dict[str, list[Plugin]]:
+    """Return the entry points of all installed packages by name: several where packages want the same one.
+
+    What lies in the working directory is not installed: whether it is on the path depends on what was imported before.
+    """
+    here = Path.cwd()
+    path = [entry for entry in sys.path if entry and not (os.path.exists(entry) and here.samefile(entry))]  # noqa: PTH110
+    found: dict[str, list[Plugin]] = {}
+    seen: set[str] = set()
+    for package in metadata.distributions(path=path):
+        # Of one package that is there twice, the first is imported.
+        identity = (package.name or "").lower().replace("_", "-")
+        if identity in seen:
+            continue
+        seen.add(identity)
+        for entry in package.entry_points:
+            if entry.group == GROUP:
+                plugin = Plugin(entry.name, entry.value, f"{package.name} {package.version}")
+                found.setdefault(entry.name, []).append(plugin)
+    return {name: sorted(found[name], key=lambda plugin: plugin.package) for name in sorted(found)}
+
+
+BUILT_IN = {
+    "reverse_text": "holdfast.orchestrator.env.reverse_text:ReverseText",
+    "python_code": "holdfast.orchestrator.env.code:PythonCode",
+    "jsonl": "holdfast.orchestrator.env.jsonl:Jsonl",
+}
+
+
+def is_built_in(name: str) -> bool:
+    """Whether an id names an environment of holdfast's own, whose constructor may be called to check its arguments."""
+    return name in BUILT_IN or name.startswith((PREFIX, VERIFIERS))
+
+
+def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
+    """Return the environment that `config` describes; `key` is its dotted key, for messages.
+
+    Raises:
+        ConfigError: there is no such environment, or its arguments do not fit.
+        EnvironmentFailure: its module or its constructor raised.
+    """
+    cls, args = find_environment(config, key=key)
+    try:
+        environment = cls(**args)
+        if isinstance(environment, HarnessEnvironment):
+            environment.tool_parser = config.tool_parser
+        return environment
+    except HoldfastError:
+        raise
+    except BaseException as error:
+        raise EnvironmentFailure(
+            f"environment '{config.label}' ({config.id}) failed in its constructor: {type(error).__name__}: "
+            f"{printable(error)} ({place_of(error)})"
+        ) from error
+
+
+def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
+    """Return the class that `config` names and the checked arguments of its constructor, which is not called.
+
+    Raises:
+        ConfigError: there is no such environment, or its arguments do not fit.
+        EnvironmentFailure: its module raised.
+    """
+    found = _find_environment(config, key=key)
+    if config.mcp_servers and issubclass(found[0], HarnessEnvironment):
+        raise ConfigError(
+            f"{key}.mcp_servers: '{config.id}' is played by a harness, which brings the tools of its requests along: "
+            "have it call the servers"
+        )
+    return found
+
+
+def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
+    if config.id.startswith(PREFIX):
+        return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
+    if config.id.startswith(VERIFIERS):
+        return Verifiers, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
+    cls = find_class(config.id, key=key)
+    return cls, _checked_args(cls, config.args, key)
+
+
+def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
+    """Return the environment of every level of a curriculum, or the one that there is; see `load_environment`."""
+    find_class(config.id, key=key)  # it is not of a level, if there is none
+    return [load_environment(one, key=own_key) for own_key, one in config.at_levels(key).items()]
+
+
+def find_class(name: str, *, key: str) -> type[Environment]:
+    """Return the class of the environment with the id `name`.
+
+    Raises:
+        ConfigError: there is none.
+        EnvironmentFailure: its module raised.
+    """
+    if name.startswith(PREFIX):
+        return ReasoningGym
+    if name.startswith(VERIFIERS):
+        return Verifiers
+    if ":" in name:
+        return _class_of(name, name, key=key, load=import_users, absent="It must be importable from where the run is "
+                         "started: check the spelling, or set PYTHONPATH.")  # fmt: skip
+    plugin = find_plugin(name, key=key)
+    if plugin is None:
+        return _class_of(name, BUILT_IN[name], key=key, load=importlib.import_module, absent="")
+    return _class_of(
+        name,
+        f"{plugin.module}:{plugin.class_name}",
+        key=key,
+        load=importlib.import_module,
+        absent=f"{plugin.package} registers '{plugin.target}' under this name: install that package anew.",
+    )
+
+
+def find_plugin(name: str, *, key: str) -> Plugin | None:
+    """Return the entry point of an installed package that `name` means; None where it is a built-in environment.
+
+    Raises:
+        ConfigError: there is no environment of that name, or several.
+    """
+    plugins = find_plugins()
+    owners = (["holdfast itself"] if name in BUILT_IN else []) + [plugin.package for plugin in plugins.get(name, [])]
+    if len(owners) > 1:
+        targets = " or ".join(f"'{plugin.target}'" for plugin in plugins[name])
+        raise ConfigError(
+            f"{key}.id: '{name}' is an environment of {' and of '.join(owners)} (entry points {GROUP}). Name the one "
+            f"that you mean by its class, {targets}"
+            + (f" or '{BUILT_IN[name]}'" if name in BUILT_IN else "")
+            + ", or remove a package."
+        )
+    if not owners:
+        allowed = [*BUILT_IN, *plugins]
+        hint = nearest(name, allowed) or (f" {_as_file(name)}" if _as_file(name) else "")
+        raise ConfigError(
+            f"{key}.id: there is no environment '{name}'.{hint} "
+            f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', '{VERIFIERS}ID', or 'module:Class' for one of your own."
+        )
+    return plugins[name][0] if name in plugins else None
+
+
+def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleType], absent: str) -> type[Environment]:
+    """Return the class that `target`, `module:Class`, stands for; `absent` says what to do where no module is."""
+    module_name, _, class_name = target.partition(":")
+    try:
+        module = load(module_name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.id: {error}") from None
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise EnvironmentFailure(
+                f"environment '{name}': importing {module_name} failed: {error} ({place_of(error)}). Install what it "
+                "imports where the run is started, or correct the import."
+            ) from error
+        raise ConfigError(
+            f"{key}.id: '{name}': there is no module '{error.name}'. {_as_file(name) or absent}"
+        ) from None
+    except SyntaxError as error:
+        raise EnvironmentFailure(
+            f"environment '{name}': importing {module_name} failed: SyntaxError: {error.msg} "
+            f"({error.filename}:{error.lineno})"
+        ) from error
+    except BaseException as error:
+        raise EnvironmentFailure(
+            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {printable(error)} "
+            f"({place_of(error)})"
+        ) from error
+    classes = {
+        label: value
+        for label, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
+    }
+    if class_name not in classes:
+        there = f"Environments there: {', '.join(sorted(classes))}." if classes else "It defines no environment."
+        hint = nearest(class_name, classes)
+        if class_name in vars(module) and not hint:
+            hint = (
+                f" What it calls '{class_name}' is not derived from holdfast.Environment, with make_task and "
+                "score: `environments init NAME` begins one."
+            )
+        raise ConfigError(f"{key}.id: '{name}': {module_name} has no environment '{class_name}'.{hint} {there}")
+    return classes[class_name]
+
+
+def require_methods(cls: type[Environment], name: str, *, key: str) -> None:
+    """Refuse a class without a method for what every environment is asked for, before anything is started.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for method in ("make_task", "score"):
+        if getattr(cls, method) is getattr(Environment, method):
+            like = nearest(method, [one for one in vars(cls) if not one.startswith("_")])
+            raise ConfigError(
+                f"{key}.id: '{name}': {cls.__name__} has no method {method}, which every environment needs.{like} "
+                "`environments init NAME` begins one with both."
+            )
+
+
+def _as_file(name: str) -> str:
+    """Say how a file is named by its module; nothing for a name that is none of a file."""
+    path, _, class_name = name.partition(":")
+    if not path.endswith(".py"):
+        return ""
+    return (
+        "A file is named by its module, without .py, and its directory by PYTHONPATH: "
+        f"'{Path(path).stem}:{class_name or 'Class'}'."
+    )
+
+
+def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dict[str, Any]:
+    """Check `args` against the constructor's parameters and their annotations, and convert them."""
+    parameters = dict(inspect.signature(cls).parameters)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return args
+    allowed = ", ".join(parameters) or "none"
+    for name in args:
+        if name not in parameters:
+            raise ConfigError(
+                f"{key}.args.{name}: {cls.__name__} has no such argument.{nearest(name, parameters)} "
+                f"Allowed: {allowed}."
+            )
+    missing = [name for name, item in parameters.items() if item.default is item.empty and name not in args]
+    if missing:
+        raise ConfigError(f"{key}.args: {cls.__name__} needs {', '.join(missing)}. Allowed: {allowed}.")
+    return {name: _converted(value, _annotation(cls, name), f"{key}.args.{name}") for name, value in args.items()}
+
+
+def _annotation(cls: type[Environment], name: str) -> Any:
+    """Return the annotation of an argument of the constructor; `Any` where it names what is only there for checkers."""
+    constructor = cls.__init__
+    annotations = getattr(constructor, "__annotations__", {})
+    if name not in annotations:
+        return Any
+    one = SimpleNamespace(__annotations__={name: annotations[name]})
+    try:
+        return get_type_hints(one, globalns=getattr(constructor, "__globals__", {}))[name]
+    except Exception:  # noqa: BLE001 - code of the user's that was never run before, such as under `if TYPE_CHECKING`
+        return Any
+
+
+def _converted(value: Any, annotation: Any, key: str) -> Any:
+    try:
+        return pydantic.TypeAdapter(annotation).validate_python(value)
+    except pydantic.PydanticUserError:  # a class that it does not know, or half: the constructor takes it as it is
+        return value
+    except pydantic.ValidationError as error:
+        reasons = "; ".join(
+            f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" if entry["loc"] else f"{entry['msg']}; got {value!r}"
+            for entry in error.errors()  # of a section nothing is repeated: it may hold a password
+        )
+        raise ConfigError(f"{key}: {reasons}") from None

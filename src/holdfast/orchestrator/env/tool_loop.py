@@ -1,0 +1,254 @@
+"""The loop of tools: which of them a turn calls, what they answer, and what went wrong, told to the policy.
+
+Whatever a tool fails with is a message to the policy, never the end of the run: an unknown name, wrong arguments, what
+is no JSON, an exception, its time limit. Each is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from holdfast.chat.template import ChatMessage
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown, text_of
+from holdfast.orchestrator.env.interface import Environment, Session, SessionFull
+from holdfast.orchestrator.env.mcp import McpServer, McpServerLost, McpTool, McpToolError
+from holdfast.orchestrator.env.tools import Parser, ReadsCalls, Tool, ToolCall, WrongArguments, find_parser, tools_of
+from holdfast.process.heartbeat import awake_s
+
+ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
+"""Why a call has no result: it cannot be read, there is no such tool, its arguments do not fit, the tool raised or
+returned what is no JSON, it took too long, or the MCP server that has it died."""
+TOOL_FAILURES: tuple[ToolFailure, ...] = get_args(ToolFailure)
+_MOST_CHARACTERS = 500
+_PROBE = "holdfastprobe"
+
+
+class _TimeUp(BaseException):
+    """Ends a tool that runs; no `except Exception` of its own keeps it."""
+
+
+class _Failed(Exception):
+    """What the policy is told, and why."""
+
+    def __init__(self, reason: ToolFailure, text: str) -> None:
+        super().__init__(text)
+        self.reason: ToolFailure = reason
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one environment, and how its sessions use them.
+
+    Attributes:
+        tools: by name.
+        parse: finds the calls in the text of a turn.
+        max_turns: most turns that are sampled in one session; the calls of the last one are not answered.
+        timeout_s: most seconds of one call.
+    """
+
+    tools: dict[str, Tool | McpTool]
+    parse: Parser
+    max_turns: int
+    timeout_s: float
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template gets as `tools`."""
+        return [tool.schema for tool in self.tools.values()]
+
+    def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage:
+        """Return the message with which a call is answered; `turn` and `number` count from 1."""
+        return tool_message(text, name=call.name if call.name in self.tools else "", turn=turn, number=number)
+
+    async def answer(self, call: ToolCall, session: Session) -> tuple[str, ToolFailure | None]:
+        """Return what a call is answered with, and why it failed, if it did.
+
+        Raises:
+            SessionFull, HoldfastError, MemoryError: a tool met what is no failure of its own.
+        """
+        try:
+            return await self._result(call, session), None
+        except _Failed as failure:
+            return f"error: {failure}", failure.reason
+
+    async def _result(self, call: ToolCall, session: Session) -> str:
+        if call.error:
+            raise _Failed("unreadable", call.error)
+        tool = self.tools.get(call.name)
+        if tool is None:
+            allowed = ", ".join(self.tools)
+            raise _Failed(
+                "unknown", f"there is no tool '{call.name:.80}'.{nearest(call.name, self.tools)} Tools: {allowed}."
+            )
+        arguments = tool.arguments_of_texts(call.arguments) if call.has_texts else call.arguments
+        try:
+            if isinstance(tool, McpTool):
+                await tool.connect(session)  # a server that starts takes none of the time of the call
+            with _interrupting(self.timeout_s):
+                value = tool.call(arguments, session)
+            if inspect.isawaitable(value):
+                async with asyncio.timeout(self.timeout_s):
+                    value = await value
+            return _text_of_result(value)
+        except WrongArguments as error:
+            raise _Failed("arguments", str(error)) from None
+        except McpToolError as error:
+            raise _Failed("raised", str(error)) from None
+        except McpServerLost as error:
+            raise _Failed("server", str(error)) from None
+        except (SessionFull, HoldfastError, MemoryError):
+            raise
+        except (_TimeUp, TimeoutError):
+            raise _Failed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
+        except (Exception, SystemExit) as error:  # what reads command lines ends the process where it cannot
+            raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
+
+
+def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
+    """Return how sessions of `environment` use its tools; None where it has none. Made once for each object.
+
+    Raises:
+        ConfigError: a tool is none, or the chat template does not write tools or their results.
+    """
+    kept = environment.__dict__.get("_tool_use")
+    if kept is not None and kept[0] is tokenizer and kept[1] is settings:
+        return kept[2]
+    use = _make(environment, settings, tokenizer)
+    # Also of a frozen dataclass.
+    object.__setattr__(environment, "_tool_use", (tokenizer, settings, use))
+    return use
+
+
+def check_tools(
+    environments: Mapping[str, Environment], sections: Iterable[EnvironmentConfig], *, tokenizer_name: str
+) -> None:
+    """Refuse, before anything is started, tools that a model in a local directory cannot call.
+
+    What a hub has is not fetched for that: whoever plays checks it again.
+
+    Args:
+        environments: by label, those of `sections` that can be made here.
+
+    Raises:
+        ConfigError, DataError: as `tool_use_of`, or the tokenizer cannot be read.
+    """
+    with_tools = [
+        one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)
+    ]
+    if with_tools and Path(tokenizer_name).is_dir():
+        tokenizer = load_tokenizer(tokenizer_name)
+        for section in with_tools:
+            tool_use_of(environments[section.label], section, tokenizer)
+
+
+def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
+    what = f"environment '{settings.label}'"
+    try:
+        tools: dict[str, Tool | McpTool] = {}
+        tools |= tools_of(environment.tools, owner=environment, session_class=Session)
+        for name, server in settings.mcp_servers.items():
+            for tool in McpServer(name, server).tools:
+                if tool.name in tools:
+                    raise ConfigError(
+                        f"mcp_servers.{name}: its tool '{tool.name}' is there already: leave one of them out with "
+                        f"mcp_servers.{name}.tools"
+                    )
+                tools[tool.name] = tool
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    if not tools:
+        return None
+    if isinstance(tokenizer, ReadsCalls):
+        return ToolUse(tools, tokenizer.calls_in, settings.max_turns, settings.tool_timeout_s)
+    schemas = [tool.schema for tool in tools.values()]
+    template = tokenizer.template(schemas)
+    parse = find_parser(settings.tool_parser, template=template.source, model=tokenizer.name)
+    _check_template(tokenizer, schemas, what=what)
+    return ToolUse(tools, parse, settings.max_turns, settings.tool_timeout_s)
+
+
+def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str) -> None:
+    """Refuse a chat template with which the policy would not see its tools, or what they answer."""
+    question: list[ChatMessage] = [{"role": "user", "content": _PROBE}]
+    answer: list[ChatMessage] = [tool_message(_PROBE, name=schemas[0]["function"]["name"], turn=1, number=1)]
+    try:
+        text = tokenizer.render(question, open_turn=True, tools=schemas)
+        missing = [name for schema in schemas if (name := schema["function"]["name"]) not in text]
+        if missing:
+            raise DataError(
+                f"the chat template of '{tokenizer.name}' does not write tools: the policy would not see `{missing[0]}`"
+            )
+        tokenizer.continuation(answer, last_token_id=-1, tools=schemas)
+    except DataError as error:
+        raise ConfigError(f"{what} has tools: {error}. Take a model whose template has tools.") from None
+
+
+def call_id(turn: int, number: int) -> str:
+    """Return the id of call `number` of turn `turn`, both from 1."""
+    return f"t{turn:04d}{number:04d}"  # nine letters and digits: Mistral's templates take no other id
+
+
+def tool_message(content: str, *, name: str, turn: int, number: int) -> dict[str, str]:
+    """Return the message with which a tool answers call `number` of turn `turn`, both from 1."""
+    content = content.encode("utf-8", "backslashreplace").decode()  # a policy writes halves of surrogate pairs, too
+    message = {"role": "tool", "content": content, "tool_call_id": call_id(turn, number)}
+    return message | ({"name": name} if name else {})
+
+
+def tool_metrics(session: Session) -> dict[str, float]:
+    """Return the numbers of a session about its tools; none without tools."""
+    if not session.has_tools:
+        return {}
+    names = ["calls", "unanswered", *(f"failed/{reason}" for reason in TOOL_FAILURES)]
+    return {f"tools/{name}": float(session.tool_counts[name]) for name in names}
+
+
+def _text_of_result(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"it returned {shown(value)}, which is no JSON ({error})") from None
+
+
+@contextmanager
+def _interrupting(seconds: float) -> Iterator[None]:
+    """End what runs here, and blocks, when its time is up; not in a thread other than the main one, nor a call in C.
+
+    Raises:
+        _TimeUp: the time is up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = awake_s()
+
+    def ring(*_: object) -> None:
+        if (left := seconds - (awake_s() - began)) > 0.01:  # the process was frozen: that is not the tool's
+            signal.setitimer(signal.ITIMER_REAL, left)
+        else:
+            raise _TimeUp
+
+    previous: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, ring)
+    alarm_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+            if alarm_s:  # somebody else's, which rings when it would have
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, alarm_s - (awake_s() - began)))

@@ -1,0 +1,384 @@
+"""Tools: functions that the policy may call. Their schema for the chat template, and the check of their arguments.
+
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: the first one.
+            b: the second one.
+        '''
+        return a + b
+
+Name, docstring and annotations become the schema that chat templates take, in the form of OpenAI's functions. A
+parameter that is annotated with `Session` is no part of it: the tool gets the session that called it. Schema and
+check come from pydantic: `transformers.utils.get_json_schema` imports torch, and checks nothing.
+"""
+
+# Merged here, to be said in the docstring above:
+# - tool_calls: Calls of tools in what the policy sampled, in the form that each family of models writes them in.
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, get_type_hints, runtime_checkable
+
+import pydantic
+
+from holdfast.errors import ConfigError, nearest
+
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class WrongArguments(Exception):
+    """A tool was called with arguments that it does not take; the message is for the policy."""
+
+
+class Tool:
+    """One function that the policy may call.
+
+    Attributes:
+        name: of the function.
+        schema: what the chat template gets: `{"type": "function", "function": {name, description, parameters}}`.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, session_class: type) -> None:
+        """Read the signature of `function`, sync or async.
+
+        Args:
+            function: a function, or a method with its object.
+            session_class: a parameter with this annotation gets the session, and is not shown to the policy.
+
+        Raises:
+            ConfigError: it has no docstring, or a parameter without annotation or of a kind that JSON does not have.
+        """
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._function = function
+        doc = inspect.getdoc(function)
+        if not doc:
+            raise ConfigError(f"tool '{self.name}' has no docstring, which tells the policy what it does: write one")
+        description, told = _read_docstring(doc)
+        hints = self._hints(function)
+        self._for_session: list[str] = []
+        self._fields: dict[str, str] = {}
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind not in _BY_NAME:
+                raise ConfigError(f"tool '{self.name}': parameter `{parameter}` cannot be given by name; write it out")
+            if name not in hints:
+                raise ConfigError(f"tool '{self.name}': parameter `{name}` has no annotation, such as `{name}: str`")
+            if isinstance(hints[name], type) and issubclass(hints[name], session_class):
+                self._for_session.append(name)
+                continue
+            default = ... if parameter.default is parameter.empty else None
+            field = f"field_{len(fields)}"  # not its own name, which may be `json` or `_of`
+            fields[field] = (hints[name], pydantic.Field(default, alias=name, description=told.get(name)))
+            self._fields[field] = name
+        if unknown := sorted(told.keys() - set(self._fields.values())):
+            known = ", ".join(self._fields.values()) or "none"
+            near = nearest(unknown[0], self._fields.values())
+            raise ConfigError(
+                f"tool '{self.name}': its docstring describes `{unknown[0]}`.{near} Parameters there: {known}."
+            )
+        self._is_text = {name for name, hint in hints.items() if hint is str}
+        try:
+            config = pydantic.ConfigDict(extra="forbid")
+            self._arguments = pydantic.create_model(self.name, __config__=config, **fields)
+            parameters = _plain(self._arguments.model_json_schema())
+        except pydantic.PydanticUserError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"tool '{self.name}': its annotations are not all of kinds that JSON has: {reason}"
+            ) from None
+        shown = {"type": "object", "properties": parameters.get("properties", {})}
+        shown |= {key: parameters[key] for key in ("required", "$defs") if key in parameters}
+        function_schema = {"name": self.name, "description": description, "parameters": shown}
+        self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
+
+    def _hints(self, function: Callable[..., Any]) -> dict[str, Any]:
+        try:
+            return get_type_hints(function, include_extras=True)
+        except Exception as error:  # noqa: BLE001 - whatever an expression of the user's raises
+            raise ConfigError(f"tool '{self.name}': its annotations cannot be evaluated: {error}") from None
+
+    def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the arguments of a call that has all of them as text, as some models write them."""
+        return {name: text if name in self._is_text else _of_json(text) for name, text in texts.items()}
+
+    def call(self, arguments: Any, session: object) -> Any:
+        """Call the function; return what it returns, which is awaitable if it is `async`.
+
+        Args:
+            arguments: as the policy wrote them, decoded from JSON.
+            session: that called it.
+
+        Raises:
+            WrongArguments: they do not fit; says which, and what is allowed.
+        """
+        try:
+            # As JSON and strict: "3" is no number, and a tuple may still be written as a list.
+            checked = self._arguments.model_validate_json(json.dumps(arguments), strict=True)
+        except pydantic.ValidationError as error:
+            allowed = ", ".join(self._fields.values()) or "none"
+            raise WrongArguments(f"{self.name}: {_told(error)}. Parameters: {allowed}.") from None
+        except RecursionError:
+            raise WrongArguments(f"{self.name}: the arguments are nested too deeply") from None
+        given = {
+            name: getattr(checked, field) for field, name in self._fields.items() if field in checked.model_fields_set
+        }
+        return self._function(**given, **dict.fromkeys(self._for_session, session))
+
+
+def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_class: type) -> dict[str, Tool]:
+    """Return the tools of an environment by name. A function with a first parameter `self` becomes a method of `owner`.
+
+    Raises:
+        ConfigError: one of them is no tool, or two have one name.
+    """
+    if isinstance(functions, str | Mapping) or not isinstance(functions, Sequence):
+        raise ConfigError(f"`tools` must be a list of functions, got {functions!r:.120}")
+    tools: dict[str, Tool] = {}
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"`tools` must be a list of functions, got {function!r:.120} in it")
+        if inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "self":
+            function = function.__get__(owner)
+        tool = Tool(function, session_class=session_class)
+        if tool.name in tools:
+            raise ConfigError(f"`tools` has two functions with the name '{tool.name}': rename one")
+        tools[tool.name] = tool
+    return tools
+
+
+def _of_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _told(error: pydantic.ValidationError) -> str:
+    reasons = []
+    for entry in error.errors(include_url=False):
+        where = ".".join(map(str, entry["loc"]))
+        match entry["type"]:
+            case "missing":
+                reasons.append(f"`{where}` is missing")
+            case "extra_forbidden":
+                reasons.append(f"there is no parameter `{where}`")
+            case _:
+                reasons.append(f"`{where}`: {entry['msg']}" if where else "the arguments must be a JSON object")
+    return "; ".join(reasons)
+
+
+def _plain(schema: Any) -> Any:
+    """Return a schema without the titles and defaults that pydantic adds, types first, as models were shown them."""
+    if isinstance(schema, list):
+        return [_plain(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    first = {"type": schema["type"]} if isinstance(schema.get("type"), str) else {}
+    # Under `properties` the keys are names of the user's, of which one may be `title`.
+    return first | {
+        key: {name: _plain(entry) for name, entry in value.items()} if key in ("properties", "$defs") else _plain(value)
+        for key, value in schema.items()
+        if key not in ("title", "default")
+    }
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """Return the description in a docstring of Google's style, and that of every argument."""
+    parts = _SECTION.split(doc)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    told: dict[str, str] = {}
+    name, indent = "", None
+    for line in (sections.get("Args") or sections.get("Arguments") or "").splitlines():
+        text = line.strip()
+        depth = len(line) - len(line.lstrip())
+        indent = depth if indent is None and text else indent
+        found = _ARGUMENT.match(text) if depth == indent else None
+        if found:
+            name = found[1]
+            told[name] = found[2]
+        elif name and text:
+            told[name] = f"{told[name]} {text}".strip()
+    return parts[0].strip(), told
+
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool, as the policy wrote it.
+
+    Attributes:
+        name: of the tool; empty where it cannot be read.
+        arguments: by name.
+        error: why the call cannot be read; empty where it can.
+        has_texts: the format has no types: all arguments are text.
+    """
+
+    name: str
+    arguments: Any = field(default_factory=dict)
+    error: str = ""
+    has_texts: bool = False
+
+
+Parser = Callable[[str], list[ToolCall]]
+
+
+@runtime_checkable
+class ReadsCalls(Protocol):
+    """A tokenizer that tells calls of tools from text by itself, whatever a template writes."""
+
+    def calls_in(self, text: str) -> list[ToolCall]:
+        """Return the calls in the text of a turn, with its special tokens."""
+        ...
+
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def parse_hermes(text: str) -> list[ToolCall]:
+    """Return the calls between `<tool_call>` and `</tool_call>`, or the end, outside of thoughts."""
+    return [_of_text(found.strip()) for found in _HERMES.findall(_without_thoughts(text))]
+
+
+_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER_END = "</parameter>"
+_PARAMETER = re.compile(r"<parameter=([^>\n]*)>(.*?)</parameter>", re.DOTALL)
+
+
+def parse_qwen3_coder(text: str) -> list[ToolCall]:
+    """Return the calls between `<tool_call>` and `</tool_call>` that are written as tags."""
+    calls = []
+    for part in _HERMES.findall(_without_thoughts(text)):
+        found = _FUNCTION.search(part)
+        if found is None:
+            calls.append(ToolCall("", error="there is no <function=name> in the call"))
+            continue
+        body = found[2]
+        # Behind the last end there is none to look for, once for each beginning there.
+        last = body.rfind(_PARAMETER_END) + len(_PARAMETER_END) if _PARAMETER_END in body else 0
+        arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body[:last])}
+        rest = (_PARAMETER.sub("", body[:last]) + body[last:]).strip()
+        error = f"this is no <parameter=name>value</parameter>: {rest[:80]}" if rest else ""
+        calls.append(ToolCall(found[1].strip(), arguments, error, has_texts=True))
+    return calls
+
+
+def parse_llama3_json(text: str) -> list[ToolCall]:
+    """Return the calls of a turn that is nothing but JSON objects with a `;` or white space between them."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    if not text.startswith("{"):
+        return []
+    calls: list[ToolCall] = []
+    while text:
+        try:
+            value, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*calls, ToolCall("", error=f"the call is not JSON ({error})")]
+        calls.append(_of_value(value))
+        text = text[end:].lstrip("; \n\r\t")
+    # An answer that happens to be JSON calls nothing.
+    return calls if any(call.name for call in calls) else []
+
+
+_MISTRAL = "[TOOL_CALLS]"
+# Possessive: white space without an end is divided among the parts in one way, not in all.
+_MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
+
+
+def parse_mistral(text: str) -> list[ToolCall]:
+    """Return the calls behind `[TOOL_CALLS]`: a list of them, or in newer models a name with its arguments, each."""
+    parts = _without_thoughts(text).split(_MISTRAL)[1:]
+    return [call for part in parts for call in _mistral_calls(part.strip())]
+
+
+def _mistral_calls(text: str) -> list[ToolCall]:
+    if named := _MISTRAL_NAMED.match(text):
+        try:
+            return [ToolCall(named[1], _DECODER.raw_decode(text[named.end() :])[0])]
+        except (ValueError, RecursionError) as error:
+            return [ToolCall(named[1], error=f"the arguments are not JSON ({error})")]
+    try:
+        values, _ = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        return [ToolCall("", error=f"the calls are not JSON ({error})")]
+    return [_of_value(value) for value in (values if isinstance(values, list) else [values])]
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": parse_hermes,
+    "qwen3_coder": parse_qwen3_coder,
+    "llama3_json": parse_llama3_json,
+    "mistral": parse_mistral,
+}
+
+
+def find_parser(name: str, *, template: str, model: str) -> Parser:
+    """Return the parser of that name; for `auto` that of the format which a chat template shows.
+
+    Args:
+        template: source of the chat template of tokenizer `model`.
+
+    Raises:
+        ConfigError: `auto` finds none.
+    """
+    if name != "auto":
+        return PARSERS[name]
+    signs = {
+        "<function=": "qwen3_coder",
+        "<tool_call>": "hermes",
+        _MISTRAL: "mistral",
+        "<|python_tag|>": "llama3_json",
+        '"parameters": ': "llama3_json",
+    }
+    for sign, parser in signs.items():
+        if sign in template:
+            return PARSERS[parser]
+    raise ConfigError(
+        f"tool_parser = auto: the chat template of '{model}' writes calls of tools in no form that is known. Name "
+        f"the one that the model writes: {', '.join(PARSERS)}; or take a model that calls tools."
+    )
+
+
+def text_before_calls(text: str, parse: Parser) -> str:
+    """Return what a turn in which `parse` has found calls says before the first of them."""
+    start = max(0, text.rfind("</think>"))
+    beginnings: dict[Parser, str] = {
+        parse_hermes: "<tool_call>",
+        parse_qwen3_coder: "<tool_call>",
+        parse_mistral: _MISTRAL,
+    }
+    beginning = beginnings.get(parse)
+    return text[: text.find(beginning, start)].strip() if beginning else ""
+
+
+def _of_text(text: str) -> ToolCall:
+    try:
+        return _of_value(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", error=f"the call is not JSON ({error})")
+
+
+def _of_value(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", error='a call must be {"name": ..., "arguments": {...}}')
+    return ToolCall(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _without_thoughts(text: str) -> str:
+    """Return what comes behind the thoughts, in which a call may be pondered."""
+    return text.rpartition("</think>")[2]
+
+
+def _without_line_breaks(text: str) -> str:
+    """Return a value without the line break that the format writes before and behind it."""
+    return text.removeprefix("\n").removesuffix("\n")

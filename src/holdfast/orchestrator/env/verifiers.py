@@ -1,0 +1,259 @@
+"""Environments of the package `verifiers`: `id = "verifiers:ID"`, with its settings as `args`.
+
+They are played by a process of their own (`verifiers_player.py`), in an interpreter that has the package: its hundred
+dependencies take seconds to import, and pin versions that the inference server's do not agree with. There a rollout is
+an episode, whose harness asks the endpoint that it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError, EnvironmentFailure, printable
+from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
+from holdfast.orchestrator.env.interface import Score, Task, TaskSeed
+
+PREFIX = "verifiers:"
+_HINT = (
+    "Set args.python to an interpreter that has verifiers, such as verifiers-env/bin/python after "
+    "`uv venv verifiers-env && uv pip install -p verifiers-env 'verifiers==0.4.*'`"
+)
+_PLAYER = Path(__file__).with_name("verifiers_player.py")
+_MOST_DEATHS = 3
+_MOST_LINE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Row(Task):
+    """One task, by its place among those that are selected."""
+
+    row: int = 0
+
+
+class PlayerDied(Exception):
+    """The process that played has ended."""
+
+
+class Verifiers(HarnessEnvironment):
+    """Reward: that of the agent that the policy plays, as its task's rewards give it; their parts are metrics."""
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        """Start the process that plays, and load the tasks there.
+
+        Args:
+            name: the id of the taskset, as verifiers has it.
+            settings: those of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers
+                selects tasks; and `python`, the interpreter that has verifiers (unset: this one).
+
+        Raises:
+            ConfigError: there is no such interpreter, or verifiers, there, refuses name or settings.
+        """
+        own = {key: settings[key] for key in ("python", "select") if key in settings}
+        env = {key: value for key, value in settings.items() if key not in own}
+        taskset = env.get("taskset", {})
+        if not isinstance(taskset, dict) or not isinstance(own.get("select", {}), dict):
+            raise ConfigError(f"{PREFIX}{name}: args.taskset and args.select must be tables")
+        env["taskset"] = {**taskset, "id": name}
+        start = {"env": env, "select": own.get("select", {})}
+        self._player = _Player(str(own.get("python", sys.executable)), start, name=f"{PREFIX}{name}")
+        self.num_tasks = self._player.num_tasks
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def make_task(self, seed: TaskSeed) -> Row:
+        """Return task `index` of an endless sequence of epochs, each in an order of its own."""
+        assert self.num_tasks is not None
+        epoch, position = divmod(seed.index, self.num_tasks)
+        return Row(prompt="", row=self._order(seed.shared("epoch", epoch))[position])
+
+    def _make_order(self, seed: int) -> list[int]:
+        assert self.num_tasks is not None
+        order = list(range(self.num_tasks))
+        random.Random(seed).shuffle(order)
+        return order
+
+    async def play(self, endpoint: Endpoint, task: Task) -> Score:
+        """Play one episode.
+
+        Raises:
+            RuntimeError: it failed, or ends the process that plays it again and again.
+        """
+        assert isinstance(task, Row)
+        for attempt in range(_MOST_DEATHS):
+            try:
+                found = await self._player.play(task.row, endpoint, is_alone=attempt > 0)
+            except PlayerDied:
+                endpoint.restart()
+                continue
+            if "failed" not in found:
+                return Score(found["reward"], found["metrics"])
+            raise RuntimeError(printable(found["failed"]))
+        raise RuntimeError(f"the process that played it has ended {_MOST_DEATHS} times")
+
+
+class _Player:
+    """The process that plays, started again after its death."""
+
+    def __init__(self, python: str, start: dict[str, Any], *, name: str) -> None:
+        self._python = python
+        self._start = json.dumps(start).encode() + b"\n"
+        self._name = name
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: _Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[_Link] | None = None
+        self._alone = asyncio.Lock()
+        self._spawn()
+        try:
+            self.num_tasks = self._load(self._socket)
+        except BaseException:
+            self.close()
+            raise
+
+    async def play(self, row: int, endpoint: Endpoint, *, is_alone: bool) -> dict[str, Any]:
+        """Return what came of one episode; `is_alone`: of those for which this is said, one is played at a time.
+
+        Raises:
+            PlayerDied: the process has ended, for whose sake is not known.
+            ConfigError, EnvironmentFailure: it could not be started again, or has other tasks; the next call tries.
+        """
+        await self._linked()
+        async with self._alone if is_alone else contextlib.nullcontext():
+            return await (await self._linked()).play(row, endpoint)
+
+    async def _linked(self) -> _Link:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._link, self._starting = loop, None, None
+            self._alone = asyncio.Lock()
+        if self._starting is None or self._starting.done():
+            # In a context of its own, and not ended with whoever asks first: it is for all rollouts.
+            self._starting = contextvars.Context().run(asyncio.create_task, self._start_again())
+        return await asyncio.shield(self._starting)
+
+    async def _start_again(self) -> _Link:
+        """Return the link to the process, which is started again if it is gone."""
+        process = self._process  # None: it could not be started again the last time
+        if process is None or process.poll() is not None or (self._link is not None and self._link.is_over):
+            self.close()
+            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            self._spawn()
+            try:
+                if await asyncio.to_thread(self._load, self._socket) != self.num_tasks:
+                    raise EnvironmentFailure(f"{self._name} has other tasks after its process was started again")
+            except BaseException:
+                self.close()
+                raise
+        if self._link is None:
+            self._link = await _Link.open(self._socket)
+        return self._link
+
+    def _spawn(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        try:
+            # Without the directory of the script on the path, whose modules have names of others'.
+            command = [self._python, "-P", str(_PLAYER), str(os.getpid()), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__, pass_fds=[theirs.fileno()]
+            )
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"{self._name}: args.python = '{self._python}' cannot be run ({error.strerror}). {_HINT}"
+            ) from None
+        finally:
+            theirs.close()
+
+    def _load(self, connection: socket.socket) -> int:
+        """Have the environment loaded; return how many tasks it has.
+
+        Where nobody waits for it any more, the process may be another one: it leaves that alone.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
+            connection.sendall(self._start)
+            line = answers.readline()
+            if line:
+                found = json.loads(line)
+                if "failed" not in found:
+                    return found["num_tasks"]
+                hint = _HINT if found.get("is_missing") else f"verifiers is that of {self._python}"
+                raise ConfigError(f"{self._name}: {printable(found['failed'])}. {hint}")
+        raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process, self._link = self._process, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._socket.close()
+
+    def __del__(self) -> None:
+        """Leave no process behind."""
+        if getattr(self, "_process", None) is not None:
+            self.close()
+
+
+class _Link:
+    """The talk of one event loop with the process."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.is_over = False
+        # In a context of its own: it reads for all rollouts.
+        self._reading = contextvars.Context().run(asyncio.create_task, self._read())
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> _Link:
+        return cls(*await asyncio.open_unix_connection(sock=connection.dup(), limit=_MOST_LINE))
+
+    async def play(self, row: int, endpoint: Endpoint) -> dict[str, Any]:
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        asked = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": endpoint.model}
+        try:
+            self._say({"play": number, "task": row, **asked})
+            return await waiting
+        finally:
+            del self._waiting[number]
+            if not waiting.done() or waiting.cancelled():
+                with contextlib.suppress(PlayerDied):
+                    self._say({"cancel": number})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        if self.is_over:
+            raise PlayerDied
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self) -> None:
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await self._reader.readline():
+                    found = json.loads(line)
+                    waiting = self._waiting.get(found.pop("play"))
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(found)
+        finally:
+            self.is_over = True
+            self._writer.close()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(PlayerDied())

@@ -1,0 +1,442 @@
+"""One problem, a group of rollouts: play the sessions, score them together."""
+
+# Merged here, to be said in the docstring above:
+# - sampler: Between sessions and engines: gathers equal prompts into one request, and keeps what comes back.
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import EnvironmentFailure, HoldfastError
+from holdfast.orchestrator.client.client import Affinity, InferenceClient
+from holdfast.orchestrator.env.guard import (
+    CallTimeout,
+    PromptTooLong,
+    calling,
+    checked_scores,
+    prompt_ids_of,
+    require_sound,
+    result_of,
+    step_rewards,
+    traceback_of,
+)
+from holdfast.orchestrator.env.guard import sampling as waiting_for_sample
+from holdfast.orchestrator.env.harness import HarnessEnvironment, request_metrics
+from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.env.judge import JudgeFailure
+from holdfast.orchestrator.env.tool_loop import ToolUse, tool_metrics, tool_use_of
+from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.state import TaskSeed, request_seed
+from holdfast.orchestrator.tasks import FirstFailure, run_all
+from holdfast.process.heartbeat import moved
+from holdfast.protocol.inference import Completion, GenerateRequest
+from holdfast.protocol.rollouts import Dropped, DropReason, Rollout, Sampling, VersionSpan
+
+_log = logging.getLogger("orchestrator")
+
+# What came of one problem: its group of scored rollouts, or why there is none.
+Outcome = list[Rollout] | Dropped
+
+
+class TurnSampler(Protocol):
+    """What samples the turns of sessions: a `Sampler`, or one in another process."""
+
+    def check(self) -> None:
+        """Raise what it has failed with, if it has."""
+        ...
+
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
+        ...
+
+
+class WorkerCrashed(EnvironmentFailure):
+    """The process in which an environment played a group died of it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a batch; `affinity` is that of its group, whose sessions begin alike.
+
+    `environment` is None in a process that leaves it to workers. `number` is the position among all tasks of the
+    environment, where its levels count tasks of their own.
+    """
+
+    environment: Environment | None
+    settings: EnvironmentConfig
+    seed: TaskSeed
+    number: int | None = None
+    affinity: Affinity = field(default_factory=Affinity, compare=False)
+
+    @property
+    def here(self) -> Environment:
+        """The environment, in the process that plays it."""
+        assert self.environment is not None
+        return self.environment
+
+    @property
+    def name(self) -> str:
+        """Name of the environment."""
+        return self.settings.label
+
+    @property
+    def task_id(self) -> int:
+        """Position among the tasks of the environment."""
+        return self.seed.index if self.number is None else self.number
+
+
+async def run_group(
+    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
+) -> Outcome:
+    """Return the scored rollouts of `problem` for batch `step`, as many as `config` says, or why there are none.
+
+    Where a failure may drop the group, its other sessions are played to their end all the same, so that
+    what is counted does not depend on timing.
+
+    Raises:
+        EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
+        PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
+        InferenceError, RunDirError: an engine or the log of generations failed, and the environment let that pass.
+    """
+    sessions: list[Session] = []
+    settings = config.rollouts_of(problem.settings)
+    try:
+        async with calling_of(problem, "make_task"):
+            task = await result_of(problem.here.make_task(problem.seed))
+            tool_use = tool_use_of(problem.here, problem.settings, tokenizer)
+            prompt_ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=settings.seq_len, tool_use=tool_use)
+        sample_turn = sample_turn_of(problem, step, sampler, sampling=settings.sampling)
+        sessions += [
+            Session(
+                prompt_ids,
+                tokenizer=tokenizer,
+                sample_turn=functools.partial(sample_turn, index),
+                seq_len=settings.seq_len,
+                max_tokens=settings.max_tokens,
+                task=task,
+                tool_use=tool_use,
+                keeps_history=problem.settings.history == "keep",
+                max_branches=problem.settings.max_branches,
+            )
+            for index in range(settings.group_size)
+        ]
+        await _play_all(sessions, task, problem)
+        scores = await score_sessions(sessions, task, problem)
+    except (EnvironmentFailure, PromptTooLong) as failure:
+        # An engine that failed may have been turned into an error of the environment by its code.
+        sampler.check()
+        if problem.settings.on_error == "stop":
+            if failure.__cause__ is not None:
+                _log.error("%s\n%s", failure, traceback_of(failure.__cause__))
+            raise
+        tokens = sum(len(session.token_ids) for session in sessions)
+        return dropped(problem, failure, num_sessions=len(sessions), num_tokens=tokens)
+    return [
+        _to_rollout(problem, index, session, score, is_sampled_by_teacher=config.is_sampled_by_teacher)
+        for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
+    ]
+
+
+def is_solved(rollout: Rollout, success_reward: float | None) -> bool | None:
+    """Return whether a rollout counts as solved: by its reward, else by its metric `exact`; None without either."""
+    if success_reward is not None:
+        return rollout.reward >= success_reward
+    return rollout.metrics["exact"] >= 1.0 if "exact" in rollout.metrics else None
+
+
+def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, num_tokens: int = 0) -> Dropped:
+    """Return that a group is left out for `failure`, after `num_sessions` were begun with `num_tokens` in them."""
+    reasons: dict[type[HoldfastError], DropReason] = {
+        PromptTooLong: "prompt_too_long",
+        CallTimeout: "timeout",
+        WorkerCrashed: "crash",
+    }
+    reason = failure.reason if isinstance(failure, JudgeFailure) else reasons.get(type(failure), "environment_error")
+    _log.warning("%s: the group is dropped", failure)
+    return Dropped(
+        environment=problem.name,
+        task_id=problem.task_id,
+        reason="memory" if isinstance(failure.__cause__, MemoryError) else reason,
+        rollouts=num_sessions,
+        tokens=num_tokens,
+        detail=str(failure),
+    )
+
+
+def _to_rollout(
+    problem: Problem, index: int, session: Session, score: Score, *, is_sampled_by_teacher: bool
+) -> Rollout:
+    return Rollout(
+        environment=problem.name,
+        task_id=problem.task_id,
+        sample_index=index,
+        level=problem.seed.level,
+        token_ids=session.token_ids,
+        loss_mask=session.loss_mask,
+        logprobs=session.logprobs,
+        versions=[] if is_sampled_by_teacher else _merged(session.versions),
+        reward=score.reward,
+        truncated=session.truncated,
+        metrics=score.metrics | tool_metrics(session) | request_metrics(session),
+        step_rewards=step_rewards(score, session),
+        branch_starts=session.branch_starts,
+    )
+
+
+def prompt_ids_for(
+    task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
+) -> list[int]:
+    """Return the token ids of the prompt of `task`; none where a harness is to bring it.
+
+    Raises:
+        PromptTooLong: it leaves no room for a sampled token within `seq_len`.
+        EnvironmentFailure: it is no task, or no prompt that the chat template takes.
+    """
+    if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
+        return []
+    schemas = tool_use.schemas if tool_use else None
+    token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
+    if not 1 <= len(token_ids) < seq_len:
+        raise PromptTooLong(
+            f"environment '{problem.name}', task {problem.task_id}: the prompt has {len(token_ids)} tokens; allowed "
+            f"are 1 to {seq_len - 1}, so that one sampled token fits into seq_len = {seq_len}. "
+            "Raise seq_len or shorten the prompts."
+        )
+    return token_ids
+
+
+def sample_turn_of(
+    problem: Problem, step: int, sampler: TurnSampler, *, sampling: Sampling
+) -> Callable[..., Awaitable[Completion]]:
+    """Return what samples a turn of session `sample_index`; the clock of the environment's call stands meanwhile."""
+
+    async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
+        seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
+        with waiting_for_sample():
+            return await sampler.sample(
+                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=problem.affinity
+            )
+
+    return sample_turn
+
+
+async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
+    """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
+
+    async def play(session: Session) -> EnvironmentFailure | None:
+        try:
+            await play_session(session, task, problem)
+        except EnvironmentFailure as failure:
+            if problem.settings.on_error == "stop":
+                raise
+            return failure
+        return None
+
+    # The first in the order of samples, not of time.
+    for failure in await run_all(play(session) for session in sessions):
+        if failure is not None:
+            raise failure
+
+
+async def play_session(session: Session, task: Task, problem: Problem) -> None:
+    """Play one session to its end.
+
+    Raises:
+        EnvironmentFailure: `run` raised, sampled nothing, or took too long.
+    """
+    async with calling_of(problem, "run"):
+        try:
+            await result_of(problem.here.run(session, task))
+        except SessionFull:
+            session.truncated = True
+        finally:
+            session.leave()
+    _require_ended(session, problem, "run")
+    if not session.texts:
+        raise EnvironmentFailure(
+            f"{context_of(problem)}: run() ended without a sampled turn; write `await session.sample()` in "
+            "an `async def run`"
+        )
+
+
+async def score_sessions(sessions: Sequence[Session], task: Task, problem: Problem) -> list[Score]:
+    """Return one checked score for each session of a group; nothing is sampled in them after that.
+
+    Raises:
+        EnvironmentFailure: `score` raised, took too long, or gave something else.
+    """
+    async with calling_of(problem, "score"):
+        found = await result_of(problem.here.score(task, tuple(sessions)))
+        for session in sessions:
+            _require_ended(session, problem, "score")
+            session.end()
+            require_sound(session, what=context_of(problem))
+        return checked_scores(found, sessions, what=context_of(problem))
+
+
+def _require_ended(session: Session, problem: Problem, method: str) -> None:
+    if session.is_sampling:
+        raise EnvironmentFailure(
+            f"{context_of(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
+        )
+
+
+def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
+    """Return what a call of a method of the environment is made in."""
+    return calling(
+        context_of(problem),
+        name=f"environment '{problem.name}', task {problem.task_id}",
+        environment=problem.name,
+        method=method,
+        timeout_s=problem.settings.deadline_s,
+    )
+
+
+def context_of(problem: Problem) -> str:
+    """Return how failures of a problem begin."""
+    return f"environment '{problem.name}' failed on task {problem.task_id} (seed {problem.seed.number})"
+
+
+def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Join neighbouring spans of one version."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            merged[-1] = VersionSpan(span.version, merged[-1].start, span.end)
+        else:
+            merged.append(span)
+    return merged
+
+
+# Whose sessions they are, distribution, most tokens, prompt: those that agree on these can share a request.
+_Key = tuple[Affinity, Sampling, int, tuple[int, ...]]
+
+_T = TypeVar("_T")
+
+
+class Sampler:
+    """Samples turns for the sessions of one batch, all by the same weights, those with `weights_digest`.
+
+    Sessions of a group begin with the same prompt. Those that ask in the same turn of the event loop
+    become one request with one seed each, which the engine prefills once. Which sessions share a
+    request changes nothing in what is sampled, since every sample has its own seed.
+
+    A failure ends the batch, whatever the environment that it was raised in makes of it: see `guard`.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        log: GenerationLog,
+        *,
+        weights_digest: str,
+        stop_token_ids: list[int],
+    ) -> None:
+        self._client = client
+        self._log = log
+        self._weights_digest = weights_digest
+        self._stop_token_ids = stop_token_ids
+        self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self._failure = FirstFailure()
+        self.num_reused = 0
+
+    def check(self) -> None:
+        """Raise what engine or log have failed with, if they have."""
+        self._failure.check()
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, which samples here; cancelled as soon as engine or log have failed.
+
+        Raises:
+            InferenceError, RunDirError: what they failed with; or whatever `work` raises.
+        """
+        return await self._failure.guard(work)
+
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`.
+
+        Raises:
+            InferenceError: an engine refused, all failed, or they serve other weights again and again.
+            RunDirError: what it sampled cannot be kept.
+        """
+        if self._failure:
+            await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
+            self.check()
+        found = self._log.find(token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed)
+        if found is not None:
+            self.num_reused += 1
+            return found
+        loop = asyncio.get_running_loop()
+        key = (affinity, sampling, max_tokens, tuple(token_ids))
+        waiting = self._gathering.get(key)
+        if waiting is None:
+            waiting = self._gathering[key] = {}
+            # At the end of this turn of the loop: who asks until then shares the request.
+            loop.call_soon(self._send, key)
+        waiting[seed] = loop.create_future()
+        return await waiting[seed]
+
+    async def close(self) -> None:
+        """Cancel what is still in flight, and close the log of generations."""
+        for request in self._requests:
+            request.cancel()
+        # Before the log closes: what is in flight appends to it.
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        self._log.close()
+
+    def _send(self, key: _Key) -> None:
+        waiting = self._gathering.pop(key)
+        request = asyncio.create_task(self._request(key, waiting))
+        # The loop itself holds tasks weakly.
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+
+    async def _request(self, key: _Key, waiting: dict[int, asyncio.Future[Completion]]) -> None:
+        affinity, sampling, max_tokens, prompt = key
+        token_ids, seeds = list(prompt), list(waiting)
+        try:
+            request = GenerateRequest(
+                token_ids=token_ids,
+                seeds=seeds,
+                max_tokens=max_tokens,
+                stop_token_ids=self._stop_token_ids,
+                weights_digest=self._weights_digest,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+            )
+            choices = await self._client.generate(request, affinity=affinity)
+            moved()
+            # Kept before any session sees it: what an environment acted on is found again after a kill.
+            self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=choices)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._failure.set(error)
+            for future in waiting.values():
+                if future.done():
+                    continue
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                else:
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for future, choice in zip(waiting.values(), choices, strict=True):
+            if not future.done():
+                future.set_result(choice)

@@ -1,0 +1,417 @@
+"""Estimates from several samples of several tasks, and how sure they are.
+
+All are means over tasks, so the tasks are what is resampled: samples of one task are not independent.
+"""
+
+# Merged here, to be said in the docstring above:
+# - summary: From rollouts to numbers: avg@k, pass@k and what else environments say, by environment, with intervals.
+# - comparison: Two evaluations of the same tasks, side by side: the difference per environment, with a paired test over tasks.
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.evaluation.results import (
+    FORMAT,
+    ROLLOUTS_NAME,
+    EvaluatedRollout,
+    read_identity,
+    read_tasks,
+)
+from holdfast.run.run_dir import SUMMARY_NAME
+
+_RESAMPLES = 10_000
+_RESAMPLED_AT_ONCE = 1_000_000
+_SEED = 0
+"""Of the resampling: the same rollouts give the same intervals."""
+_MOST_EXACT_TASKS = 16
+"""With so many differences all 2^n signs are tried."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tasks.
+
+    Attributes:
+        value: the mean.
+        low: lower end of its confidence interval; None where one task says nothing about others.
+        high: upper end.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Return the chance that at least one of `k` samples solves a problem: `1 - C(n - c, k) / C(n, k)`.
+
+    The unbiased estimator from `num_samples` = n samples, `num_solved` = c of which solved it (Chen et al.
+    2021, "Evaluating Large Language Models Trained on Code", section 2.1).
+    """
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def powers_up_to(num_samples: int) -> list[int]:
+    """Return the k of pass@k that are shown for so many samples: powers of two, and the number itself."""
+    return sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+
+
+def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
+    """Return the mean of one value per task with a confidence interval.
+
+    The interval is Wilson's where every value is 0 or 1, else the percentile bootstrap over tasks (Efron and
+    Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13), which would be a point where all are equal.
+    """
+    value = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return Estimate(value, None, None)
+    if all(one in (0.0, 1.0) for one in values):
+        return Estimate(value, *wilson(round(sum(values)), len(values), confidence=confidence))
+    low, high = _percentiles(_means_of_resamples(np.asarray(values)), confidence)
+    return Estimate(value, low, high)
+
+
+def wilson(successes: int, trials: int, *, confidence: float) -> tuple[float, float]:
+    """Return the score interval of a share (Wilson 1927, "Probable inference, the law of succession, ...").
+
+    With z the normal quantile and p the share: (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Unlike the
+    bootstrap and p ± z√(p(1 - p)/n) it is no point where none or all succeed.
+    """
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share, scale = successes / trials, 1 + z * z / trials
+    center = (share + z * z / (2 * trials)) / scale
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / scale
+    # At the ends the two terms are equal but for rounding.
+    low = 0.0 if successes == 0 else max(0.0, center - half)
+    high = 1.0 if successes == trials else min(1.0, center + half)
+    return low, high
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """How much higher the second of two values per task is.
+
+    Attributes:
+        difference: mean over tasks of second - first, with the percentile bootstrap's interval.
+        p_value: of the sign-flip test, two-sided: the chance of a mean at least as far from 0 were the two equal.
+        num_higher: tasks where the second is higher.
+        num_lower: where it is lower.
+    """
+
+    difference: Estimate
+    p_value: float
+    num_higher: int
+    num_lower: int
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], *, confidence: float) -> PairedDifference:
+    """Compare two values of each task.
+
+    The test is Fisher's randomization test for pairs (Fisher 1935, "The Design of Experiments", section 21; in this
+    field Dror et al. 2018, "The Hitchhiker's Guide to Testing Statistical Significance in NLP"): were the two equally
+    good, each difference would have either sign with the same chance. All signs are tried for up to 16 tasks that
+    differ, 10,000 at random for more, where p = (1 + hits) / (1 + trials) (Phipson and Smyth 2010).
+    """
+    differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
+    mean = math.fsum(differences) / len(differences)
+    if len(differences) == 1:
+        estimate = Estimate(mean, None, None)
+    else:
+        estimate = Estimate(mean, *_percentiles(_means_of_resamples(differences), confidence))
+    return PairedDifference(
+        estimate, _sign_flip(differences), int((differences > 0).sum()), int((differences < 0).sum())
+    )
+
+
+def _sign_flip(differences: np.ndarray) -> float:
+    nonzero = differences[differences != 0]
+    number = len(nonzero)
+    if number == 0:
+        return 1.0
+    observed = abs(nonzero.sum())
+    allowed = observed * (1 - 1e-9)  # sums in another order differ by their rounding
+    if number <= _MOST_EXACT_TASKS:
+        bits = np.arange(2**number)[:, None] >> np.arange(number) & 1
+        return float((np.abs((2 * bits - 1) @ nonzero) >= allowed).mean())
+    generator = np.random.default_rng(_SEED)
+    hits = 0
+    for size in _pieces(number):
+        signs = generator.integers(0, 2, (size, number)) * 2 - 1
+        hits += int((np.abs(signs @ nonzero) >= allowed).sum())
+    return (1 + hits) / (1 + _RESAMPLES)
+
+
+def _means_of_resamples(values: np.ndarray) -> np.ndarray:
+    generator = np.random.default_rng(_SEED)
+    number = len(values)
+    pieces = [values[generator.integers(0, number, (size, number))].mean(axis=1) for size in _pieces(number)]
+    return np.concatenate(pieces)
+
+
+def _pieces(number: int) -> list[int]:
+    """Return how many resamples of `number` values to draw at a time, so that memory stays bounded."""
+    most = max(1, _RESAMPLED_AT_ONCE // number)
+    return [min(most, _RESAMPLES - done) for done in range(0, _RESAMPLES, most)]
+
+
+def _percentiles(means: np.ndarray, confidence: float) -> tuple[float, float]:
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+Tasks = Mapping[tuple[str, int], Sequence[EvaluatedRollout]]
+
+
+class EnvironmentSummary(msgspec.Struct, kw_only=True):
+    """How the policy did in one environment.
+
+    Attributes:
+        num_tasks: tasks with rollouts.
+        dropped: tasks without, by reason; they count nowhere else.
+        estimates: `avg@k`, and `pass@1` to `pass@k` where the environment says what is solved; means over tasks.
+        metrics: means over tasks of what else the environment says of a rollout.
+        truncated: share of rollouts that a token limit ended.
+        sampled_tokens: mean of a rollout; None without rollouts.
+    """
+
+    num_tasks: int
+    dropped: dict[str, int]
+    estimates: dict[str, Estimate]
+    metrics: dict[str, float]
+    truncated: float
+    sampled_tokens: float | None
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """What came of an evaluation.
+
+    Attributes:
+        policy: who was evaluated.
+        tasks: what was asked: seed, samples, sampling, environments.
+        confidence: of the intervals.
+        environments: by name.
+    """
+
+    format: int = FORMAT
+    policy: dict[str, Any]
+    tasks: dict[str, Any]
+    confidence: float
+    environments: dict[str, EnvironmentSummary]
+
+    def encode(self) -> bytes:
+        """Return the content of `summary.json`."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers by slash-separated name, as in metrics.jsonl: `eval/<environment>/avg@8`."""
+        found = {}
+        for name, environment in self.environments.items():
+            numbers = {key: one.value for key, one in environment.estimates.items()} | environment.metrics
+            numbers["truncated"] = environment.truncated
+            if environment.dropped:
+                numbers["dropped"] = float(sum(environment.dropped.values()))
+            found |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
+        return found
+
+
+def summarize(tasks: Tasks, identity: Mapping[str, Any], *, confidence: float) -> Summary:
+    """Return the summary of whole tasks; the order in which they ended does not matter.
+
+    Args:
+        identity: what `evaluation.json` says.
+    """
+    samples, names = identity["samples_per_task"], identity["environments"]
+    return Summary(
+        policy=dict(identity["policy"]),
+        tasks={key: value for key, value in identity.items() if key not in ("policy", "format")},
+        confidence=confidence,
+        environments={
+            name: _of_environment(
+                [group for key, group in sorted(tasks.items()) if key[0] == name], samples, confidence=confidence
+            )
+            for name in names
+        },
+    )
+
+
+def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
+    """Return what was evaluated in `directory`, and all its tasks.
+
+    Raises:
+        DataError: it holds no evaluation, or one that is not finished, or is damaged.
+    """
+    identity = read_identity(directory)
+    path = directory / ROLLOUTS_NAME
+    samples = identity["samples_per_task"]
+    tasks = read_tasks(path, samples_per_task=samples)[0] if path.exists() else {}
+    wanted = sum(section["num_tasks"] for section in identity["environments"].values())
+    if len(tasks) != wanted:
+        raise DataError(
+            f"{directory} has {len(tasks)} of its {wanted} tasks: give the command that began it again, which goes on"
+        )
+    return identity, tasks
+
+
+def summary_in(directory: Path) -> Summary:
+    """Return the `summary.json` of an evaluation that is finished.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    path = directory / SUMMARY_NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except FileNotFoundError:
+        raise DataError(f"{directory} holds no finished evaluation: it has no {SUMMARY_NAME}") from None
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+
+
+def estimates_of(groups: Sequence[Sequence[EvaluatedRollout]], samples: int) -> dict[str, list[float]]:
+    """Return one value per task of `avg@k`, and of every `pass@k` where all rollouts say whether they solved it."""
+    values = {f"avg@{samples}": [_mean([rollout.reward for rollout in group]) for group in groups]}
+    if all(rollout.solved is not None for group in groups for rollout in group):
+        solved = [sum(bool(rollout.solved) for rollout in group) for group in groups]
+        for k in powers_up_to(samples):
+            values[f"pass@{k}"] = [pass_at_k(samples, number, k) for number in solved]
+    return values
+
+
+def _of_environment(
+    found: Sequence[Sequence[EvaluatedRollout]], samples: int, *, confidence: float
+) -> EnvironmentSummary:
+    dropped = Counter(group[0].dropped for group in found if group[0].dropped)
+    groups = [group for group in found if not group[0].dropped]
+    rollouts = [rollout for group in groups for rollout in group]
+    if not rollouts:
+        return EnvironmentSummary(
+            num_tasks=0, dropped=dict(dropped), estimates={}, metrics={}, truncated=0.0, sampled_tokens=None
+        )
+    names = sorted({name for rollout in rollouts for name in rollout.metrics})
+    lengths = [rollout.sampled_tokens for rollout in rollouts]
+    return EnvironmentSummary(
+        num_tasks=len(groups),
+        dropped=dict(sorted(dropped.items())),
+        estimates={
+            name: mean_over_tasks(values, confidence=confidence)
+            for name, values in estimates_of(groups, samples).items()
+        },
+        # Not every rollout need have each.
+        metrics={name: _mean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
+        truncated=_mean([rollout.truncated for rollout in rollouts]),
+        sampled_tokens=_mean(lengths),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of one environment in both evaluations.
+
+    Attributes:
+        name: `avg@8`, `pass@1`; `avg@8 / avg@4` where they have different numbers of samples.
+        num_tasks: that both have rollouts of.
+    """
+
+    environment: str
+    name: str
+    num_tasks: int
+    first: Estimate
+    second: Estimate
+    paired: PairedDifference
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `evaluate --compare` says.
+
+    Attributes:
+        policies: of the two evaluations.
+        differing: settings in which they differ, both values of each; the tasks are the same.
+        lines: by environment and number.
+        skipped: tasks that one of them has dropped.
+    """
+
+    policies: tuple[dict[str, Any], dict[str, Any]]
+    differing: dict[str, tuple[Any, Any]]
+    lines: list[Line]
+    skipped: int
+
+
+def compare(first: Path, second: Path, *, confidence: float = 0.95) -> Comparison:
+    """Compare two finished evaluations.
+
+    Raises:
+        DataError: a directory holds none, or one that is not finished.
+        ConfigError: they did not ask the same tasks.
+    """
+    identities, tasks = zip(*(read_evaluation(directory) for directory in (first, second)), strict=True)
+    _require_same_tasks(identities, tasks, (first, second))
+    lines: list[Line] = []
+    skipped = 0
+    for name in identities[0]["environments"]:
+        pairs = [(tasks[0][key], tasks[1][key]) for key in sorted(tasks[0]) if key[0] == name]
+        both = [pair for pair in pairs if not pair[0][0].dropped and not pair[1][0].dropped]
+        skipped += len(pairs) - len(both)
+        if both:
+            lines += _lines(name, both, [identity["samples_per_task"] for identity in identities], confidence)
+    settings = ("samples_per_task", "sampling", "seq_len")
+    differing = {
+        key: (identities[0][key], identities[1][key]) for key in settings if identities[0][key] != identities[1][key]
+    }
+    return Comparison((identities[0]["policy"], identities[1]["policy"]), differing, lines, skipped)
+
+
+def _lines(
+    environment: str,
+    pairs: Sequence[tuple[Sequence[EvaluatedRollout], Sequence[EvaluatedRollout]]],
+    samples: Sequence[int],
+    confidence: float,
+) -> list[Line]:
+    values = [estimates_of([pair[side] for pair in pairs], samples[side]) for side in (0, 1)]
+    averages = [f"avg@{number}" for number in samples]
+    # avg@k means the same for every k, pass@k does not.
+    names = [tuple(averages), *((name, name) for name in values[0] if name in values[1] and name not in averages)]
+    return [
+        Line(
+            environment,
+            one if one == other else f"{one} / {other}",
+            len(pairs),
+            mean_over_tasks(values[0][one], confidence=confidence),
+            mean_over_tasks(values[1][other], confidence=confidence),
+            paired_difference(values[0][one], values[1][other], confidence=confidence),
+        )
+        for one, other in names
+    ]
+
+
+def _require_same_tasks(
+    identities: Sequence[Mapping[str, Any]], tasks: Sequence[Tasks], places: Sequence[Path]
+) -> None:
+    for key in ("seed", "environments"):
+        if identities[0][key] != identities[1][key]:
+            raise ConfigError(
+                f"--compare: {places[0]} and {places[1]} did not ask the same tasks: {key} = {identities[0][key]} and "
+                f"{identities[1][key]}. Evaluate both with the same seed, environments and num_tasks."
+            )
+    for key, group in tasks[0].items():
+        prompts = [group[0].prompt, tasks[1][key][0].prompt]
+        if all(prompts) and prompts[0] != prompts[1]:
+            raise ConfigError(
+                f"--compare: task {key[1]} of '{key[0]}' has another prompt in {places[0]} than in {places[1]}: the "
+                "environment, its data or the tokenizer changed in between. Evaluate both anew."
+            )

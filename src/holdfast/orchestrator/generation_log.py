@@ -1,0 +1,223 @@
+"""What the engines sampled for the batch in progress, kept so that a killed orchestrator asks for nothing twice.
+
+One log per batch beside the journal, `rollouts/generations_N.log`, one record per answer: see
+`holdfast.run.record_log` for the frame and docs/journal.md for a program that reads one. The first record is a
+header, the others are answers; both are msgpack maps whose keys are the attributes of `Header` and
+`Answer`. An answer is found again by everything that a sampled token depends on (digest of the weights,
+prompt, seed, distribution, limits), and by nothing else: after a restart the environments run again, with whatever
+code they have then, and get the same answers.
+
+When an answer counts as finished: as soon as it is in the page cache, before it is durable. A killed
+process loses nothing then. A power cut may lose the answers of the last moments, and nothing that is
+durable can depend on one of them: batch N becomes visible only with all its rollouts in it and
+synced by itself, and a later turn is found again only behind the very tokens that its prompt holds. So a
+lost answer costs sampling it again with the same seed, and nobody needs to wait for the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from holdfast.errors import RunDirError
+from holdfast.orchestrator.client.http import problem_of, problem_of_logprobs
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Sampling, decode_packed, encode_packed
+from holdfast.run.record_log import RecordLog, read_records, whole_bytes
+from holdfast.run.run_dir import RunDir
+
+_log = logging.getLogger("orchestrator")
+
+_FORMAT = 5
+
+
+class Header(msgspec.Struct, frozen=True, omit_defaults=True):
+    """First record: what all answers of the log were sampled with.
+
+    Attributes:
+        format: of the log.
+        step: of the batch.
+        weights_digest: of the policy.
+        stop_token_ids: what ends a turn.
+        teacher_digest: of the teacher whose judgements the log holds.
+    """
+
+    format: int
+    step: int
+    weights_digest: str
+    stop_token_ids: list[int]
+    teacher_digest: str = ""
+
+
+class Answer(msgspec.Struct):
+    """One answer of an engine, or the judgement of a teacher.
+
+    Attributes:
+        prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
+        sampling: the distribution that was sampled from; of a judgement, that of which the log-probabilities are.
+        max_tokens: most tokens that were asked for; 0 for a judgement, whose one completion has no tokens, and
+            as `logprobs` those of the prompt.
+        seeds: of the samples.
+        completions: one per seed.
+    """
+
+    prompt: str
+    sampling: Sampling
+    max_tokens: int
+    seeds: list[int]
+    completions: list[Completion]
+
+
+_decode = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed).decode
+
+
+def decode_answer(payload: bytes) -> Answer:
+    """Return the answer in a record of a log, any but the first.
+
+    Raises:
+        msgspec.DecodeError: it is no answer.
+    """
+    return _decode(payload)
+
+
+class GenerationLog:
+    """Append-only log of finished generations of one batch, indexed in memory.
+
+    Args:
+        vocab_size: how many token ids the model has; None where that is not known.
+
+    Raises:
+        RunDirError: the file cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        step: int,
+        *,
+        weights_digest: str,
+        stop_token_ids: list[int],
+        teacher_digest: str = "",
+        vocab_size: int | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self.path = run_dir.generations(step)
+        self._step = step
+        self._header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
+        self._found: dict[tuple[str, Sampling, int, int], Completion] = {}
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
+        try:
+            valid_bytes = self._load()
+            self._records = RecordLog(self.path, valid_bytes=valid_bytes)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        # A new log, or one of something else, which was cut to nothing.
+        if valid_bytes == 0:
+            try:
+                self._append(self._header)
+            except RunDirError:
+                self._records.close()
+                raise
+        if self._found:
+            _log.info("batch %d: %d finished generations are there already", step, len(self._found))
+
+    def find(self, token_ids: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int) -> Completion | None:
+        """Return what was sampled for this request, or None."""
+        return self._found.get((_prompt_hash(token_ids), sampling, max_tokens, seed)) if self._found else None
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seeds: Sequence[int],
+        completions: Sequence[Completion],
+    ) -> None:
+        """Keep an answer. A few kilobytes into the page cache, so this may run on the event loop.
+
+        Raises:
+            RunDirError: it cannot be written, such as to a full disk.
+        """
+        self._append(Answer(_prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
+
+    def close(self) -> None:
+        """Close the file and keep it; a thread makes the rest of it durable."""
+        self._records.close()
+
+    def _append(self, record: Header | Answer) -> None:
+        try:
+            self._records.append(self._encoder.encode(record))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> RunDirError:
+        return RunDirError(
+            f"finished generations of batch {self._step} cannot be kept in {self.path}: {error.strerror or error}. "
+            "Mend that and start again: the run goes on behind what is there."
+        )
+
+    def _load(self) -> int:
+        """Index the whole records of the file; return where they end. A log of something else counts as empty."""
+        if not self.path.exists():
+            return 0
+        payloads, damages = read_records(self.path)
+        for damage in damages:
+            _log.warning("%s: %s; what it held is sampled again", self.path, damage)
+        if not payloads:
+            return 0
+        # Without the header nobody knows what sampled the rest.
+        if damages and damages[0].record == 0:
+            _log.warning("%s has lost its header; its batch is sampled anew", self.path)
+            return 0
+        if payloads[0] != self._encoder.encode(self._header):
+            _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
+            return 0
+        problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
+        if problems:
+            _log.warning(
+                "%s: %d of %d answers cannot be right and are asked for again; the first: %s",
+                self.path,
+                len(problems),
+                len(payloads) - 1,
+                problems[0],
+            )
+        # Damage in the middle stays: cutting there would lose the whole answers behind it.
+        return whole_bytes(self.path, damages)
+
+    def _index(self, payload: bytes) -> str | None:
+        """Index the answer in a record, or return why it cannot be one: an older version may have checked less."""
+        try:
+            answer = decode_answer(payload)
+        except msgspec.DecodeError as error:
+            return str(error)
+        if len(answer.seeds) != len(answer.completions):
+            return f"{len(answer.completions)} completions for {len(answer.seeds)} seeds"
+        for completion in answer.completions:
+            if (problem := self._problem(completion, answer.max_tokens)) is not None:
+                return problem
+        for seed, completion in zip(answer.seeds, answer.completions, strict=True):
+            self._found[answer.prompt, answer.sampling, answer.max_tokens, seed] = completion
+        return None
+
+    def _problem(self, completion: Completion, max_tokens: int) -> str | None:
+        if max_tokens == 0:
+            return problem_of_logprobs("logprobs", completion.logprobs)
+        stops = self._header.stop_token_ids
+        return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
+
+
+def discard_generations(run_dir: RunDir, *, up_to: int) -> None:
+    """Remove the logs of batches that are published: those up to step `up_to`."""
+    for path in run_dir.rollouts.glob("generations_*.log"):
+        step = path.stem.removeprefix("generations_")
+        if step.isdecimal() and int(step) <= up_to:
+            path.unlink(missing_ok=True)
+
+
+def _prompt_hash(token_ids: Sequence[int]) -> str:
+    return xxhash.xxh3_128_hexdigest(array("q", token_ids).tobytes())

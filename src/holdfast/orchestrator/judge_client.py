@@ -1,0 +1,448 @@
+"""The desk at which a process asks judges: a reply that is there is returned, else the judge is asked, once.
+
+One desk serves the environments of its process and of all their workers, so what two of them ask at the same time is
+asked once, and a limit of requests per minute holds for the run. See
+docs/decisions/0035-judges-are-asked-in-one-place.md.
+"""
+
+# Merged here, to be said in the docstring above:
+# - chat: One chat completion of a server that speaks OpenAI's chat protocol: `POST <url>/chat/completions`.
+# - queue: The way to one judge: how many requests at once, how fast they begin, and for how long they are made again.
+# - reply_log: Every reply of servers, by what they were asked: `judgements.log` of a run, `answers.log` of an evaluation.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from holdfast.errors import HoldfastError, RunDirError, printable
+from holdfast.orchestrator.client.http import Unavailable, retry_after_s
+from holdfast.orchestrator.client.pool import EngineLost, RetryPolicy, asked_pause_s
+from holdfast.orchestrator.env.guard import sampling
+from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
+from holdfast.orchestrator.tasks import FirstFailure
+from holdfast.process.events import report
+from holdfast.process.heartbeat import awake_s, moved
+from holdfast.protocol.inference import ChatCall, ChatReply, read_key
+from holdfast.run.record_log import RecordLog, read_records, whole_bytes
+
+_MOST_BYTES = 1 << 24
+"""Of an answer: what is longer is no chat completion that anybody asked for."""
+
+
+class ChatRefused(Exception):
+    """A server refuses a request; asking again does not help."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class NoChatCompletion(Exception):
+    """A server answered with something else."""
+
+
+class _Call(msgspec.Struct):
+    function: ChatCall
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _ChatCompletion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class ChatClient:
+    """Asks any number of servers, without a limit of its own to how many requests at once."""
+
+    def __init__(self) -> None:
+        # The time is that of a whole answer, of which httpx bounds each piece only.
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def ask(self, url: str, body: bytes, *, key: str | None, timeout_s: float) -> ChatReply:
+        """Return what the server says to a request.
+
+        Args:
+            url: with `/chat/completions` at its end.
+            key: sent with it, and not repeated in any message; None: none is.
+            timeout_s: within which the whole answer must come.
+
+        Raises:
+            Unavailable: the server is busy, fails or cannot be reached: asking again may help.
+            ChatRefused: it refuses.
+            NoChatCompletion: it was reached, and what it sent cannot be read.
+        """
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        what = f"POST {url}"
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream("POST", url, content=body, headers=headers) as answer,
+            ):
+                content = await _read(answer, what)
+        except TimeoutError:
+            raise Unavailable(f"{what} had no answer within {timeout_s:g} s (timeout_s)") from None
+        except httpx.TransportError as error:
+            raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+        except httpx.RequestError as error:
+            raise NoChatCompletion(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+        if answer.is_success:
+            return _decode(content, what)
+        told = content.decode(errors="backslashreplace")
+        told = printable(told.replace(key, "...") if key else told)[:500]  # some repeat the key
+        reason = f"{what} was answered {answer.status_code}: {told}"
+        if answer.status_code in (408, 429) or answer.status_code >= 500:
+            raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
+        raise ChatRefused(reason, answer.status_code)
+
+
+async def _read(answer: httpx.Response, what: str) -> bytes:
+    content = bytearray()
+    async for piece in answer.aiter_bytes():
+        content += piece
+        if len(content) > _MOST_BYTES:
+            raise NoChatCompletion(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
+    return bytes(content)
+
+
+def _decode(content: bytes, what: str) -> ChatReply:
+    try:
+        found = msgspec.json.decode(content, type=_ChatCompletion)
+    except (ValueError, RecursionError) as error:
+        raise NoChatCompletion(f"{what} was answered with what is no chat completion: {error}") from None
+    if len(found.choices) != 1:
+        raise NoChatCompletion(f"{what} was answered with {len(found.choices)} choices, asked for was one")
+    [choice] = found.choices
+    calls = tuple(call.function for call in choice.message.tool_calls or ())
+    return ChatReply(choice.message.content or "", choice.finish_reason or "stop", calls)
+
+
+_TELL_AGAIN_S = 30.0
+
+
+class JudgeDenied(HoldfastError):
+    """A judge lets nobody in: its key is wrong, or there is no such model. Nothing can be scored, so the run ends."""
+
+
+class JudgeQueue:
+    """Asks one judge; the limits are those of the request that it is made for, and of all that share it."""
+
+    def __init__(self, client: ChatClient, request: JudgeRequest) -> None:
+        self._client = client
+        self._slots = asyncio.Semaphore(request.max_concurrency)
+        self._between_s = 60.0 / request.requests_per_minute if request.requests_per_minute else 0.0
+        self._next_at = 0.0
+        self._answered_at = 0.0
+        self._given_up: tuple[float, JudgeFailure] | None = None
+        self._tell_at = 0.0
+
+    @staticmethod
+    def name_of(request: JudgeRequest) -> tuple[object, ...]:
+        """Return what requests of one queue have alike: the server, and its limits."""
+        return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
+
+    async def ask(self, request: JudgeRequest) -> ChatReply:
+        """Return the reply to `request`, asked again while the judge is busy or away.
+
+        Raises:
+            JudgeFailure: it is so for too long, refuses, or gives no chat completion.
+            JudgeDenied: the key is wrong, or there is no such model.
+        """
+        queued_at = awake_s()
+        async with self._slots:
+            attempts, failing_since = RetryPolicy(request.retry_for_s, key="retry_for_s"), math.inf
+            while True:
+                await self._take_turn()
+                # Others have tried for as long as this one may, while it waited for its turn.
+                if self._given_up is not None and self._given_up[0] > queued_at:
+                    raise self._given_up[1]
+                began_at = awake_s()
+                try:
+                    reply = await self._ask_once(request)
+                except Unavailable as failure:
+                    failing_since = min(failing_since, began_at)
+                    await self._wait(failure, attempts, request, since=failing_since)
+                    continue
+                except (JudgeFailure, JudgeDenied):
+                    self._answered_at = awake_s()
+                    raise
+                self._answered_at = awake_s()
+                return reply
+
+    async def _take_turn(self) -> None:
+        now = awake_s()
+        at = max(now, self._next_at)
+        self._next_at = at + self._between_s
+        if at > now:
+            await asyncio.sleep(at - now)
+
+    async def _wait(self, failure: Unavailable, attempts: RetryPolicy, request: JudgeRequest, *, since: float) -> None:
+        if awake_s() >= self._tell_at:
+            self._tell_at = awake_s() + _TELL_AGAIN_S
+            report("waiting for a judge", reason=failure, at_most_s=request.retry_for_s)
+        try:
+            attempts.count(failure, url=request.url)
+        except EngineLost as lost:
+            gone = JudgeFailure(f"judge at {lost}", reason="judge_away")
+            if self._answered_at < since:  # it is not this request alone
+                self._given_up = (awake_s(), gone)
+            raise gone from None
+        # A server that asks for a pause asks everybody.
+        self._next_at = max(self._next_at, awake_s() + asked_pause_s(failure))
+        await attempts.pause(failure)
+
+    async def _ask_once(self, request: JudgeRequest) -> ChatReply:
+        """Return the reply.
+
+        Raises:
+            Unavailable: the judge is busy, fails or cannot be reached.
+            JudgeFailure, JudgeDenied: as `ask`.
+        """
+        key = read_key(request.api_key_env) if request.api_key_env else None
+        try:
+            return await self._client.ask(request.url, request.body, key=key, timeout_s=request.timeout_s)
+        except NoChatCompletion as error:
+            raise JudgeFailure(f"judge: {error}", reason="judge_unreadable") from None
+        except ChatRefused as refusal:
+            if refusal.status in (401, 403):
+                hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
+                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
+            if refusal.status == 404:
+                hint = "Check `model`, and that `url` is what comes before /chat/completions"
+                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
+            raise JudgeFailure(f"judge: {refusal}", reason="judge_refused") from None
+
+
+_log = logging.getLogger("orchestrator")
+_FORMAT = 1
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """First record of the file."""
+
+    format: int
+
+
+class Replied(msgspec.Struct, frozen=True):
+    """Any other record.
+
+    Attributes:
+        request: a hash of all that decides the reply.
+        reply: to it.
+    """
+
+    request: str
+    reply: ChatReply
+
+
+class ReplyLog:
+    """Replies by request: in memory, and in a file if there is one.
+
+    Args:
+        begins: make the file at once, not with the first reply.
+
+    Raises:
+        RunDirError: the file cannot be read or written, or is of another format.
+    """
+
+    def __init__(self, path: Path | None, *, begins: bool = False) -> None:
+        self._path = path
+        self._replies: dict[str, ChatReply] = {}
+        self._records: RecordLog | None = None
+        try:
+            if path is not None and (begins or path.exists()):
+                self._open(path, self._load(path) if path.exists() else 0)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def find(self, request: str) -> ChatReply | None:
+        """Return the reply to a request, or None."""
+        return self._replies.get(request)
+
+    def append(self, request: str, reply: ChatReply) -> None:
+        """Keep a reply.
+
+        Raises:
+            RunDirError: it cannot be written, such as to a full disk.
+        """
+        try:
+            if self._records is None and self._path is not None:
+                self._open(self._path, 0)
+            if self._records is not None:
+                self._records.append(msgspec.msgpack.encode(Replied(request, reply)))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._replies[request] = reply
+
+    def close(self, *, wait: bool = False) -> None:
+        """Close the file; a thread makes the rest of it durable, which `wait` waits for."""
+        if self._records is not None:
+            self._records.close(wait=wait)
+
+    def _open(self, path: Path, valid_bytes: int) -> None:
+        self._records = RecordLog(path, valid_bytes=valid_bytes)
+        if valid_bytes == 0:
+            self._records.append(msgspec.msgpack.encode(_Header(_FORMAT)))
+
+    def _load(self, path: Path) -> int:
+        """Index the file; return how much of it is whole."""
+        payloads, damages = read_records(path)
+        for damage in damages:
+            _log.warning("%s: %s; what it held is asked for again", path, damage)
+        num_unknown = 0
+        for number, payload in enumerate(payloads):
+            if number == 0 and not (damages and damages[0].record == 0):
+                self._require_format(path, payload)
+                continue
+            try:
+                replied = msgspec.msgpack.decode(payload, type=Replied)
+            except msgspec.DecodeError:
+                num_unknown += 1
+                continue
+            self._replies[replied.request] = replied.reply
+        if num_unknown:
+            _log.warning("%s: %d records are no replies; what they held is asked for again", path, num_unknown)
+        return whole_bytes(path, damages) if payloads else 0
+
+    def _require_format(self, path: Path, payload: bytes) -> None:
+        try:
+            found = msgspec.msgpack.decode(payload, type=_Header).format
+        except msgspec.DecodeError as error:
+            raise RunDirError(f"{path} is no log of replies ({error}): move it away") from None
+        if found != _FORMAT:
+            raise RunDirError(f"{path} has format {found}, this version reads {_FORMAT}: move it away, or start anew")
+
+    def _unwritable(self, error: OSError) -> RunDirError:
+        return RunDirError(
+            f"replies cannot be kept in {self._path}: {error.strerror or error}. Mend that and start again: what is "
+            "there is not asked for again."
+        )
+
+
+_T = TypeVar("_T")
+
+
+class Desk:
+    """Asks judges and keeps what they say.
+
+    Args:
+        path: of the log; None: replies are kept in memory, for as long as the desk is there.
+
+    Raises:
+        RunDirError: the log cannot be read or written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._log = ReplyLog(path)
+        self._asking: dict[str, asyncio.Task[ChatReply]] = {}
+        self._queues: dict[tuple[object, ...], JudgeQueue] = {}
+        self._client: ChatClient | None = None
+        self._failure = FirstFailure()
+
+    async def ask(self, request: JudgeRequest) -> ChatReply:
+        """Return the reply to `request`; the clock of the environment's call stands meanwhile.
+
+        Raises:
+            JudgeFailure: there is none.
+            JudgeDenied, RunDirError: nothing can be asked, or kept.
+        """
+        self._failure.check()
+        key = request.key
+        if (found := self._log.find(key)) is not None:
+            return found
+        if key not in self._asking:
+            asking = self._asking[key] = asyncio.create_task(self._ask(request, key))
+            asking.add_done_callback(lambda done: self._end(key, done))
+        with sampling():
+            # Shielded: whoever asked may be gone, such as a worker that is killed, and the reply is kept all the same.
+            return await asyncio.shield(self._asking[key])
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, whose environments ask here; cancelled as soon as nothing can be asked or kept.
+
+        Raises:
+            JudgeDenied, RunDirError: why; or whatever `work` raises.
+        """
+        return await self._failure.guard(work)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        for asking in (waiting := list(self._asking.values())):
+            asking.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+        self._log.close()
+
+    async def _ask(self, request: JudgeRequest, key: str) -> ChatReply:
+        try:
+            reply = await self._queue(request).ask(request)
+            moved()
+            # Kept before anybody sees it: what was scored is scored alike after a kill.
+            self._log.append(key, reply)
+        except (JudgeDenied, RunDirError) as error:
+            self._failure.set(error)
+            raise
+        return reply
+
+    def _queue(self, request: JudgeRequest) -> JudgeQueue:
+        if self._client is None:
+            self._client = ChatClient()
+        name = JudgeQueue.name_of(request)
+        if name not in self._queues:
+            self._queues[name] = JudgeQueue(self._client, request)
+        return self._queues[name]
+
+    def _end(self, key: str, done: asyncio.Task[ChatReply]) -> None:
+        del self._asking[key]
+        if not done.cancelled():
+            done.exception()  # known to all who wait, if anybody does
+
+
+@asynccontextmanager
+async def judging(path: Path | None = None) -> AsyncIterator[Desk]:
+    """Have the environments of this context ask judges here.
+
+    Args:
+        path: where replies are kept; None: in memory.
+
+    Raises:
+        RunDirError: the log cannot be read or written.
+    """
+    desk = Desk(path)
+    token = JUDGES.set(desk)
+    try:
+        yield desk
+    finally:
+        JUDGES.reset(token)
+        await desk.close()
+
+
+async def guarded(work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of `work`; where judges are asked, it ends as soon as nothing can be asked or kept.
+
+    Raises:
+        JudgeDenied, RunDirError: why; or whatever `work` raises.
+    """
+    desk = JUDGES.get(None)
+    return await (desk.guard(work) if isinstance(desk, Desk) else work)

@@ -1,1 +1,0 @@
-"""Asking judges for environments: one desk for a process and its workers, which keeps every reply."""

@@ -1,0 +1,189 @@
+"""What the orchestrator must remember to go on after a kill: counters, nothing else.
+
+Seeds are hashes of counters, so there is no random-generator state to keep.
+"""
+
+# Merged here, to be said in the docstring above:
+# - seeds: Seeds: every random choice of a run is a hash of what it is for, so that none depends on timing.
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CheckpointError
+from holdfast.run.journal import Counts
+
+STATE_FORMAT = 1
+
+
+class LevelState(msgspec.Struct, kw_only=True):
+    """One level of a curriculum.
+
+    Attributes:
+        next_task: index of the level's task that comes next.
+        rewards: mean reward of each of its latest groups.
+        variances: population variance of the rewards within each of them.
+    """
+
+    next_task: int = 0
+    rewards: list[float] = []
+    variances: list[float] = []
+
+
+class CurriculumState(msgspec.Struct, kw_only=True):
+    """Where a curriculum is.
+
+    Attributes:
+        digest: of the environment's arguments, and those of the levels.
+        level: which of them tasks are drawn from behind gates.
+        levels: what is known of each.
+    """
+
+    digest: str
+    level: int = 0
+    levels: list[LevelState] = []
+
+
+class EnvironmentState(msgspec.Struct, kw_only=True):
+    """Position in one environment.
+
+    Attributes:
+        next_task: index of the task that comes next.
+        weight: integer share of the mix that `credit` counts in.
+        credit: what the mix owes this environment, in units of one over the sum of weights.
+        group_size: rollouts of each problem of the last batch.
+        curriculum: where its curriculum is, or was when it had one; None if it never had.
+    """
+
+    next_task: int = 0
+    weight: int = 0
+    credit: int = 0
+    group_size: int = 0
+    curriculum: CurriculumState | None = None
+
+
+class OrchestratorState(msgspec.Struct, kw_only=True):
+    """The orchestrator's state after it produced batch `step`.
+
+    Attributes:
+        step: the batch that was produced last; 0 before the first.
+        problems: problems that were drawn since the start of the run, those of dropped groups too.
+        rollouts: their rollouts.
+        tokens: tokens of those, prompts included.
+        sampled_tokens: tokens of the batches that the policy sampled.
+        teacher_digest: of the teacher's weights; empty without a teacher.
+        dropped: what of problems, rollouts and tokens is in no batch, by reason.
+        environments: position in every environment, by name.
+        evaluated_version: the policy version whose evaluation came with a batch last; -1: none did.
+    """
+
+    format: int = STATE_FORMAT
+    step: int = 0
+    problems: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    teacher_digest: str = ""
+    dropped: dict[str, Counts] = {}
+    environments: dict[str, EnvironmentState] = {}
+    evaluated_version: int = -1
+
+    def encode(self) -> bytes:
+        """Return the state as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    def copy(self) -> OrchestratorState:
+        """Return a copy that shares nothing with this one."""
+        return msgspec.convert(msgspec.to_builtins(self), OrchestratorState)
+
+
+def read_state(path: Path, *, step: int) -> OrchestratorState:
+    """Return the state in `path`, which must be the one after batch `step`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another format, or of another step.
+    """
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint of step {step} has no orchestrator state") from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if state.format != STATE_FORMAT:
+        raise CheckpointError(f"{path} has format {state.format}; this version reads format {STATE_FORMAT}")
+    if state.step != step:
+        raise CheckpointError(f"{path} is the state after step {state.step}, expected step {step}")
+    return state
+
+
+_MASK = 2**63 - 1  # engines keep seeds as non-negative int64
+_HELD_OUT = 2**63
+# The unit separator: ("a", "bc") and ("ab", "c") must differ.
+_SEPARATOR = "\x1f"
+
+
+def stable_seed(*parts: int | str) -> int:
+    """Return 63 bits that depend on `parts` alone, the same in every process and version of Python."""
+    return xxhash.xxh3_64_intdigest(_SEPARATOR.join(map(str, parts)).encode()) & _MASK
+
+
+@dataclass(frozen=True)
+class TaskSeed:
+    """Names one task of an environment's endless sequence, and seeds it.
+
+    Attributes:
+        run_seed: `seed` of the run.
+        environment: name of the environment, so that two of a kind differ.
+        index: position in the sequence, from 0.
+        held_out: a task of an evaluation. No seed of its tasks is one that training has, whatever the run's seed:
+            those of training are below 2**63, these are not.
+        level: of the environment's curriculum; each has a sequence of its own. None without one.
+    """
+
+    run_seed: int
+    environment: str
+    index: int
+    held_out: bool = False
+    level: int | None = None
+
+    @property
+    def number(self) -> int:
+        """The seed of this task: below 2**63 in training, from there on and below 2**64 where it is held out."""
+        return self._number("task", self.index)
+
+    def random(self) -> random.Random:
+        """Return the generator of this seed, the same at every call: draws go on where the last one ended."""
+        return self._generator
+
+    @cached_property
+    def _generator(self) -> random.Random:
+        return random.Random(self.number)
+
+    def fresh(self) -> TaskSeed:
+        """Return this seed with nothing drawn from it yet; every call of `make_task` gets one."""
+        # replace calls the constructor: the cached generator is not taken along.
+        return replace(self)
+
+    def shared(self, *parts: int | str) -> int:
+        """Return a seed that all tasks of this environment share, such as one for each epoch."""
+        return self._number("shared", *parts)
+
+    def _number(self, kind: str, *parts: int | str) -> int:
+        if self.level is not None:
+            parts = ("level", self.level, *parts)
+        if self.held_out:
+            return _HELD_OUT + stable_seed(f"held-out {kind}", self.run_seed, self.environment, *parts)
+        return stable_seed(kind, self.run_seed, self.environment, *parts)
+
+
+def request_seed(task: TaskSeed, *, step: int, sample_index: int, turn: int) -> int:
+    """Return the sampling seed of one turn of one rollout."""
+    kind = "held-out sample" if task.held_out else "sample"
+    level = () if task.level is None else ("level", task.level)
+    return stable_seed(kind, task.run_seed, step, task.environment, *level, task.index, sample_index, turn)

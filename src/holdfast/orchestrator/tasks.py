@@ -1,0 +1,142 @@
+"""Running several things at once so that the first failure, or a signal, stops the rest."""
+
+# Merged here, to be said in the docstring above:
+# - current_phase: Names the phase and the policy version in what the engines and the trainer do not do in time, and in heartbeats.
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+from holdfast.errors import InferenceError
+from holdfast.process.child import is_ignored
+from holdfast.process.events import report
+from holdfast.process.heartbeat import moved
+
+_T = TypeVar("_T")
+
+
+async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Return the results in the order of `work`; the first failure cancels the others and is raised bare."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(item) for item in work]
+    except BaseExceptionGroup as failures:
+        first = _first(failures)
+    else:
+        return [task.result() for task in tasks]
+    # Outside of `except`: else the group would be its context, and be printed with it.
+    raise first
+
+
+class SessionSlots:
+    """Lets whole groups through while their sessions have room, in the order in which they came.
+
+    Args:
+        most: sessions in flight at once; no group may be larger.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._slots = asyncio.Semaphore(most)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def taking(self, size: int) -> AsyncIterator[None]:
+        """Wait for room for a group of `size` sessions, which is given back at the end of the context."""
+        taken = 0
+        try:
+            # One group at a time takes slots: two that each hold some could wait for one another.
+            async with self._turn:
+                while taken < size:
+                    await self._slots.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._slots.release()
+
+
+class FirstFailure:
+    """The first failure of what some work uses: it ends that work, whatever the work makes of it."""
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+        self._has_failed = asyncio.Event()
+
+    def set(self, failure: Exception) -> None:
+        """Note a failure, unless there is one."""
+        if self._failure is None:
+            self._failure = failure
+            self._has_failed.set()
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise it, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, which is cancelled, and the failure raised, as soon as there is one."""
+        working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
+        try:
+            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+            # First: the failure counts for more than what the work made of it.
+            self.check()
+            return working.result()
+        finally:
+            for one in (working, failing):
+                # Cancelled and awaited: nothing of it may go on behind.
+                one.cancel()
+            await asyncio.gather(working, failing, return_exceptions=True)
+
+
+async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; SIGTERM and SIGINT end it early, and in order."""
+    working = asyncio.ensure_future(work)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        working.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if number == signal.SIGTERM or not is_ignored(number):  # the launcher's way to end us is never ignored
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await working
+    except asyncio.CancelledError:
+        # Cancelled by somebody else: that is no clean end.
+        if not stopped:
+            raise
+        report("stopped")
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    failure: BaseException = failures
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
+
+
+@contextmanager
+def phase(name: str, *, version: int | None = None) -> Iterator[None]:
+    """Have an `InferenceError` say in which phase of the orchestrator it came.
+
+    Args:
+        name: of the phase, such as `waiting for weights`.
+        version: the policy version that it is about; None while there is none.
+    """
+    moved(doing=name)
+    try:
+        yield
+    except InferenceError as error:
+        at = "" if version is None else f", policy version {version}"
+        error.args = (f"{name}{at}: {error}",)
+        raise

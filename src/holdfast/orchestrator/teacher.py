@@ -1,0 +1,161 @@
+"""A teacher for distillation: a fixed model behind inference servers of its own, which judges or samples."""
+
+# Merged here, to be said in the docstring above:
+# - fixed_weights: Engines of a model that stays the same as long as the run lasts: nothing is pushed to them.
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import CheckpointError, InferenceError
+from holdfast.orchestrator.client.client import Affinity, InferenceClient
+from holdfast.orchestrator.client.http import load_vocab_size
+from holdfast.orchestrator.client.pool import Engine
+from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.tasks import phase
+from holdfast.process import events
+from holdfast.protocol.inference import Completion, GenerateRequest, ServedWeights
+from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Rollout, TokenIds
+
+
+async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
+    """Take what all servers that are there serve as what all must always serve, and return its digest.
+
+    Args:
+        key: of their section in the orchestrator's configuration, for errors.
+
+    Raises:
+        InferenceError: a server has no weights, or two serve different ones.
+    """
+    found: dict[Engine, ServedWeights] = {}
+
+    async def look(engine: Engine) -> None:
+        found[engine] = await engine.served()
+
+    while not found:
+        await client.pool.wait_for_any()
+        await client.pool.attend(look)
+    first, expected = next((engine, served.digest) for engine, served in found.items())
+    for engine, served in found.items():
+        if expected is None or served.version is None or served.digest is None:
+            raise InferenceError(f"{engine.url} has no weights. Start it with --model.load auto.")
+        if served.digest != expected:
+            raise InferenceError(
+                f"{engine.url} serves weights with digest {served.digest}, {first.url} with digest "
+                f"{expected}: all servers of {key}.urls must serve the same"
+            )
+    assert expected is not None
+
+    async def check_unchanged(engine: Engine) -> None:
+        served = await engine.served()
+        if served.digest != expected:
+            raise InferenceError(
+                f"{engine.url} came back with other weights: digest {served.digest}, was {expected}. "
+                "Does a run push weights to it? A teacher must not be trained."
+            )
+
+    client.expect(version=None, restore=check_unchanged)
+    return expected
+
+
+# How a judgement is told from a sampled answer in the log of generations.
+_JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
+
+
+class Teacher:
+    """A model whose weights stay the same as long as the run lasts.
+
+    Attributes:
+        client: of its servers.
+        digest: of its weights, which every answer must be by.
+    """
+
+    def __init__(self, client: InferenceClient, *, digest: str) -> None:
+        self.client = client
+        self.digest = digest
+
+    async def judge(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
+        """Fill in the `reference_logprobs` of `rollout`. What `log` holds is not asked for again.
+
+        Args:
+            rollout: a finished one.
+            log: of its batch.
+            affinity: of its group.
+
+        Raises:
+            InferenceError: a server failed, or serves something else by now.
+        """
+        # One branch after the other: the servers keep what the next begins with.
+        judged = Logprobs()
+        for branch in rollout.branches:
+            judged.extend(await self._judged(rollout.token_ids[branch].tolist(), log, affinity=affinity))
+        pairs = zip(judged, rollout.loss_mask, strict=True)
+        # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
+        rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
+
+    async def _judged(self, token_ids: list[int], log: GenerationLog, *, affinity: Affinity) -> Logprobs:
+        found = log.find(token_ids, sampling=PLAIN_SAMPLING, max_tokens=_JUDGEMENT_TOKENS, seed=_JUDGEMENT_SEED)
+        if found is None:
+            found = Completion(TokenIds(), await self._ask(token_ids, affinity=affinity), "judged", [])
+            log.append(
+                token_ids,
+                sampling=PLAIN_SAMPLING,
+                max_tokens=_JUDGEMENT_TOKENS,
+                seeds=[_JUDGEMENT_SEED],
+                completions=[found],
+            )
+        return found.logprobs
+
+    async def _ask(self, token_ids: list[int], *, affinity: Affinity) -> Logprobs:
+        # One token must be sampled for the log-probabilities of a prompt; it is thrown away.
+        request = GenerateRequest(
+            token_ids=token_ids,
+            seeds=[0],
+            max_tokens=1,
+            stop_token_ids=[],
+            weights_digest=self.digest,
+            prompt_logprobs=True,
+        )
+        (choice,) = await self.client.generate(request, affinity=affinity)
+        given = choice.prompt_logprobs or []
+        if len(given) != len(token_ids) - 1:
+            raise InferenceError(
+                f"the teacher gave {len(given)} log-probabilities for {len(token_ids)} tokens; expected one for each "
+                "but the first"
+            )
+        # Nothing predicts the first token.
+        return Logprobs([0.0, *given])
+
+
+@asynccontextmanager
+async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIterator[Teacher | None]:
+    """Wait for the teacher's servers and give the teacher that they serve; None where the run has none.
+
+    Args:
+        digest: of the weights of the teacher that the batches so far were made with; empty before the first.
+
+    Raises:
+        InferenceError: a server does not answer, serves another model, or none.
+        ConfigError: a server's longest session is too short.
+        CheckpointError: the batches so far were made with another teacher.
+    """
+    if config.teacher is None:
+        yield None
+        return
+    events.report("waiting for the teacher", urls=",".join(config.teacher.urls))
+    # What a teacher samples the policy must have tokens for. A judge's one sampled token is thrown away.
+    vocab_size = load_vocab_size(config.model.name) if config.is_sampled_by_teacher else None
+    async with InferenceClient(config.teacher, key="teacher", vocab_size=vocab_size) as client:
+        # The one token that is sampled behind a session needs room.
+        room = config.seq_len + (config.teacher.mode == "logprobs")
+        with phase("waiting for the teacher"):
+            await client.wait_until_ready(model=config.teacher.model, seq_len=room)
+            served = await adopt_served_weights(client, key="teacher")
+        if digest not in ("", served):
+            raise CheckpointError(
+                f"the teacher '{config.teacher.model}' has weights with digest {served}; the batches so far "
+                f"were made with digest {digest}. Serve the same teacher again, or start a new run."
+            )
+        yield Teacher(client, digest=served)

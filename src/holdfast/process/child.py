@@ -1,0 +1,202 @@
+"""What every child process does at its start and its end: logging, threads, dying with its parent."""
+
+# Merged here, to be said in the docstring above:
+# - descriptors: How many files and connections this process may have open, and whether that is enough.
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, STORAGE_FAILED, ConfigError, HoldfastError, is_storage_failure
+
+LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def die_with_launcher() -> None:
+    """Die with the launcher that started this process; one started by hand may outlive its shell."""
+    # Popped: what this process starts has another parent, and must not take itself for an orphan.
+    launcher = os.environ.pop(LAUNCHER_ENV, None)
+    if launcher is not None:
+        die_with_parent(parent=int(launcher))
+
+
+def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Ask the kernel (Linux) for `sig` when the parent ends, so that no orphan outlives a killed run."""
+    parent = parent or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
+    # It ended before the call above, so its signal will never come.
+    if os.getppid() != parent:
+        # Without clean-up: a fork would flush and close what belongs to its parent.
+        os._exit(1)
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def set_thread_environment(threads: int) -> None:
+    """Bound the OpenMP and BLAS teams of this process; call before torch or numpy is imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextlib.contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import large libraries without looking for garbage meanwhile, nor among what they made ever after.
+
+    They make a million objects that stay; the collector would walk over all of them a dozen times, which is a
+    fifth of the time that importing torch or vLLM takes, and once in a while in the middle of a step.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        # Before it is on again: then it walks over these objects not even once.
+        gc.freeze()
+        gc.enable()
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether a parent had this process ignore the signal, as `nohup` does: then it stays ignored."""
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+class _LossyFile(io.FileIO):
+    """Drops what a full disk cannot take, what nobody reads any more, and what would have to wait where none may."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written: int | None = super().write(data)
+        except OSError as error:
+            if not is_storage_failure(error) and not isinstance(error, BrokenPipeError):
+                raise
+            written = None
+        # None, too: another program left the terminal in a mode in which nothing waits for room.
+        # As if written: a short count would have the buffer keep it and try again for ever.
+        return memoryview(data).nbytes if written is None else written
+
+
+def make_output_lossy(*names: str) -> None:
+    """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
+
+    No process ends, or changes its exit code, by that.
+
+    Args:
+        names: `stdout` or `stderr`; unset: both.
+    """
+    for name in names or ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)  # PYTHONUNBUFFERED leaves the buffer out
+        if not isinstance(raw, io.FileIO) or isinstance(raw, _LossyFile):
+            continue
+        # closefd=False: the descriptor belongs to the stream that is replaced.
+        lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
+        with contextlib.suppress(OSError):  # what waits there may be just what cannot be written
+            stream.flush()
+        text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
+
+
+def set_up_logging(name: str) -> None:
+    """Send log records of this process to stderr, which the launcher points at its log file."""
+    make_output_lossy()
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
+    """Run `program` and exit, as `exit_code_of` says."""
+
+    def run() -> int:
+        program()
+        return 0
+
+    sys.exit(exit_code_of(run))
+
+
+def exit_code_of(program: Callable[[], int]) -> int:
+    """Run `program`; return its exit code, or after its error that of the error, which is reported."""
+    try:
+        return program()
+    except Exception as error:  # noqa: BLE001 - reported, and the process ends
+        return report_error(error)
+
+
+def report_error(error: Exception) -> int:
+    """Say on stderr what went wrong, and return the exit code.
+
+    A `HoldfastError` is told by its message alone; a storage that failed, as such, with `STORAGE_FAILED`;
+    anything else by its traceback, with 1.
+    """
+    if isinstance(error, HoldfastError):
+        message, code = str(error), STORAGE_FAILED if is_storage_failure(error) else error.exit_code
+    elif not is_storage_failure(error):
+        # A bug of ours: the traceback is what the report needs, once, without a launcher's wrapping.
+        traceback.print_exception(error)
+        return 1
+    else:
+        where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = (
+            f"the storage failed{where}: {reason}. What was committed is whole. "
+            f"Make room or mend it, then {GO_ON_OR_BEGIN_AGAIN}."
+        )
+        code = STORAGE_FAILED
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+# Logs, the journal, libraries, and what environments open for themselves.
+_OTHERS = 128
+_OF_A_SERVER = 65_536
+
+
+def allow_connections(number: int, *, key: str) -> None:
+    """Raise the soft limit of open files so far that `number` connections fit beside everything else.
+
+    Args:
+        key: dotted key of the setting that decides how many there are, for errors.
+
+    Raises:
+        ConfigError: the hard limit does not allow it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _OTHERS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"{number} connections at once ({key}) need {wanted} open files, and this process may have {hard} "
+            f"(ulimit -Hn). Lower {key} to {max(1, hard - _OTHERS)} or raise the limit."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def allow_many_connections() -> None:
+    """Raise the soft limit of open files as far as a server may need it, which does not know how many clients come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OF_A_SERVER if hard == resource.RLIM_INFINITY else min(hard, _OF_A_SERVER)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

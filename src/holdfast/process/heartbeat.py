@@ -1,0 +1,346 @@
+"""Heartbeats: a process that is stopped, or comes no further in its work, is noticed from outside.
+
+The launcher names a file in the environment; a thread of the process writes it anew every second. What counts is that
+it changes, not when, so clocks may jump. That thread lives on while the work itself is stuck, so the beat also says how
+often the work has moved on (an event loop that turns, a phase of a step, a micro-batch), what is being done, and
+for how long that may stand still. `vitals` is the side that listens.
+
+The files lie in memory, so that a run directory that cannot be written makes nobody look dead.
+"""
+
+# Merged here, to be said in the docstring above:
+# - clock: A clock that stands still while this process is frozen, and one that counts the time in which there is work.
+# - stacks: Where the threads of a process are, written into its log before it is killed for coming no further.
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+
+FROZEN_S = 5.0
+"""A look at the clock so long after the one before means that the process was frozen between them."""
+_TICK_S = 1.0
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._awake_s = 0.0
+        self._ticks = False
+
+    def read(self) -> float:
+        with self._lock:
+            if not self._ticks:
+                self._ticks = True
+                threading.Thread(target=self._tick, name="clock", daemon=True).start()
+                self._looked = time.monotonic()
+            now = time.monotonic()
+            passed = now - self._looked
+            if 0 < passed < FROZEN_S:
+                self._awake_s += passed
+            self._looked = now
+            return self._awake_s
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(_TICK_S)
+            self.read()
+
+
+_clock = _Clock()
+
+
+def awake_s() -> float:
+    """Return seconds for measuring spans of time, as `time.monotonic` does, without those in which we were frozen."""
+    return _clock.read()
+
+
+def _begin_anew() -> None:
+    global _clock
+    _clock = _Clock()  # a fork has no threads, and perhaps a lock that one of them held
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+class BusyClock:
+    """Counts the seconds in which at least one of several overlapping pieces of work goes on. For one thread.
+
+    Attributes:
+        in_flight: how many go on now.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._busy_s = 0.0
+        self._since = 0.0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Count a piece of work while the block runs."""
+        if self.in_flight == 0:
+            self._since = time.monotonic()
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.in_flight == 0:
+                self._busy_s += time.monotonic() - self._since
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far."""
+        return self._busy_s + (time.monotonic() - self._since if self.in_flight else 0.0)
+
+
+class FreezeTolerantLoop(asyncio.SelectorEventLoop):
+    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
+
+    def time(self) -> float:
+        """Return the time that `call_later` and `asyncio.timeout` go by."""
+        return awake_s()
+
+
+_SIGNAL = signal.SIGRTMIN + 3
+_WAIT_S = 2.0
+# Stacks are written piece by piece, the main thread's last; a busy machine interrupts that.
+_QUIET_S = 0.5
+_MOST_S = 10.0  # of all together
+_LOOK_AGAIN_S = 0.02
+
+
+def write_stacks_on_request() -> None:
+    """From now on write to stderr what each thread does when `show_stacks` asks, also where none runs Python."""
+    # Not signal.signal: a Python handler runs only when the main thread gets back to Python.
+    faulthandler.register(_SIGNAL, file=2)
+
+
+def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
+    """Ask processes for their stacks; return when they are in the log, or soon: one may be unable to answer.
+
+    One after the other: they write into one file, piece by piece.
+
+    Args:
+        pids: as they named themselves.
+        of: their common ancestor, or one of them. Who is no child of it is no longer what it was, and left alone.
+        log: where it lands.
+    """
+    deadline = time.monotonic() + _MOST_S
+    for pid in pids:
+        size = _size(log)
+        try:
+            process = psutil.Process(pid)
+            is_child = of in (pid, *(parent.pid for parent in process.parents()))
+            # A stopped process writes nothing until it goes on: not worth the wait.
+            if not is_child or process.status() == psutil.STATUS_STOPPED:
+                continue
+            process.send_signal(_SIGNAL)
+        except psutil.Error:
+            continue
+        _wait_for_growth(log, size, deadline)
+
+
+def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
+    """Wait until a log has grown beyond `size` and grows no more."""
+    last, changed = size, time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        if (found := _size(log)) != last:
+            last, changed = found, now
+        if now > changed + (_QUIET_S if last != size else _WAIT_S):
+            return
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _size(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except OSError:  # it may lie where the storage is away
+        return 0
+
+
+_log = logging.getLogger("holdfast")
+
+HEARTBEAT_ENV = "HOLDFAST_HEARTBEAT"
+PERIOD_S = 1.0
+HEALING_NAME = "healing"
+"""Touched by the launcher while it waits for something, or starts something again."""
+_BEAT_BYTES = 1024
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """What a process says of itself.
+
+    Attributes:
+        moves: how often its work has moved on, be it in vain: it is not stuck.
+        work: how often it got something done, or heard that somebody is at it.
+        doing: in words.
+        bound_s: it is stuck when it has not moved for so long; None: it waits for others, which have bounds.
+        answers: its health route may be asked; False: what it does stops that for a while.
+        pid: of the process that beats.
+    """
+
+    moves: int = 0
+    work: int = 0
+    doing: str = ""
+    bound_s: float | None = None
+    answers: bool = True
+    pid: int = 0
+
+
+class Heartbeat:
+    """Beats for as long as this process lives, or until `end`.
+
+    Args:
+        path: the file to write; None: nobody asked for beats.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.beat = Beat()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        if path is not None:
+            self._thread.start()
+
+    def _beat(self) -> None:
+        assert self.path is not None
+        told = ""
+        while not self._ended.is_set():
+            failure = ""
+            try:
+                self._write(self.path)
+            except OSError as error:
+                failure = str(error)
+            if failure not in ("", told):
+                _log.warning("heartbeats are not written whole: %s", failure)
+            told = failure
+            self._ended.wait(PERIOD_S)  # not sleep: `end` joins this thread
+
+    def _write(self, path: Path) -> None:
+        """Write over the beat before, which needs no room: others may fill the memory."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = msgspec.json.encode(msgspec.structs.replace(self.beat, pid=os.getpid())).ljust(_BEAT_BYTES)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.utime(descriptor)  # a sign of life, even where not one byte fits
+            os.pwrite(descriptor, data, 0)
+            os.ftruncate(descriptor, len(data))
+        finally:
+            os.close(descriptor)
+
+    def end(self) -> None:
+        """Be no part of what is watched any more: the others may live on for a while."""
+        if self.path is not None:
+            self._ended.set()
+            self._thread.join()
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s stays: %s", self.path, error)
+
+
+_own = Heartbeat(None)
+
+
+def start_heartbeat(name: str = "") -> Heartbeat:
+    """Beat, if the launcher asked for it, and write to stderr what every thread does when it asks.
+
+    Args:
+        name: distinguishes processes that share one environment, such as ranks.
+    """
+    global _own
+    prefix = os.environ.get(HEARTBEAT_ENV)
+    if prefix:
+        write_stacks_on_request()
+    _own = Heartbeat(Path(f"{prefix}{name}") if prefix else None)
+    return _own
+
+
+def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> None:
+    """Say what this process does from now on, and after how long without `moved` it is stuck in that."""
+    before = _own.beat
+    # A new object, never changed in place: the beating thread encodes it without a lock.
+    _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
+
+
+@contextmanager
+def meanwhile(doing: str, *, bound_s: float) -> Iterator[None]:
+    """Say that this process does something else within the block, then what it said before."""
+    before = _own.beat
+    does(doing, bound_s=bound_s)
+    try:
+        yield
+    finally:
+        does(before.doing, bound_s=before.bound_s, answers=before.answers)
+
+
+def moved(*, works: bool = True, doing: str = "") -> None:
+    """Say that the work has moved on, to `doing` if that is given; without `works`, that it could have."""
+    before = _own.beat
+    _own.beat = msgspec.structs.replace(
+        before, moves=before.moves + 1, work=before.work + works, doing=doing or before.doing
+    )
+
+
+class Wait:
+    """A wait for what another process of the run makes; not over while anybody gets anything done or is being healed.
+
+    Args:
+        timeout_s: how long it goes on where nothing else happens.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._since = self._looked = awake_s()
+        self._seen = self._signs()
+
+    def is_over(self) -> bool:
+        """Whether it was in vain."""
+        now = awake_s()
+        if now - self._since <= self._timeout_s:
+            return False
+        # Beats come once a period: looking more often reads many files for nothing.
+        if now - self._looked > PERIOD_S / 2:
+            self._looked = now
+            seen = self._signs()
+            if seen != self._seen:
+                self._seen, self._since = seen, now
+                return False
+        return now - self._since > self._timeout_s
+
+    def _signs(self) -> dict[str, object]:
+        """Return what changes when somebody else gets something done; empty where no launcher watches."""
+        prefix = os.environ.get(HEARTBEAT_ENV)
+        if not prefix:
+            return {}
+        folder, own = Path(prefix).parent, Path(prefix).name
+        signs: dict[str, object] = {}
+        for path in folder.glob("*"):
+            if path.name.startswith((own, ".")):
+                continue
+            try:
+                signs[path.name] = path.stat().st_mtime_ns if path.name == HEALING_NAME else read_beat(path).work
+            except FileNotFoundError:  # it has just ended
+                continue
+        return signs
+
+
+def read_beat(path: Path) -> Beat:
+    """Return what a process said of itself last."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Beat)
+    except msgspec.DecodeError:  # empty, or half of it is of the beat before: the next look sees it whole
+        return Beat()

@@ -1,0 +1,234 @@
+"""Whose modules come first: ours and those installed, then those of the directory that a run is started in.
+
+A user's directory may hold a `trainer.py`, a `config.py` or a `logging.py`. They must neither replace ours nor those
+of Python and its packages, in any process of a run; still `module:function` in a setting names a module there. So the
+processes are started without that directory on their path (`python -P`), what PYTHONPATH names moves to the end of
+it, and the directory comes behind that where a user's module is loaded.
+"""
+
+# Merged here, to be said in the docstring above:
+# - global_random: Python's global generator, kept for those who are to draw from it.
+# - user_functions: Functions that a setting names: losses and advantages, the user's as `module:function` and built-in ones.
+# - extras: Libraries that only some environments need: imported when one is made, or refused with what installs them.
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from holdfast.errors import ConfigError, TrainingError, nearest
+from holdfast.process.run_module import pythonpath
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs one of our modules, whatever lies in the working directory."""
+    return [sys.executable, "-P", str(Path(__file__).with_name("run_module.py")), module, *arguments]
+
+
+def protect_children() -> None:
+    """Keep the working directory out of the path of Python processes that this one starts, such as compilers."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def leave_out_working_directory() -> None:
+    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user.
+
+    What else is on it stays: clusters provide packages that way.
+    """
+    words = [word for word in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if word]
+    if others := [word for word in words if Path(word).resolve() != Path.cwd()]:
+        os.environ["PYTHONPATH"] = os.pathsep.join(others)
+
+
+def import_users(name: str) -> ModuleType:
+    """Import a module of the user, from PYTHONPATH or the working directory, or one that is installed.
+
+    Raises:
+        ConfigError: another module than that file has its name.
+        ImportError, and whatever the module raises; an ImportError says where a name in it belongs to another module.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    importlib.invalidate_caches()
+    if taken := _taken(name):
+        raise ConfigError(f"'{name}': {taken}")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if error.name is not None and (taken := _taken(error.name)):
+            error.msg = f"{error}. {taken[0].upper()}{taken[1:]}"
+        raise
+
+
+def _taken(name: str) -> str | None:
+    """Say whose file is imported in the place of the user's file of that name, if any is."""
+    top = name.partition(".")[0]
+    own = PathFinder.find_spec(top, [*pythonpath(), str(Path.cwd())])
+    if own is None or own.origin is None:  # a directory without __init__.py gives way to everything
+        return None
+    try:
+        found = importlib.util.find_spec(top)
+    except ValueError:  # a module that was made by hand
+        return None
+    if found is None or _is_same(found.origin, own.origin):
+        return None
+    return (
+        f"the name '{top}' belongs to {found.origin or found.name}, so {own.origin} cannot be imported by it: "
+        "rename your file"
+    )
+
+
+def _is_same(first: str | None, second: str) -> bool:
+    return first is not None and Path(first).resolve() == Path(second).resolve()
+
+
+UPLOAD_THREAD = "upload"
+# The second is where fsspec runs every filesystem that is asynchronous.
+_THREADS = (UPLOAD_THREAD, "fsspecIO")
+_METHODS = [name for name in random.__all__ if name.islower() and callable(getattr(random.Random, name, None))]
+_apart = threading.local()
+
+
+def keep_uploads_apart() -> None:
+    """Let what draws from `random` in a thread of uploads draw from a generator of that thread."""
+    if hasattr(random.random, "__wrapped__"):  # done already: wrapping twice would nest
+        return
+    taken = random.random
+    for name in _METHODS:
+        setattr(random, name, _divided(name, getattr(random, name)))
+    botocore = sys.modules.get("botocore.retries.standard")
+    if botocore is not None:  # some library imported it already, and it keeps the function as a default argument
+        init = botocore.ExponentialBackoff.__init__
+        init.__defaults__ = tuple(random.random if value == taken else value for value in init.__defaults__)
+
+
+def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def draw(*arguments: Any, **options: Any) -> Any:
+        # By name: the threads are made by libraries, after this.
+        if threading.current_thread().name not in _THREADS:
+            return real(*arguments, **options)
+        if not hasattr(_apart, "generator"):
+            _apart.generator = random.Random()
+        return getattr(_apart.generator, name)(*arguments, **options)
+
+    return draw
+
+
+def check_name(name: str, built_in: Iterable[str]) -> str:
+    """Return `name` if it is one of `built_in` or has the form `module:function`.
+
+    Raises:
+        ValueError: it is neither, with what is allowed.
+    """
+    allowed = tuple(built_in)
+    module_name, colon, function_name = name.partition(":")
+    if name in allowed or (colon and module_name and function_name.isidentifier()):
+        return name
+    raise ValueError(
+        f"there is no '{name}'.{nearest(name, allowed)} Allowed: {', '.join(allowed)}, "
+        "or 'module:function' for one of your own"
+    )
+
+
+def load_built_in(function: str, *, package: str) -> Callable[..., Any]:
+    """Return the function that a table of `holdfast.config.base` names as `module:function` in `package`."""
+    module_name, _, function_name = function.partition(":")
+    return getattr(import_module(f"{package}.{module_name}"), function_name)
+
+
+def load_function(name: str, *, key: str) -> Callable[..., Any]:
+    """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = import_users(module_name)
+    except ConfigError as error:
+        raise ConfigError(f"{key} = {error}") from None
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key} = '{name}': there is no module '{error.name}'. It must be importable from where the run is "
+            "started: check the spelling, or set PYTHONPATH."
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{key} = '{name}': importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        there = [label for label, value in vars(module).items() if callable(value) and not label.startswith("_")]
+        raise ConfigError(
+            f"{key} = '{name}': {module_name} has no function '{function_name}'.{nearest(function_name, there)}"
+        )
+    return function
+
+
+def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
+    """Return the loss that `name` stands for.
+
+    Raises:
+        ConfigError: it cannot be loaded, or not be called as `function(data, **args)`.
+    """
+    function = load_function(name, key="loss.type")
+    try:
+        inspect.signature(function).bind(None, **args)
+    except TypeError as error:
+        raise ConfigError(f"loss.args = {args}: '{name}' cannot be called as function(data, **args): {error}") from None
+    return function
+
+
+@contextmanager
+def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn what the user's function `name` raises into an error that says where in its module that was.
+
+    Args:
+        unless: errors that are not the function's own; they are left as they are.
+
+    Raises:
+        TrainingError: it raised; a start after that would end in the same way.
+    """
+    try:
+        yield
+    except unless:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+        frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+        raise TrainingError(
+            f"{key} = '{name}' failed: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        ) from error
+
+
+def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
+    """Return the module of an extra of holdfast.
+
+    Raises:
+        ConfigError: it is not installed; says which command installs it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ConfigError(
+            f"{needed_by} needs the extra '{extra}', which is not installed: `uv sync --extra {extra}` in a checkout, "
+            f"or `pip install 'holdfast[{extra}]'` where holdfast is installed (see docs/installation.md)"
+        ) from None

@@ -1,0 +1,377 @@
+"""The HTTP API of the inference server: routes, headers, bodies, answers, error codes and limits, for both sides.
+
+The server (`holdfast.inference.http`) and whoever asks it (`holdfast.orchestrator.engines`, the launcher) import them
+from here alone. Bodies and answers are JSON. What a body may hold is bounded here, and the server refuses the rest;
+an answer is decoded with the same types, and then checked as anything that comes from outside: see
+`holdfast.orchestrator.client.http`.
+"""
+
+# Merged here, to be said in the docstring above:
+# - canary: The canary: log-probabilities of a fixed text, by which trainer and engine show that they hold the same policy.
+# - keys: Keys that go with requests: read from the environment, and never shown.
+# - admin_token: The admin token of inference servers: read from the environment, the same on both sides, and never shown.
+# - chat_reply: What a server that speaks OpenAI's chat protocol says to a request.
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from holdfast.errors import ConfigError
+from holdfast.protocol.rollouts import Logprobs, TokenIds, VersionSpan
+
+GENERATE_ROUTE = "/inference/v1/generate"
+HEALTH_ROUTE = "/health"
+WEIGHTS_ROUTE = "/weights"
+UPDATE_ROUTE = "/update_weights"
+CLAIM_ROUTE = "/claim"
+RELEASE_ROUTE = "/release"
+PAUSE_ROUTE = "/pause"
+RESUME_ROUTE = "/resume"
+MODELS_ROUTE = "/v1/models"
+"""vLLM's own: a `ModelList`."""
+
+OWNER_HEADER = "x-holdfast-run"
+"""Header of any request with a run's id: a sign of life of the run that owns the server."""
+
+VERSION_HEADER = "x-policy-version"
+"""Header of every answer: which policy version made it."""
+
+ErrorCode = Literal["owned", "other_weights", "unreadable"]
+"""What a program can do something about.
+
+    owned           409: the server is another run's
+    other_weights   409: the request is for other weights than those that serve
+    unreadable      507: the storage does not give the weights of a push, which may be right
+"""
+OWNED: ErrorCode = "owned"
+OTHER_WEIGHTS: ErrorCode = "other_weights"
+UNREADABLE: ErrorCode = "unreadable"
+
+MAX_CHOICES = 4096
+"""Most seeds of one request."""
+
+# Of a request: seeds, tools, a grammar, several prompts; and for every token.
+_REQUEST_BYTES = 4 << 20
+_REQUEST_TOKEN_BYTES = 64
+# Of an answer: what stands around the choices, around the tokens of one, and for every token, many times over.
+_ANSWER_BYTES = 1 << 16
+_CHOICE_BYTES = 4096
+_SAMPLED_TOKEN_BYTES = 512
+_PROMPT_TOKEN_BYTES = 64
+
+_Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run that owns servers, or wants to. Body of `POST /claim` and `POST /release`.
+
+    Attributes:
+        run_id: its id.
+        directory: `host:path` of its directory, for people; one run at a time can hold a directory.
+    """
+
+    run_id: str
+    directory: str
+
+
+class OwnerStatus(msgspec.Struct, frozen=True):
+    """The owner as `GET /weights` shows it.
+
+    Attributes:
+        silent_s: seconds since its last sign of life.
+        lease_s: silent for so long it owns the server no more; None: it owns it as long as the server lives.
+    """
+
+    run_id: str
+    directory: str
+    silent_s: float
+    lease_s: float | None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /inference/v1/generate`.
+
+    Attributes:
+        token_ids: the prompt.
+        seeds: one independent choice is sampled per seed, by a generator of its own.
+        max_tokens: most tokens per choice, the stop token included.
+        temperature: softmax temperature, 0.01 to 2; 0 picks the likeliest token, with
+            logprobs at temperature 1 and of all tokens.
+        top_p: of the likeliest tokens the fewest whose probabilities sum to this; 1: all.
+        top_k: the k likeliest tokens; 0: all.
+        min_p: tokens at least this times as likely as the likeliest; 0: all.
+        stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
+        prompt_logprobs: also give the log-probabilities of the prompt, for checks.
+        weights_digest: of the weights that the request is for: others refuse it with 409 and the code
+            `other_weights`. None: whichever serve; runs always name them.
+    """
+
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    seeds: Annotated[list[_Seed], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: float = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    stop_token_ids: list[_TokenId] = []
+    prompt_logprobs: bool = False
+    weights_digest: str | None = None
+
+
+class Completion(msgspec.Struct):
+    """What an engine sampled in one turn.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included.
+        logprobs: their log-probabilities in the distribution that they were sampled from.
+        finish_reason: `stop`, `length` or `abort`.
+        versions: which policy sampled which of them; positions count from the first sampled token.
+    """
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: str
+    versions: list[VersionSpan]
+
+
+class SampledSpan(VersionSpan, frozen=True):
+    """Tokens [start, end) of a choice were sampled by the weights of `version` with this digest."""
+
+    digest: str
+
+
+class Choice(Completion):
+    """One sampled continuation of an answer.
+
+    Attributes:
+        index: of its seed.
+        prompt_logprobs: where asked for, those of every prompt token but the first, at temperature 1 and of all
+            tokens.
+    """
+
+    versions: list[SampledSpan]  # pyright: ignore[reportIncompatibleVariableOverride] - nobody adds spans to an answer
+    index: int
+    prompt_logprobs: list[float] | None = None
+
+
+class GenerateResponse(msgspec.Struct):
+    """Answer of `POST /inference/v1/generate`.
+
+    Attributes:
+        choices: one per seed.
+        version: the newest that sampled any of it.
+        boot_id: of the server: another one in the next answer means that it was restarted in between.
+    """
+
+    choices: list[Choice]
+    version: int
+    boot_id: str
+
+
+class ServedWeights(msgspec.Struct):
+    """Answer of `GET /weights`, and of `POST /claim` and `POST /release`: what a server serves, and to whom.
+
+    Attributes:
+        version: None before the first weights.
+        digest: `holdfast.run.weights` of the bytes that the engine loaded.
+        model: its name; see `same_model`.
+        uid: of the user whose server it is.
+        boot_id: of the server: another one means that it was restarted.
+        owner: the run that it is for; None: nobody's.
+    """
+
+    version: int | None
+    digest: str | None
+    model: str
+    uid: int
+    boot_id: str
+    owner: OwnerStatus | None
+
+
+class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /update_weights`.
+
+    Attributes:
+        path: a directory that the engine's machine can read.
+        version: of the weights in it.
+        owner: the run whose weights these are, which then owns the server; None: nobody's, and the server must be.
+    """
+
+    path: str
+    version: _Version
+    owner: Owner | None = None
+
+
+class UpdateResponse(msgspec.Struct):
+    """Answer of `POST /update_weights`: what now serves, and how long the update took."""
+
+    version: int
+    digest: str
+    seconds: float
+
+
+class HealthStatus(msgspec.Struct):
+    """Answer of `GET /health`.
+
+    Attributes:
+        status: `ok` with 200, `failing` with 503.
+        weights: the policy version that serves; None before the first.
+        paused: generation is frozen.
+        reason: why it fails.
+    """
+
+    status: Literal["ok", "failing"]
+    weights: int | None
+    paused: bool
+    reason: str | None
+
+
+class PauseStatus(msgspec.Struct):
+    """Answer of `POST /pause` and `POST /resume`."""
+
+    paused: bool
+
+
+class ErrorBody(msgspec.Struct, omit_defaults=True):
+    """An answer that is an error.
+
+    Attributes:
+        error: the reason, for people.
+        code: one of `ErrorCode`; empty where a program can do nothing about it. Text, as others may answer, too.
+    """
+
+    error: str = ""
+    code: str = ""
+
+
+class ModelCard(msgspec.Struct):
+    """One model of `GET /v1/models`."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    """Answer of `GET /v1/models`."""
+
+    data: list[ModelCard]
+
+
+def largest_request(max_len: int) -> int:
+    """Return how many bytes a request to a model for `max_len` tokens may have."""
+    return _REQUEST_BYTES + _REQUEST_TOKEN_BYTES * max_len
+
+
+def largest_answer(request: GenerateRequest) -> int:
+    """Return how many bytes the answer to `request` can have at most, with much to spare for how numbers are written.
+
+    Were every token sampled by weights of its own, it would come with a span of them.
+    """
+    per_choice = _CHOICE_BYTES + _SAMPLED_TOKEN_BYTES * request.max_tokens
+    if request.prompt_logprobs:
+        per_choice += _PROMPT_TOKEN_BYTES * len(request.token_ids)
+    return _ANSWER_BYTES + len(request.seeds) * per_choice
+
+
+def same_model(served: str, wanted: str) -> bool:
+    """Whether two names of models are equal, or paths of one directory: a server's, whatever it says, and a run's."""
+    try:
+        return served == wanted or Path(served).samefile(wanted)
+    except (OSError, ValueError):  # one is not there, or no path at all
+        return False
+
+
+CANARY_NAME = "canary.json"
+TEXT = "One two three four five six seven eight nine ten. The quick brown fox jumps over the lazy dog."
+MAX_TOKENS = 32
+
+
+class Canary(msgspec.Struct):
+    """What the trainer computed.
+
+    Attributes:
+        token_ids: the text, at most `MAX_TOKENS` tokens.
+        logprobs: of every token but the first given those before it, in nats, at temperature 1.
+        allowed_nats: mean absolute difference that counts as rounding; None: any.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    allowed_nats: float | None
+
+    def head(self, num_tokens: int) -> Canary:
+        """Return the canary of the first tokens alone, for engines that take no more."""
+        return Canary(self.token_ids[:num_tokens], self.logprobs[: max(0, num_tokens - 1)], self.allowed_nats)
+
+
+def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
+    """Return the mean absolute difference of an engine's `logprobs`, in nats.
+
+    Infinite where their number differs; 0 of a single token, before which there is none.
+    """
+    if len(logprobs) != len(canary.logprobs):
+        return float("inf")
+    differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
+    return sum(differences) / max(1, len(differences))
+
+
+def read_key(name: str, *, what: str = "key") -> str | None:
+    """Return the key in the environment variable `name`; None where it is not set or empty.
+
+    Args:
+        what: it is called in the message.
+
+    Raises:
+        ConfigError: it cannot stand in a header. The message does not repeat it.
+    """
+    key = os.environ.get(name, "")
+    if not key:
+        return None
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"the {what} in the environment variable {name} holds spaces, line breaks or characters beyond ASCII, "
+            f"which no header can hold. A file that ends with a line break gives one: use {name}=$(cat FILE)."
+        )
+    return key
+
+
+def read_admin_token(name: str) -> str | None:
+    """Return the token in the environment variable `name`; None where it is not set or empty.
+
+    Raises:
+        ConfigError: it cannot stand in a header. The message does not repeat it.
+    """
+    return read_key(name, what="admin token")
+
+
+class ChatCall(msgspec.Struct, frozen=True):
+    """A call of a tool, as the server has read it from what its model wrote.
+
+    Attributes:
+        name: of the tool.
+        arguments: JSON, as the model wrote it.
+    """
+
+    name: str
+    arguments: str = "{}"
+
+
+class ChatReply(msgspec.Struct, frozen=True):
+    """The one choice of a chat completion.
+
+    Attributes:
+        text: what was said; empty where nothing was.
+        finish_reason: why it ended.
+        calls: tools that were called.
+    """
+
+    text: str
+    finish_reason: str
+    calls: tuple[ChatCall, ...] = ()

@@ -1,0 +1,496 @@
+"""Whether the models and data that a configuration names by a local path are there, before anything reads them.
+
+The launcher checks them before it starts a process, and whoever loads them checks again; hub ids pass. Of files it
+looks at what tells whether they are what they are taken for: first and last bytes, and the headers of weights.
+"""
+
+# Merged here, to be said in the docstring above:
+# - model_length: How many tokens a model has positions for, by its config.json: vLLM serves no longer sessions.
+# - warm_start: Weights for a warm start, as far as they can be judged without loading them: bytes, names and shapes.
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, nearest
+from holdfast.run import manifest
+from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, to_safetensors, verify_checkpoint
+from holdfast.run.manifest import MANIFEST_NAME, Verification
+from holdfast.run.weights import PEFT_PREFIX
+
+_DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
+_TABLES = {".csv": "read_csv('{}')", ".tsv": "read_csv('{}', sep='\\t')"}
+_KINDS = {".jsonl": "JSON", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "CSV", ".txt": "text"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # nor are they to `datasets`
+_PARQUET, _GZIP, _UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "encoder.json", "spiece*")
+_COPY = "Copy it anew from where the model comes from."
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_model_path(name: str, *, key: str) -> None:
+    """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
+
+    Raises:
+        DataError: there is no such directory, or it holds no model.
+    """
+    path = Path(name)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
+    if not looks_local:
+        return
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is not a directory"
+        raise DataError(f"{key} = '{name}' {what} (from {Path.cwd()}). {_what_to_give(path)}")
+    config = _read_object(path / "config.json", key=key)
+    if not isinstance(config.get("model_type"), str):
+        raise DataError(
+            f"{key} = '{name}': its config.json names no model_type, such as \"qwen3\", so nothing says what kind of "
+            "model it is. Copy config.json anew from where the model comes from."
+        )
+
+
+def _what_to_give(path: Path) -> str:
+    """Say what to give instead of a path that is no model."""
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
+        return "GGUF files cannot be trained or served here: give the directory with safetensors that they come from."
+    adapter = path / "adapter_config.json"
+    if adapter.is_file():
+        try:
+            base = _read_object(adapter, key="adapter").get("base_model_name_or_path")
+        except (DataError, ReadError):
+            base = None
+        return (
+            f"It holds an adapter{f' for {base}' if base else ''} and no model: give the model that the adapter is "
+            f"for, with `--model.lora --ckpt.weights-only {path}`; or merge the two (peft's merge_and_unload)."
+        )
+    home = "`~` is not replaced here: write the whole path. " if path.parts[:1] and path.parts[0][:1] == "~" else ""
+    return f"{home}Give a directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
+
+
+def check_weights_path(name: str, *, needs_index: bool = True) -> None:
+    """Refuse a local directory without weights, or whose weights are not all there, as `model.name`.
+
+    Args:
+        needs_index: for transformers, which reads several files by their index; vLLM reads all that are there.
+
+    Raises:
+        DataError: it has none that can be read, or a file is missing, cut or something else.
+        ReadError: a file could not be read.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        return
+    if (path / _WEIGHTS).is_file():
+        files = [_WEIGHTS]
+    elif (path / _INDEX).is_file():
+        places = _read_object(path / _INDEX, key="model.name").get("weight_map")
+        files = sorted({str(file) for file in places.values()}) if isinstance(places, dict) else []
+        if lacking := [file for file in files if not (path / file).is_file()]:
+            raise DataError(
+                f"model.name = '{name}' lacks {len(lacking)} of the {len(files)} files that its {_INDEX} names: "
+                f"{_some(lacking)}. Copy what is missing from where the model comes from."
+            )
+    elif needs_index or not any(path.glob("*.safetensors")):
+        raise DataError(f"model.name = '{name}' {_no_weights(path, is_trained=needs_index)}")
+    else:
+        files = sorted(file.name for file in path.glob("*.safetensors"))
+    for file in files:
+        if wrong := _wrong_with_weights(path / file):
+            raise DataError(f"model.name = '{name}': {file} {wrong}")
+
+
+def _no_weights(path: Path, *, is_trained: bool) -> str:
+    """Say what a directory without weights that are read has in their place, and what to do."""
+    if there := sorted(file.name for file in path.glob("*.safetensors")):
+        return (
+            f"has neither {_WEIGHTS} nor {_INDEX}, which says what is in {_some(there)}. Copy what is missing from "
+            "where the model comes from."
+        )
+    if any(path.glob("*.gguf")):
+        return f"has no *.safetensors. {_what_to_give(path)}"
+    if kind_of(path) is Kind.PICKLED:
+        return f"{to_safetensors(path)}; then `ckpt import` makes the directory to give"
+    from_scratch = "Set model.init = random to train from scratch; w" if is_trained else "W"
+    return f"has no *.safetensors. {from_scratch}eights in other files are converted by `ckpt import`."
+
+
+def _wrong_with_weights(path: Path) -> str | None:
+    """Return what a file of safetensors is instead, by its header; None for one that is whole."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            beginning = file.read(8)
+            if beginning == b"version ":
+                return "is a pointer of Git LFS in the place of the weights: run `git lfs pull` there."
+            length = int.from_bytes(beginning, "little")
+            if size < 8 or size < 8 + length:
+                return f"is no safetensors file, or was cut: it has {size} bytes. {_COPY}"
+            header = json.loads(file.read(length))
+            wanted = 8 + length + max(one["data_offsets"][1] for one in header.values() if "data_offsets" in one)
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return f"is no safetensors file: its header cannot be read. {_COPY}"
+    return None if size >= wanted else f"was cut: it has {size} bytes, and its header says {wanted}. {_COPY}"
+
+
+def check_tokenizer_path(name: str, *, key: str) -> None:
+    """Refuse a local directory without any file of a tokenizer; hub ids pass.
+
+    Raises:
+        DataError: it has none.
+    """
+    path = Path(name)
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise DataError(
+            f"{key} = '{name}' has no tokenizer (no tokenizer.json). Copy it from where the model comes from into that "
+            "directory, or name a directory that has one with --model.tokenizer."
+        )
+
+
+def check_data_path(name: str, *, key: str) -> None:
+    """Refuse a local file or directory that is not there, or whose files are of another kind; names of a hub pass.
+
+    Raises:
+        DataError: there is no such file or directory, or it cannot hold rows.
+        ReadError: it could not be read.
+    """
+    path = Path(name)
+    lower = name.lower()
+    looks_local = name.startswith((".", "/", "~")) or lower.endswith((*_DATA_FILES, *_OTHER_FILES))
+    if not path.exists() and (looks_local or name.count("/") != 1):
+        raise DataError(f"{key} = '{name}': there is no such file or directory (from {Path.cwd()})")
+    try:
+        if path.is_file() and not lower.endswith(_DATA_FILES):
+            raise DataError(
+                f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id."
+                f"{_conversion(path)}"
+            )
+        wrong = _wrong_with_file(path) if path.is_file() else _wrong_with_directory(path) if path.is_dir() else None
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    if wrong:
+        raise DataError(f"{key} = '{name}' {wrong}")
+
+
+def _conversion(path: Path) -> str:
+    """Say how a table of text becomes one that is read."""
+    reading = _TABLES.get(path.suffix.lower())
+    if reading is None:
+        return ""
+    target = path.with_suffix(".parquet")
+    return f" Convert it: python -c \"import pandas; pandas.{reading.format(path)}.to_parquet('{target}')\""
+
+
+def _wrong_with_file(path: Path) -> str | None:
+    """Return why a file cannot hold rows, by its first and last bytes; None where it may."""
+    suffix, size = path.suffix.lower(), path.stat().st_size
+    with path.open("rb") as file:
+        beginning = file.read(4)
+        file.seek(max(0, size - 4))
+        end = file.read()
+    if not size:
+        return "holds no rows: the file is empty. Write it anew, or name another."
+    if suffix == ".parquet" and not beginning == end == _PARQUET:
+        return "is no Parquet file, or was cut: those begin and end with PAR1. Write it anew, or mend its suffix."
+    if suffix == ".gz" and not beginning.startswith(_GZIP):
+        return "is not compressed by gzip, and its name ends in .gz: rename it, or compress it."
+    if beginning.startswith(_UTF_16):
+        return f"is in UTF-16, and UTF-8 is read. Convert it: iconv -f UTF-16 -t UTF-8 '{path}' > new.jsonl"
+    return None
+
+
+def _wrong_with_directory(path: Path) -> str | None:
+    """Return why the files of a directory cannot be read as rows; None where they may.
+
+    `datasets` reads those of one kind and leaves out the others without a word.
+    """
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by `save_to_disk`
+        return None
+    card = path / "README.md"
+    if card.is_file() and b"data_files:" in card.read_bytes():  # it says itself which files hold the rows
+        return None
+    kinds: Counter[str] = Counter()
+    for _, directories, files in os.walk(path):
+        directories[:] = [name for name in directories if not name.startswith((".", "__"))]
+        for name in files:
+            bare = Path(name.lower())
+            suffix = Path(bare.stem).suffix if bare.suffix in _COMPRESSED else bare.suffix
+            if suffix in _KINDS and name not in _NO_ROWS and not name.startswith("."):
+                kinds[_KINDS[suffix]] += 1
+    if len(kinds) > 1:
+        there = ", ".join(f"{number} of {kind}" for kind, number in sorted(kinds.items()))
+        return (
+            f"holds files of several kinds ({there}), of which only one would be read. Move those away that are no "
+            "rows, or give all rows one format."
+        )
+    if not kinds.keys() <= {"JSON", "Parquet"} or not kinds:
+        there = f", but {kinds.total()} of {next(iter(kinds))}" if kinds else ""
+        return f"holds no .jsonl, .json or .parquet file{there}. Name a directory or a file with rows of these formats."
+    return None
+
+
+def _read_object(path: Path, *, key: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    except ValueError as error:
+        raise DataError(f"{key}: {path} is not JSON: {error}. Copy it anew from where it comes from.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{key}: {path} holds no JSON object. Copy it anew from where it comes from.")
+    return value
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def check_cache_directory(name: str | None, *, key: str) -> None:
+    """Refuse a directory for tokenised data that can neither be written to nor holds any; unset or empty passes.
+
+    Raises:
+        ConfigError: it is no directory, cannot be made, or is empty and cannot be written to.
+    """
+    if not name:
+        return
+    advice = f'Name a directory that can be written to, leave {key} out, or set it to "" to keep nothing.'
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key} = '{name}': there is no home directory. {advice}") from None
+    # os.path: what is below a file, or below what may not be looked into, is not there.
+    existing = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))  # noqa: PTH110
+    if not existing.is_dir():
+        raise ConfigError(f"{key} = '{name}': {existing} is no directory. {advice}")
+    if not os.access(existing, os.W_OK | os.X_OK) and not (existing == path and _holds_something(path)):
+        raise ConfigError(f"{key} = '{name}': {existing} cannot be written to. {advice}")
+
+
+def _holds_something(directory: Path) -> bool:
+    return os.access(directory, os.R_OK | os.X_OK) and any(directory.iterdir())
+
+
+_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+_OVERRIDE = "model_max_length"
+# Their max_position_embeddings is that of the scaled embedding already.
+_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_REPLACE_THE_CONFIG = ("hf-", "config-format")  # arguments of vLLM, by their beginning
+
+
+def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> None:
+    """Refuse a server for longer sessions than its model has positions for; names of a hub pass.
+
+    Args:
+        model: its directory.
+        key: of the section of the served model, such as `inference.model`.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if os.environ.get(_ALLOWS_LONGER, "0").strip().lower() in ("1", "true"):
+        return
+    if any(name.replace("_", "-").startswith(_REPLACE_THE_CONFIG) for name in config.engine.args):
+        return
+    path = Path(model) / "config.json"
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # whoever checks the model itself says so
+        return
+    found = positions(fields) if isinstance(fields, dict) else None
+    if found is None or config.model.max_len <= found[0]:
+        return
+    longest, field = found
+    raise ConfigError(
+        f"{key}.max_len = {config.model.max_len} is more than the {longest} positions that the model has ({field} in "
+        f"{path}). Set --{key.replace('_', '-')}.max-len {longest}, or less, and any seq_len to no more than that. "
+        f"Where the model is known to take more, set {_ALLOWS_LONGER}=1 in the environment."
+    )
+
+
+def positions(fields: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Return for how many tokens a model has positions, and which fields of its config.json say so.
+
+    None: it says nothing, or what it says is for libraries to interpret (models of several parts, Mistral's format).
+    """
+    if any(isinstance(value, dict) and _lengths(value) for value in fields.values()):
+        return None  # in a part: which of them counts depends on the model
+    lengths = _lengths(fields)
+    if not lengths:
+        return None
+    field = _OVERRIDE if lengths.get(_OVERRIDE) else min(lengths, key=lengths.__getitem__)
+    longest, said = float(lengths[field]), field
+    if "gemma3" not in str(fields.get("model_type")):
+        factors = [one.get("factor") for one in _rope(fields) if _kind(one) not in _SCALED_ALREADY]
+        factor = next((one for one in reversed(factors) if one is not None), 1.0)
+        if not isinstance(factor, int | float):
+            return None
+        if factor != 1:
+            longest, said = longest * factor, f"{field}, times {factor:g} for its scaled rotary embedding,"
+    return int(max(longest, lengths.get(_OVERRIDE) or 0)), said
+
+
+def _lengths(fields: Mapping[str, Any]) -> dict[str, int]:
+    return {key: fields[key] for key in _KEYS if isinstance(fields.get(key), int) and fields[key] > 0}
+
+
+def _rope(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what is said of the rotary embedding: once, or for each kind of layers."""
+    said = fields.get("rope_scaling") or fields.get("rope_parameters")
+    if not isinstance(said, dict):
+        return
+    nested = [value for value in said.values() if isinstance(value, dict)]
+    yield from nested or [said]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+WEIGHT_PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
+"""Behind which of these the names of the model lie, in files of other programs."""
+
+# Keys of config.json that are a dimension of some tensor, or decide how many layers have tensors.
+_SIZES = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size")
+_WIDTHS = ("hidden_size", "n_embd")
+_MOST_HEADER_BYTES = 1 << 28
+
+
+def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
+    """Refuse weights that are damaged, or certainly not of `model`.
+
+    What has a manifest is verified as `how` says. The config.json of checkpoints and Hugging Face
+    directories is compared with that of the model. The names and shapes of safetensors files are compared with
+    those of the model's own, or with its width where it has none.
+
+    Raises:
+        CheckpointError: saying what was found and what is needed.
+    """
+    kind = require_weights(path)
+    if kind is Kind.CHECKPOINT:
+        verify_checkpoint(path, how=how)
+    elif kind in (Kind.WEIGHTS, Kind.ADAPTER) and (path / MANIFEST_NAME).exists():
+        manifest.verify(path, how=how)
+    if kind is Kind.ADAPTER and model.lora is None:
+        raise CheckpointError(
+            f"{path} (ckpt.weights_only) holds a LoRA adapter and no weights. Train it on with --model.lora and the "
+            "model that it belongs to as --model.name, or merge it: ckpt export STEP --to DIR --base NAME."
+        )
+    if model.lora is not None:
+        return  # the adapter's tensors follow from rank and targets, which only the trainer knows
+    own = Path(model.name).expanduser()
+    config_of = {Kind.CHECKPOINT: path / MODEL_DIR, Kind.WEIGHTS: path, Kind.HUGGING_FACE: path}
+    if kind in config_of:
+        _compare_configs(config_of[kind] / "config.json", own / "config.json", path, model.name)
+    if kind in (Kind.WEIGHTS, Kind.HUGGING_FACE, Kind.TENSORS):
+        _compare_tensors(_shapes_at(path), own, path, model.name)
+
+
+def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> None:
+    if not (saved.is_file() and wanted.is_file()):
+        return
+    old, new = _read_json(saved), _read_json(wanted)
+    changed = [
+        f"{key} is {old[key]} there, {new[key]} here"
+        for key in _SIZES
+        if key in old and key in new and old[key] != new[key]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{path} (ckpt.weights_only) is of another model than model.name = '{model_name}': {'; '.join(changed)}. "
+            "The model is built as --model.name says, and all tensors must fit."
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _compare_tensors(there: Shapes, own: Path, path: Path, model_name: str) -> None:
+    """Refuse tensors of which not one fits the model, or one has the name of another shape."""
+    if not there:
+        return
+    wanted = _shapes_at(own)
+    if not wanted:
+        _require_width(there, own, path, model_name)
+        return
+    prefix = max(WEIGHT_PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in there for name in wanted))
+    shared = [name for name in wanted if f"{prefix}{name}" in there]
+    if not shared:
+        first = next(iter(wanted))
+        raise CheckpointError(
+            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': none of its {len(there)} tensors "
+            f"(such as {next(iter(there))}) has the name of one of the model's {len(wanted)} (such as {first})."
+            f"{nearest(first, there)}"
+        )
+    wrong = [
+        f"{name} is {there[f'{prefix}{name}']} there, {wanted[name]} here"
+        for name in shared
+        if there[f"{prefix}{name}"] != wanted[name]
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': {'; '.join(wrong[:3])}{more}"
+        )
+
+
+def _require_width(there: Mapping[str, tuple[int, ...]], own: Path, path: Path, model_name: str) -> None:
+    """Where the model has a config.json alone: some tensor must have the width of its hidden states."""
+    if not (own / "config.json").is_file():
+        return
+    config = _read_json(own / "config.json")
+    widths = [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
+    if widths and not any(widths[0] in shape for shape in there.values()):
+        raise CheckpointError(
+            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': hidden states are {widths[0]} wide "
+            f"there, and none of the {len(there)} tensors (such as {next(iter(there))}) has that dimension."
+        )
+
+
+def _shapes_at(path: Path) -> Shapes:
+    """Return name -> shape of the safetensors at `path`, a file or a directory; empty where there are none."""
+    files = [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    return {name: shape for file in files for name, shape in _header(file).items()}
+
+
+def _header(file: Path) -> Shapes:
+    """Read the table at the beginning of a safetensors file: 8 bytes of length, then JSON.
+
+    Raises:
+        CheckpointError: there is none, or the file ends before its tensors do.
+    """
+    try:
+        with open(file, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"its header says that it is {length} bytes long")
+            table = json.loads(content.read(length))
+        entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
+        needed = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if (size := file.stat().st_size) < needed:
+            raise ValueError(f"it has {size} bytes of {needed}")
+        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,239 @@
+"""Locks of files that say who holds them; the kernel frees one when the last process of its holder ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+
+from holdfast.errors import RunDirError
+
+# What a holder that was killed leaves behind, its ranks for instance, ends within moments; a busy machine takes longer.
+_DYING_S = 30.0
+_LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
+_MOST_BYTES = 512
+_CLOCK_SLACK_S = 60.0  # the start of a process is known by the time since the boot, files by the clock of their storage
+# Some network filesystems lock no directories; then nobody notices a second writer.
+_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+# What this process has taken, or one that it was forked from.
+_own: set[tuple[int, Path]] = set()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock, as it wrote itself into the file.
+
+    Attributes:
+        pid_space: in which its process id means anything: of this boot of a kernel, and of a container.
+    """
+
+    pid: int
+    host: str
+    pid_space: str
+
+    @classmethod
+    def me(cls) -> Holder:
+        """Return this process."""
+        return cls(os.getpid(), socket.gethostname(), _pid_space())
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """Return who is written in an open file; None where that is nobody yet."""
+        words = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace").split()
+        return cls(int(words[0]), words[1], words[2]) if len(words) == 3 and words[0].isdecimal() else None
+
+    def write(self, descriptor: int) -> None:
+        """Write it into an open file, in place of whoever was there."""
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{self.pid} {self.host} {self.pid_space}\n".encode(), 0)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has certainly ended, so that only its children can be what still holds the lock."""
+        # A process id of another kernel or container says nothing here: take its holder for living.
+        if self.pid_space != _pid_space():
+            return False
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return True
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process sees it, if it lives: it is of the same boot of a kernel, and of the same container."""
+        return self.pid_space == _pid_space()
+
+    def __str__(self) -> str:
+        """Return `process 123`, with the host where it is another."""
+        return f"process {self.pid}" + ("" if self.host == socket.gethostname() else f" on {self.host}")
+
+
+def take(path: Path, *, over_exec: bool = False) -> Holder | None:
+    """Take the lock `path` for as long as this process and the children that it forks live.
+
+    A lock whose holder was killed is waited for while what it started ends.
+
+    Args:
+        over_exec: keep it when this process becomes another program.
+
+    Returns:
+        None, or who has it
+
+    Raises:
+        OSError: the file cannot be opened.
+        RunDirError: it lies where nothing can be locked, or the processes of a holder that was killed do not end.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.set_inheritable(descriptor, over_exec)
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        try:
+            # Not lockf: POSIX locks are lost with any close of the file, and children do not inherit them.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = Holder.read(descriptor)
+            # None: it has the lock and is about to write itself in; look again.
+            if holder is not None and not holder.is_dead:
+                os.close(descriptor)
+                return holder
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise RunDirError(
+                    f"{path} is held by a process that {holder or 'somebody'} started and that did not end with it "
+                    f"within {_DYING_S:g} s. Find it with `fuser {path}`, and stop it."
+                ) from None
+            time.sleep(_LOOK_AGAIN_S)
+        except OSError as error:
+            os.close(descriptor)
+            raise _without_locks(path, error) from error
+    # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
+    Holder.me().write(descriptor)
+    # With the id of this process: a fork inherits the set, and is not the one that took the lock.
+    _own.add((os.getpid(), path.absolute()))
+    return None
+
+
+def is_own(path: Path) -> bool:
+    """Whether this process has taken the lock `path`; looks at no file."""
+    return (os.getpid(), path.absolute()) in _own
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody who lives holds the lock `path`; what is left of a holder that was killed does not count."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared: two who only look must not take each other for a holder.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = Holder.read(descriptor)
+        return holder is None or not holder.is_dead
+    except OSError as error:
+        raise _without_locks(path, error) from error
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _without_locks(path: Path, error: OSError) -> RunDirError:
+    return RunDirError(
+        f"{path} cannot be locked: {error.strerror}. Two runs could write into one directory unnoticed, so it takes a "
+        "filesystem with flock: mount Lustre with -o flock and NFS with its lock service, or choose a directory "
+        "elsewhere with --output-dir."
+    )
+
+
+def living_holder(path: Path) -> Holder | None:
+    """Return who has written itself into the lock `path` and is not known to have ended; touches no lock.
+
+    Asking the kernel for the lock, as `is_held` does, would have somebody who takes it at the same moment refused.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder, taken = Holder.read(descriptor), os.fstat(descriptor).st_mtime
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    if holder is None or holder.is_dead:
+        return None
+    if not holder.is_here:
+        return holder
+    try:
+        begun = psutil.Process(holder.pid).create_time()
+    except psutil.Error:
+        return None
+    # Another process may have its number by now. It wrote itself in after its own start.
+    return holder if begun <= taken + _CLOCK_SLACK_S else None
+
+
+class DirectoryLock:
+    """A lock on a directory itself, without a file of its own, for who writes into it.
+
+    All locks of one process on a directory are one.
+    """
+
+    _held: ClassVar[dict[Path, tuple[int, int]]] = {}
+
+    def __init__(self, path: Path) -> None:
+        """Take it; wait for a holder that is about to end.
+
+        Raises:
+            RunDirError: another process has it.
+        """
+        self._path = path.resolve()
+        # flock is of the open file: a second one of the same process would wait for the first.
+        descriptor, holders = self._held.get(self._path, (-1, 0))
+        if not holders:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            deadline = time.monotonic() + _DYING_S
+            while is_directory_locked(descriptor, take=True):
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise RunDirError(f"another process saves into {path}. Stop it, or choose another directory.")
+                time.sleep(_LOOK_AGAIN_S)
+        self._held[self._path] = (descriptor, holders + 1)
+
+    def release(self) -> None:
+        """Give it back."""
+        descriptor, holders = self._held.pop(self._path)
+        if holders > 1:
+            self._held[self._path] = (descriptor, holders - 1)
+        else:
+            os.close(descriptor)
+
+
+def is_directory_locked(descriptor: int, *, take: bool = False) -> bool:
+    """Whether another open file has the lock on the directory of `descriptor`; if not, this one may take it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return False
+
+
+def _pid_space() -> str:
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # a sandbox that does not tell
+        return f"{psutil.boot_time():.0f}"

@@ -1,0 +1,396 @@
+"""The run directory: every path of a run, and which process may touch it.
+
+run.json                 run id, creation time, the checkpoint of another run that it began with, and the steps that it
+                         went back to in order to take another way
+run.lock                 held by the launcher while the run is going, or by a trainer started by hand
+nodes.mark               written by the node that leads, while several train: what the others must see
+orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
+configs/attempt_K/       the resolved TOML of every process
+checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
+rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
+rollouts/generations_N.log  finished generations of batch N while it is being made
+evaluations/step_N/      what policy version N did on held-out tasks
+evaluations/given_up     there while the attempt goes on without evaluations
+weights/step_N/          what inference serves (Hugging Face layout)
+metrics.jsonl            one JSON object per step
+tensorboard/             what TensorBoard shows
+tracking/                how far each tracker has come, and what it keeps on this machine
+prometheus.json          where Prometheus finds the run and its engines, while the launcher lives
+judgements.log           every reply of a judge, by what it was asked
+reference_logprobs.npz   what the reference of a preference run says about each pair
+logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
+                         timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B.json.gz of profiled steps
+discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
+"""
+
+# Merged here, to be said in the docstring above:
+# - run_owner: Who a run is to the inference servers that it uses: see `holdfast.inference.access`.
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import RunDirError
+from holdfast.protocol.inference import Owner
+from holdfast.run import atomic as durable
+from holdfast.run import lock
+from holdfast.run.checkpoints import Entry, list_entries
+from holdfast.run.manifest import read_manifest
+
+REFERENCE_NAME = "reference_logprobs.npz"
+JUDGEMENTS_NAME = "judgements.log"
+SUMMARY_NAME = "summary.json"
+"""What an evaluation writes last."""
+_STEP = re.compile(r"step_(\d+)$")
+_OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
+_ATTEMPT = re.compile(r"attempt_(\d+)$")
+
+
+def number_of(path: Path) -> int:
+    """Return the step in the name of a step directory or a generation log."""
+    return int(path.stem.rsplit("_", 1)[1])
+
+
+def numbered_paths(parent: Path) -> list[Path]:
+    """Return every step directory and generation log in `parent`, in the order of steps."""
+    if not parent.is_dir():
+        return []
+    return sorted((path for path in parent.iterdir() if _OF_STEP.match(path.name)), key=number_of)
+
+
+def profile_name(first: int, last: int) -> str:
+    """Return the name, among the logs of an attempt, of what was recorded of the steps `first` to `last`."""
+    return f"profile_steps_{first}_to_{last}.json.gz"
+
+
+def _reason(error: OSError) -> str:
+    """Return why a directory cannot be made, or a file in it opened."""
+    if isinstance(error, FileExistsError):
+        return "it is a file"
+    if isinstance(error, NotADirectoryError):
+        return "it lies below a file"
+    return error.strerror or str(error)
+
+
+def _numbered(parent: Path, pattern: re.Pattern[str]) -> list[int]:
+    if not parent.is_dir():
+        return []
+    matches = (pattern.match(path.name) for path in parent.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+class RunDir:
+    """Paths of one run. Creating the object touches nothing on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.rollouts = self.path / "rollouts"
+        self.weights = self.path / "weights"
+        self.evaluations = self.path / "evaluations"
+        self.metrics = self.path / "metrics.jsonl"
+        self.judgements = self.path / JUDGEMENTS_NAME
+        self.tracking = self.path / "tracking"
+        self.prometheus = self.path / "prometheus.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Directory of the checkpoint after `step`."""
+        return self.checkpoints / f"step_{step}"
+
+    def batch(self, step: int) -> Path:
+        """Directory of the batch that `step` trains on."""
+        return self.rollouts / f"step_{step}"
+
+    def generations(self, step: int) -> Path:
+        """Log of the finished generations of the batch of `step`, while it is being made."""
+        return self.rollouts / f"generations_{step}.log"
+
+    def weights_of(self, version: int) -> Path:
+        """Directory of the published weights of policy `version`."""
+        return self.weights / f"step_{version}"
+
+    def evaluation(self, version: int) -> Path:
+        """Directory of the evaluation of policy `version`."""
+        return self.evaluations / f"step_{version}"
+
+    def is_evaluated(self, version: int) -> bool:
+        """Whether the evaluation of policy `version` has come to its end."""
+        return (self.evaluation(version) / SUMMARY_NAME).exists()
+
+    @property
+    def given_up(self) -> Path:
+        """There while the attempt goes on without evaluations: nobody waits for a checkpoint."""
+        return self.evaluations / "given_up"
+
+    def give_up_evaluations(self) -> None:
+        """Have nobody wait for evaluations, until the next attempt.
+
+        Raises:
+            OSError: the storage does not take it.
+        """
+        self.evaluations.mkdir(exist_ok=True)
+        self.given_up.touch()
+
+    def configs(self, attempt: int) -> Path:
+        """Directory of the resolved configuration of one attempt."""
+        return self.path / "configs" / f"attempt_{attempt}"
+
+    def logs(self, attempt: int) -> Path:
+        """Directory of the logs of one attempt."""
+        return self.path / "logs" / f"attempt_{attempt}"
+
+    def newest_logs(self) -> Path:
+        """Directory of the logs of the attempt that is going on, or was last; where there was none, of the first."""
+        return self.logs(max(1, self.next_attempt() - 1))
+
+    def profiles(self) -> list[Path]:
+        """The profiles of the newest attempt that has any.
+
+        Raises:
+            OSError: a directory cannot be read.
+        """
+        for attempt in reversed(_numbered(self.path / "logs", _ATTEMPT)):
+            if found := sorted(self.logs(attempt).glob("profile_steps_*.json.gz")):
+                return found
+        return []
+
+    def discarded(self, attempt: int) -> Path:
+        """Where attempt `attempt` put what it superseded."""
+        return self.path / "discarded" / f"attempt_{attempt}"
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here."""
+        return (self.path / "run.json").exists()
+
+    def run_id(self) -> str:
+        """The id of the run that this directory holds."""
+        return self.identity()["run_id"]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what `run.json` says.
+
+        Raises:
+            RunDirError: it is damaged.
+            OSError: it cannot be read.
+        """
+        path = self.path / "run.json"
+        try:
+            identity = json.loads(path.read_bytes())
+            if not isinstance(identity["run_id"], str):
+                raise ValueError("its run_id is no text")
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"{path} is damaged: {error!r}. Bring it back from a copy, or write "
+                '{"run_id": "ID"} into it: the manifest.json of its checkpoints names the same run_id.'
+            ) from None
+        return identity
+
+    def forked_from(self) -> str | None:
+        """The checkpoint of another run that this one began with, or None."""
+        try:
+            return self.identity().get("forked_from", {}).get("path")
+        except FileNotFoundError:
+            return None
+
+    def origin(self) -> str | None:
+        """The run and the step that this one was forked from, `<run id>:<step>`, or None."""
+        fork = self.identity().get("forked_from")
+        return f"{fork['run_id']}:{fork['step']}" if fork else None
+
+    def rewinds(self) -> list[int]:
+        """The steps that the run went back to on purpose: what it trained after them before is another way."""
+        return self.identity().get("rewinds", [])
+
+    def note_rewind(self, step: int) -> None:
+        """Note that the run goes back to `step`, and takes another way from there."""
+        path = self.path / "run.json"
+        identity = self.identity()
+        identity["rewinds"] = [*identity.get("rewinds", []), step]
+        durable.write_file(path, json.dumps(identity, indent=1).encode())
+
+    def entries(self) -> list[Entry]:
+        """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
+        return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
+
+    def committed_steps(self) -> list[int]:
+        """Steps with a committed checkpoint, ascending.
+
+        Raises:
+            ReadError: of one this cannot be told now.
+        """
+        entries = self.entries()
+        for entry in entries:
+            if entry.status == "unreadable":
+                read_manifest(entry.path)  # raises, or it can be read by now
+        return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
+
+    def steps_there(self) -> list[int]:
+        """Steps with a checkpoint, but for damaged ones, ascending; one that cannot be read now is there as well."""
+        return [entry.step for entry in self.entries() if entry.status != "damaged"]
+
+    def published_batches(self) -> list[int]:
+        """Steps whose batch is published, ascending."""
+        return _numbered(self.rollouts, _STEP)
+
+    def published_weights(self) -> list[int]:
+        """Policy versions whose weights are published, ascending."""
+        return _numbered(self.weights, _STEP)
+
+    def next_attempt(self) -> int:
+        """The number of the attempt that starts now, from 1."""
+        return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
+
+    def lock(self) -> None:
+        """Take the directory for this process; the kernel frees it when the process ends.
+
+        Raises:
+            RunDirError: another process holds it, or it cannot be written.
+        """
+        holder = self._take("run.lock")
+        if holder is not None:
+            raise RunDirError(
+                f"{self.path} is in use by another run ({holder}). Wait for it, stop it, or choose another directory "
+                "with --output-dir."
+            )
+
+    def lock_orchestrator(self, *, over_exec: bool = False) -> None:
+        """Be the one that makes batches here, by this process or what it starts.
+
+        Args:
+            over_exec: this process becomes the orchestrator.
+
+        Raises:
+            RunDirError: another one makes them.
+        """
+        holder = self._take("orchestrator.lock", over_exec=over_exec)
+        if holder is not None:
+            raise RunDirError(
+                f"{self.path} has an orchestrator already ({holder}): an `rl`, or one that was started by hand. Two "
+                "would write each batch over the other's: stop it, or choose another directory with --output-dir."
+            )
+
+    def _take(self, name: str, *, over_exec: bool = False) -> lock.Holder | None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return lock.take(self.path / name, over_exec=over_exec)
+        except OSError as error:
+            raise RunDirError(
+                f"{self.path} cannot be a run directory: {_reason(error)}. Choose another with --output-dir."
+            ) from None
+
+    def has_orchestrator(self) -> bool:
+        """Whether an orchestrator lives here."""
+        return lock.is_held(self.path / "orchestrator.lock")
+
+    def is_own(self) -> bool:
+        """Whether this process holds the directory."""
+        return lock.is_own(self.path / "run.lock")
+
+    def is_under_way(self) -> bool:
+        """Whether a launcher that lives holds the directory."""
+        return lock.is_held(self.path / "run.lock")
+
+    def require_writable(self) -> None:
+        """Refuse a directory that cannot be written now, rather than at the first save.
+
+        Raises:
+            RunDirError: naming the directory in it, and the reason.
+        """
+        for directory in (self.path, self.checkpoints, self.rollouts, self.weights):
+            if not directory.exists():
+                continue
+            probe = durable.temporary_sibling(directory / "probe")
+            try:
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise RunDirError(
+                    f"{directory} cannot be written: {error.strerror}. Mend that, or choose another directory with "
+                    "--output-dir."
+                ) from error
+
+    def create(self, *, forked_from: dict[str, str | int] | None = None) -> None:
+        """Mark the directory as holding a run; one that does already keeps its id.
+
+        Args:
+            forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
+        """
+        path = self.path / "run.json"
+        identity = self.identity() if path.exists() else {}
+        # What is there wins: checkpoints and servers know the run by its first id.
+        identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
+        if forked_from is not None:
+            identity["forked_from"] = forked_from
+        durable.write_file(path, json.dumps(identity, indent=1).encode())
+
+    def remove_run(self) -> None:
+        """Remove everything that a run made here; other files stay."""
+        for name in (
+            "run.json",
+            "checkpoints",
+            "rollouts",
+            "weights",
+            "evaluations",
+            "metrics.jsonl",
+            "tensorboard",
+            "tracking",
+            "prometheus.json",
+            REFERENCE_NAME,
+            JUDGEMENTS_NAME,
+            "configs",
+            "logs",
+            "beats",
+            "discarded",
+        ):
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def remove_weights_after(self, step: int) -> None:
+        """Remove the published weights of versions after `step`."""
+        for version in self.published_weights():
+            if version > step:
+                # By rename: an engine that is told this path must find all of it or nothing.
+                durable.remove_directory(self.weights_of(version))
+
+    def remove_old_attempts(self, last: int) -> None:
+        """Remove logs, settings and what was set aside of the attempts up to `last`."""
+        for parent in (self.path / "logs", self.path / "configs", self.path / "discarded"):
+            for number in _numbered(parent, _ATTEMPT):
+                if number <= last:
+                    shutil.rmtree(parent / f"attempt_{number}")
+
+    def prune_batches(self, step: int) -> None:
+        """Remove the batches up to and including `step`, which no checkpoint needs any more."""
+        for old in self.published_batches():
+            if old <= step:
+                durable.remove_directory(self.batch(old))
+
+    def clear_leftovers(self, *, of_batches: bool = True) -> list[Path]:
+        """Remove the temporary names that interrupted writers left, and return what was removed.
+
+        Args:
+            of_batches: also where batches are made; False: their writer lives.
+        """
+        parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
+        parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]
+        return [path for parent in parents for path in durable.clear_leftovers(parent)]
+
+
+def owner_of(run_dir: RunDir) -> Owner:
+    """Return the run in `run_dir` as the owner of servers."""
+    return Owner(run_dir.run_id(), directory_name(run_dir))
+
+
+def directory_name(run_dir: RunDir) -> str:
+    """Return what people, and other machines, call the directory of a run."""
+    return f"{socket.gethostname()}:{run_dir.path}"

@@ -1,0 +1,167 @@
+"""Reading what the processes of a run recorded of their time: `logs/attempt_K/timeline_<process>.jsonl`."""
+
+# Merged here, to be said in the docstring above:
+# - timeline: What a process does when: one JSON line for every span of its time, for `report` and other lookers-on.
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from holdfast.run.run_dir import RunDir
+
+_log = logging.getLogger("holdfast")
+
+
+class Span(msgspec.Struct, omit_defaults=True, frozen=True):
+    """A stretch of time that a process spent on one thing.
+
+    Attributes:
+        process: `trainer` (rank 0), `orchestrator`, `evaluation`.
+        name: of what was done, that of the metric `time/<name>` where there is one; `start`, of no length, says
+            that the process began, behind `step`.
+        begin, end: Unix time in seconds.
+        step: the optimizer step that it is for; None where it is for none.
+        version: of the policy that is meant.
+        lane: of what goes on beside the main work of the process, such as writing a checkpoint; empty: the main work.
+            Within one lane spans follow one another, but for those with a `count`.
+        count: more than 1: how many spans of this name, the last ones of their step, are told as this one, from the
+            begin of the first to the end of the last; others may lie between them.
+        attempt: set by who reads, from the directory that the line is in.
+    """
+
+    process: str
+    name: str
+    begin: float
+    end: float
+    step: int | None = None
+    version: int | None = None
+    lane: str = ""
+    count: int = 1
+    attempt: int = 0
+
+
+class _Writer:
+    """Appends spans of `process` to a file, as far as the storage takes them."""
+
+    def __init__(self, path: Path, process: str) -> None:
+        self.process = process
+        self._path = path
+        self._descriptor: int | None = None
+        self._is_torn = False
+        self._has_warned = False
+
+    def write(self, span: Span) -> None:
+        line = msgspec.json.encode(span) + b"\n"
+        if self._is_torn:
+            line = b"\n" + line  # a part of a line is none, and must not spoil this one
+        try:
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                size = os.fstat(self._descriptor).st_size
+                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # of one that was killed here
+                    line = b"\n" + line
+            self._is_torn = os.write(self._descriptor, line) < len(line)
+            failure = "the storage took a part of a line" if self._is_torn else ""
+        except OSError as error:
+            self._is_torn, failure = True, str(error)
+        if failure and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, failure)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+_own: _Writer | None = None
+
+
+def start_timeline(logs: Path, process: str, *, step: int | None = None) -> None:
+    """Record from now on what this process does, and that it starts.
+
+    Args:
+        logs: directory of the attempt's logs.
+        process: its name.
+        step: the last one that is done.
+    """
+    global _own
+    if _own is not None:
+        _own.close()
+    _own = _Writer(logs / f"timeline_{process}.jsonl", process)
+    now = time.time()
+    record("start", now, now, step=step)
+
+
+def record(
+    name: str,
+    begin: float,
+    end: float,
+    *,
+    step: int | None = None,
+    version: int | None = None,
+    lane: str = "",
+    count: int = 1,
+) -> None:
+    """Append one span, as the fields of `Span` say; does nothing in a process that was never started. For any thread.
+
+    Never raises for the storage.
+    """
+    if _own is not None:
+        begin, end = round(begin, 6), round(end, 6)
+        _own.write(Span(_own.process, name, begin, end, step=step, version=version, lane=lane, count=count))
+
+
+@contextmanager
+def span(name: str, *, step: int | None = None, version: int | None = None, lane: str = "") -> Iterator[None]:
+    """Record the time of the block, also where it raises."""
+    begin, started = time.time(), time.perf_counter()
+    try:
+        yield
+    finally:
+        # The clock of the day may be set meanwhile.
+        record(name, begin, begin + time.perf_counter() - started, step=step, version=version, lane=lane)
+
+
+_DECODER = msgspec.json.Decoder(Span)
+_ATTEMPT = re.compile(r"attempt_(\d+)$")
+
+
+def read_timeline(run_dir: RunDir) -> list[Span]:
+    """Return the spans of all processes and attempts whose logs are still there, by their begin.
+
+    Lines that are not whole, of a process that was killed or is writing, are left out.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    spans: list[Span] = []
+    for path in sorted((run_dir.path / "logs").glob("attempt_*/timeline_*.jsonl")):
+        match = _ATTEMPT.match(path.parent.name)
+        if match is not None:
+            spans += read_spans(path, attempt=int(match[1]))
+    return sorted(spans, key=lambda one: one.begin)
+
+
+def read_spans(path: Path, *, attempt: int) -> list[Span]:
+    """Return the whole lines of one file, as those of `attempt`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    spans: list[Span] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            one = _DECODER.decode(line)
+        except msgspec.DecodeError:
+            continue
+        spans.append(msgspec.structs.replace(one, attempt=attempt))
+    return spans

@@ -1,0 +1,192 @@
+"""One digest for the weights in a directory, so that trainer, orchestrator and engine can compare them.
+
+It covers the `*.safetensors` files by name, size and content, in the order of their names, and of an adapter how
+often its factors count (rank and alpha). Nothing else: a tokenizer or a manifest beside them does not change it.
+"""
+
+# Merged here, to be said in the docstring above:
+# - adapter: LoRA adapters as files, which peft loads as well: what trainer and inference agree on.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from holdfast.errors import DataError
+from holdfast.run.manifest import Manifest, file_digest
+
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+BASE_NAME = "base.json"
+# Where whole weights have the adapter beside them that they are merged from.
+ADAPTER_DIR = "adapter"
+# Before every name in a file of peft's.
+PEFT_PREFIX = "base_model.model."
+
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+_MATRIX = ".weight"
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Base(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The weights that an adapter belongs to.
+
+    Attributes:
+        name: the directory or hub id that they were loaded from.
+        digest: `tensors_digest` of them in float32, as their files hold them.
+        renamed: adapted matrices whose names in those files are others than the adapter's: name -> name there.
+        regrouped: adapted matrices that those files do not hold by themselves.
+    """
+
+    name: str
+    digest: str
+    renamed: dict[str, str] = {}
+    regrouped: list[str] = []
+
+
+class Scaling(msgspec.Struct, frozen=True):
+    """What a merge needs to know of `adapter_config.json`."""
+
+    r: int
+    lora_alpha: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no adapter can have."""
+        if self.r < 1 or not math.isfinite(self.lora_alpha):
+            raise ValueError(f"r = {self.r} and lora_alpha = {self.lora_alpha}: needed are a rank from 1 and a number")
+
+    @property
+    def scale(self) -> float:
+        """How often the product of B and A counts."""
+        return self.lora_alpha / self.r
+
+
+class Factors(NamedTuple):
+    """Names of the two factors that adapt one matrix."""
+
+    a: str
+    b: str
+
+
+def factor_names(matrix: str) -> Factors:
+    """Return what the factors of `matrix`, such as `model.layers.0.mlp.up_proj.weight`, are called in checkpoints."""
+    return Factors(*(matrix.removesuffix(_MATRIX) + factor for factor in _FACTORS))
+
+
+def adapted_matrices(names: Iterable[str]) -> dict[str, Factors]:
+    """Return the matrices, in the order of their names, that tensors with these names adapt; others are left out."""
+    matrices = {name.removesuffix(factor) + _MATRIX for name in names for factor in _FACTORS if name.endswith(factor)}
+    return {matrix: factor_names(matrix) for matrix in sorted(matrices)}
+
+
+def holds_adapter(directory: Path) -> bool:
+    """Whether `directory` holds an adapter alone rather than whole weights, by the names of its files."""
+    return (directory / ADAPTER_NAME).is_file() and (directory / ADAPTER_CONFIG_NAME).is_file()
+
+
+def read_scaling(directory: Path) -> Scaling:
+    """Return the scaling of the adapter in `directory`.
+
+    Raises:
+        DataError: its settings are missing or damaged.
+    """
+    return _read(directory / ADAPTER_CONFIG_NAME, Scaling)
+
+
+def read_base(directory: Path) -> Base:
+    """Return what the adapter in `directory` belongs to.
+
+    Raises:
+        DataError: that is not written there, or damaged.
+    """
+    return _read(directory / BASE_NAME, Base)
+
+
+def _read(path: Path, kind: type[S]) -> S:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: it says what the adapter beside it belongs to") from None
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
+        raise DataError(f"{path} is damaged: {error}") from None
+
+
+def tensors_digest(tensors: Iterable[tuple[str, tuple[int, ...], memoryview]]) -> str:
+    r"""Return the xxh3-128 in hexadecimal over `name\0shape\0xxh3_128\n` of every tensor, sorted by name.
+
+    Args:
+        tensors: name, shape and little-endian float32 values of each, in any order.
+    """
+    lines = [
+        f"{name}\0{'x'.join(map(str, shape))}\0{xxhash.xxh3_128_hexdigest(values)}\n" for name, shape, values in tensors
+    ]
+    return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
+
+
+class WeightsFile(NamedTuple):
+    """Name, size in bytes and hexadecimal xxh3-128 of one weights file."""
+
+    name: str
+    size_bytes: int
+    xxh3_128: str
+
+
+def weights_files(directory: Path) -> list[Path]:
+    """Return the weights files of `directory` in the order in which the digest takes them."""
+    return sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+
+
+def combined_digest(files: Iterable[WeightsFile]) -> str:
+    r"""Return the xxh3-128 in hexadecimal over `name\0size\0xxh3_128\n` of every file, sorted by name."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(files):
+        digest.update(f"{file.name}\0{file.size_bytes}\0{file.xxh3_128}\n".encode())
+    return digest.hexdigest()
+
+
+def scaling_of(directory: Path, names: Iterable[str]) -> list[WeightsFile]:
+    """Return what the digest takes of an adapter's settings: nothing where `names`, its files, are whole weights.
+
+    Raises:
+        DataError: the settings are missing or damaged.
+    """
+    if ADAPTER_NAME not in names:
+        return []
+    scaling = read_scaling(directory)
+    text = f"{scaling.r} {float(scaling.lora_alpha)!r}".encode()
+    return [WeightsFile(ADAPTER_CONFIG_NAME, len(text), xxhash.xxh3_128_hexdigest(text))]
+
+
+def weights_digest(directory: Path) -> str:
+    """Return the digest of the weights in `directory`.
+
+    Raises:
+        DataError: there are no weights files in it, or the settings of an adapter are damaged.
+    """
+    paths = weights_files(directory)
+    if not paths:
+        raise DataError(f"{directory} holds no *.safetensors file")
+    files = [WeightsFile(path.name, path.stat().st_size, file_digest(path)) for path in paths]
+    return combined_digest(files + scaling_of(directory, [file.name for file in files]))
+
+
+def listed_digest(manifest: Manifest, directory: Path) -> str:
+    """Return the digest of the weights in `directory` that its manifest lists; no tensor is read.
+
+    Empty where it lists none.
+
+    Raises:
+        DataError: the settings of an adapter are missing or damaged.
+    """
+    files = [
+        WeightsFile(name, entry.size_bytes, entry.xxh3_128)
+        for name, entry in manifest.files.items()
+        if name.endswith(".safetensors") and "/" not in name
+    ]
+    return combined_digest(files + scaling_of(directory, [file.name for file in files])) if files else ""

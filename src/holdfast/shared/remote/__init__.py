@@ -1,1 +1,0 @@
-"""Checkpoints on an object store."""

@@ -1,0 +1,445 @@
+"""Checkpoints that are committed or absent: for our programs and for training loops of your own.
+
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
+    with Checkpointer("checkpoints", state) as checkpointer:
+        step = checkpointer.load("auto")
+        while step < max_steps:
+            ...
+            step += 1
+            checkpointer.save(step)
+
+A step is one directory with a manifest of checksums, written last:
+
+    step_N/trainer/        torch.distributed.checkpoint, progress.json, random_rank_R.json
+    step_N/manifest.json   sizes and checksums of all of it: the commit
+
+It is written under a temporary name and renamed when it is whole, so a step exists completely or not at
+all. `save` returns when the state is copied; the rest happens behind the training.
+"""
+
+# Merged here, to be said in the docstring above:
+# - staging: Staging: a consistent copy of the state in CPU memory, taken before training goes on.
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import CheckpointError, RankLost, SaveError
+from holdfast.run import manifest
+from holdfast.run.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries, newest_intact
+from holdfast.run.manifest import Verification
+from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, read_values
+from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors
+from holdfast.trainer.checkpoint.state import (
+    ObjectsState,
+    RandomState,
+    State,
+    as_state,
+    restore_random_state,
+    seed_everything,
+)
+from holdfast.trainer.checkpoint.storage import LocalStorage, Storage
+from holdfast.trainer.mesh import RankGroup, describe, rank_and_world_size
+
+_SMALL_ELEMENTS = 1 << 15  # torch itself copies fewer on one thread
+
+
+class Stager:
+    """Copies this rank's shards into buffers of its own, which the next copy overwrites."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a copy of `tensors` on the CPU, complete when this returns.
+
+        DTensors stay DTensors of the same mesh and placements, over the copied shard. The result
+        is valid until the next call.
+        """
+        staged = {}
+        copies_from_gpu = False
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            buffer = self._buffer(name, local)
+            _copy(buffer, local)
+            copies_from_gpu |= local.is_cuda
+            staged[name] = _like(tensor, buffer)
+        for name in self._buffers.keys() - tensors.keys():
+            del self._buffers[name]
+        if copies_from_gpu:  # untested: needs a GPU
+            # The copies above are only queued; until they end the buffers hold the save before.
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    @torch.no_grad()
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the buffers for `tensors` and touch every page, so that the first copy is as fast as later ones."""
+        for name, tensor in tensors.items():
+            self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+    def _buffer(self, name: str, local: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            # Pinned: only then does a copy from the GPU go on beside this thread.
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
+
+
+def _copy(buffer: Tensor, local: Tensor) -> None:
+    """Copy on the calling thread alone: torch would start a second team of threads on the cores that train."""
+    if local.is_cuda or local.numel() < _SMALL_ELEMENTS or not local.is_contiguous():
+        buffer.copy_(local, non_blocking=local.is_cuda)
+    else:
+        # As bytes: numpy has no bfloat16.
+        np.copyto(buffer.view(torch.uint8).numpy(), local.view(torch.uint8).numpy())
+
+
+def _like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Return `shard` in the place that `tensor` has among the ranks; on the CPU whatever the mesh's device."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    return DTensor(shard, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
+
+
+_log = logging.getLogger("trainer")
+
+
+class Checkpointer:
+    """Saves and loads the state of a training loop. All methods are collective unless they say otherwise.
+
+    With torch.distributed every rank makes one and calls the same methods at the same steps; without,
+    one process does. One save is written at a time.
+
+    Args:
+        directory: gets one `step_N` per save; on a filesystem that all ranks share.
+        state: what is saved: a `State`, or a mapping from names to modules, optimizers, schedulers and
+            other objects with `state_dict` and `load_state_dict`, and dicts of plain values.
+        save_async: return from `save` when the state is copied; otherwise when it is committed.
+        when_busy: what a save does while the one before is being written: wait, or be left out.
+        on_failure: what follows a failed save at the next call: raise its `SaveError`, or log it.
+        retention: which old steps are removed after a commit; without, none.
+        seed: generators of ranks that a checkpoint does not know are derived from it.
+        identity: what the manifest says about the run.
+        storage: takes every committed step on rank 0, from the writing thread; unset: steps stay where they are.
+            Whoever made it closes it, after this.
+        before_commit: called on rank 0, from the writing thread, before a step gets its name; may fail the save.
+        may_remove: asked on rank 0, from the writing thread, before retention removes a step: whether it may now.
+        collective_timeout_s: a collective of a save that takes longer fails; unset: torch's default.
+        updated_by: the optimizers, where nothing changes the state's tensors but their steps and what
+            follows these. Then an asynchronous save on the CPU copies the tensors while the next gradients
+            are computed, and the next step waits for the copy; otherwise `save` returns when it is done.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        state: State | Mapping[str, Any],
+        *,
+        save_async: bool = True,
+        when_busy: Literal["wait", "skip"] = "wait",
+        on_failure: Literal["stop", "warn"] = "stop",
+        retention: Retention | None = None,
+        seed: int = 0,
+        identity: Identity | None = None,
+        storage: Storage | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+        may_remove: Callable[[int], bool] = lambda _: True,
+        collective_timeout_s: float | None = None,
+        updated_by: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self._state = as_state(state)
+        self._save_async = save_async
+        self._when_busy = when_busy
+        self._on_failure = on_failure
+        self._seed = seed
+        self._control = RankGroup(timeout_s=collective_timeout_s)
+        self._stager = Stager()
+        # The writing thread has its own group: collectives of two threads in one would mix.
+        self._commit = Commit(
+            self.directory,
+            RankGroup(timeout_s=collective_timeout_s),
+            retention or Retention(),
+            identity or Identity(),
+            storage or LocalStorage(),
+            may_remove,
+            before_commit,
+        )
+        self._staged = threading.Event()
+        self._staged.set()
+        self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in updated_by]
+        self._thread: threading.Thread | None = None
+        self._in_flight: int | None = None
+        self._results_lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._newest_failure: Exception | None = None  # of the newest save, for as long as no later one commits
+        self._committed: list[int] = []
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif issubclass(kind, Exception):
+            self.wait()  # what was being written when the loop failed is still worth having
+
+    def reserve(self) -> None:
+        """Allocate the buffers that an asynchronous save copies into, so that the first save is no slower."""
+        if self._save_async:
+            self._stager.reserve(self._state.tensors())
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attachments: Mapping[str, Attachment] | None = None,
+        urgent: bool = False,
+    ) -> bool:
+        """Save the state as the checkpoint of `step`; return whether it was done rather than skipped.
+
+        Args:
+            metrics: numbers of this step for the manifest; retention may go by them.
+            attachments: files to put into the checkpoint, or what makes their content now, by path in it.
+                Files must not change later.
+            urgent: wait for a save in progress, whatever `when_busy` says.
+
+        Raises:
+            SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
+        """
+        if self._when_busy == "skip" and not urgent:
+            if any(self._control.all_gather(self._is_busy())):  # all ranks must decide alike
+                _log.warning("step %d is not saved: the save before it is still being written", step)
+                return False
+        elif self._is_busy():
+            started = time.perf_counter()
+            self.wait()
+            _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
+        self._collect_result()
+        # The main rank writes the attachments; others need not make their content.
+        written = attachments if self._control.is_main else None
+        # Before the thread starts: the training moves counters and generators on from then.
+        snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
+        tensors = self._state.tensors()
+        if self._save_async:
+            if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
+                # Here, not in the thread: the next optimizer step may come before that runs.
+                self._staged.clear()
+            else:
+                tensors = self._stager.stage(tensors)
+            # A daemon: a save that hangs in a collective must not keep a failed process from ending.
+            self._thread = threading.Thread(
+                target=self._write,
+                args=(lambda: self._commit.write(snapshot, tensors, stage=self._stage), step),
+                daemon=True,
+            )
+            self._in_flight = step
+            self._thread.start()
+        else:
+            self._write(lambda: self._commit.write(snapshot, tensors), step)
+            self._collect_result()
+        return True
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy what the training may change as soon as this returns, unless it was copied already."""
+        if self._staged.is_set():
+            return tensors
+        try:
+            return self._stager.stage(tensors)
+        finally:
+            self._staged.set()
+
+    def _before_update(self, *_: object) -> None:
+        self._staged.wait()
+
+    def _write(self, action: Callable[[], None], step: int) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - kept for the next call, which raises it
+            if isinstance(error, Exception):
+                failure = error
+            else:  # such as torch's CheckpointException
+                failure = SaveError(f"the checkpoint of step {step} could not be saved: {describe(error)}")
+                failure.__cause__ = error
+            with self._results_lock:
+                self._failure = self._newest_failure = failure
+        else:
+            with self._results_lock:
+                self._newest_failure = None
+                self._committed.append(step)
+        finally:
+            # Also where staging was never reached: an optimizer step waits for it.
+            self._staged.set()
+
+    def _is_busy(self) -> bool:
+        """Whether this rank is still writing the save before."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def poll(self) -> list[int]:
+        """Return the steps committed since the last call; not collective.
+
+        Raises:
+            SaveError: a save failed since the last call, and `on_failure` is `stop`.
+        """
+        self._collect_result()
+        with self._results_lock:
+            committed, self._committed = self._committed, []
+        return committed
+
+    def _collect_result(self) -> None:
+        """Take note of a save that has ended; the steps committed are left for `poll` to return."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._in_flight = None
+        with self._results_lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            # Without that rank no later save can succeed, whatever `on_failure` says.
+            if self._on_failure == "stop" or isinstance(failure, RankLost):
+                raise failure
+            _log.error("%s", failure)
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being written, or was until the last `poll`."""
+        return self._in_flight
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; return whether that came within `timeout_s`. Not collective."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait for the last save and leave the process groups.
+
+        Raises:
+            SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
+        """
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            self._collect_result()
+        finally:
+            self._commit.close()
+            self._control.close()
+        if self._newest_failure is not None:
+            raise self._newest_failure
+
+    def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
+        """Restore the state from the checkpoint of `step`; return its step.
+
+        Args:
+            step: a number; `latest`, the newest intact one (damaged ones are skipped with a warning); `auto`,
+                the same, or 0 and an untouched state where there is none.
+            verify: what is checked before a byte is used: every byte, or sizes only.
+
+        Raises:
+            CheckpointError: it is missing or damaged, holds no optimizer, or does not fit the state.
+        """
+        self.wait()
+        found = self._control.on_main(lambda: self._choose(step, verify), error=CheckpointError)
+        chosen = self._control.broadcast(found)
+        if chosen is None:
+            return 0
+        # Sizes only: rank 0 has just read the bytes, where that was asked for.
+        load_state_with_optimizer(self.directory / f"step_{chosen}", self._state, seed=self._seed, verify="size")
+        self._commit.protect(chosen)
+        return chosen
+
+    def _choose(self, step: int | Literal["latest", "auto"], verify: Verification) -> int | None:
+        if isinstance(step, int):
+            manifest.verify(self.directory / f"step_{step}", how=verify, step=step)
+            return step
+        newest, damaged = newest_intact(
+            [entry.step for entry in list_entries(self.directory) if entry.status != "torn"],
+            lambda number: manifest.verify(self.directory / f"step_{number}", how=verify, step=number),
+            say=_log.warning,
+        )
+        if newest is not None:
+            return newest
+        if damaged:
+            raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged)}")
+        if step == "auto":
+            return None
+        raise CheckpointError(f"there is no checkpoint in {self.directory}; `auto` starts afresh then")
+
+
+def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
+    """Save tensors, optimizer, values and random generators into `directory` and commit it. Collective.
+
+    Args:
+        directory: must not exist; is written under a temporary name beside it and renamed.
+
+    Raises:
+        SaveError: on every rank, with the reason of the one that failed.
+    """
+    ranks = RankGroup()
+    whole = as_state(state)
+    try:
+        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), LocalStorage()).write(
+            Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
+        )
+    finally:
+        ranks.close()
+
+
+def load_state_with_optimizer(
+    directory: str | Path,
+    state: State | Mapping[str, Any],
+    *,
+    seed: int = 0,
+    verify: Verification = "full",
+) -> int:
+    """Restore everything that `save_state` saved, optimizer and random generators too; return the step. Collective.
+
+    Raises:
+        CheckpointError: the directory is damaged, holds weights alone, or does not fit the state.
+    """
+    path = Path(directory)
+    if kind_of(path) is not Kind.CHECKPOINT:
+        raise CheckpointError(
+            f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
+            "To take the weights alone, use load_weights_only (--ckpt.weights-only)."
+        )
+    listing = manifest.verify(path, how=verify)
+    whole = as_state(state)
+    index = IndexReader(path / TRAINER_DIR)
+    saved = index.only_tensors()
+    tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
+    check_same_tensors(tensors, saved, path)
+    whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
+    read_tensors(tensors, index)
+    _restore_random(path / TRAINER_DIR, listing, seed)  # last: loading may draw numbers
+    return listing.step
+
+
+def _restore_random(directory: Path, listing: manifest.Manifest, seed: int) -> None:
+    """Restore this rank's generators; where another number of ranks saved, derive them from seed, step and rank."""
+    rank, world_size = rank_and_world_size()
+    if listing.world_size == world_size:
+        data = (directory / f"random_rank_{rank}.json").read_bytes()
+        restore_random_state(msgspec.json.decode(data, type=RandomState))
+    else:
+        seed_everything(seed, step=listing.step, rank=rank)

@@ -1,0 +1,341 @@
+"""The commit protocol of one checkpoint, from a copy of the state to a directory that counts.
+
+1. Rank 0 makes `.tmp-step_N`; every rank writes and fsyncs its shards and its random state into it.
+2. Rank 0 adds counters, attachments and, last, the manifest; fsyncs; renames to `step_N`; fsyncs.
+3. Only then does rank 0 remove what retention gives up.
+
+A failure on any rank is one on every rank, and takes the temporary directory with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import CheckpointError, RankLost, SaveError
+from holdfast.process.events import report
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.checkpoints import TRAINER_DIR, Retention, list_entries
+from holdfast.run.lock import DirectoryLock
+from holdfast.run.manifest import FileEntry, Fingerprints, Manifest
+from holdfast.run.timeline import record
+from holdfast.trainer.checkpoint.dcp import ShardWriter
+from holdfast.trainer.checkpoint.state import State, capture_random_state
+from holdfast.trainer.checkpoint.storage import Storage
+from holdfast.trainer.mesh import RankGroup, describe
+
+_log = logging.getLogger("trainer")
+_VALUES_NAME = "progress.json"
+
+Attachment = Path | Callable[[], bytes]
+"""A file to put into a checkpoint, or what makes its content when the save is asked for."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a manifest says about the run.
+
+    Attributes:
+        run_id: id of the run.
+        program: of which training program it is.
+        data, config: fingerprints; that of the model is made from the tensors.
+        files: content of files that are the same in every checkpoint, by path in it.
+    """
+
+    run_id: str = ""
+    program: str = ""
+    data: str = ""
+    config: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a save needs besides tensors, as it was when the save was asked for.
+
+    Attributes:
+        values: the state's plain values as JSON.
+        random_state: generators of this rank as JSON.
+        metrics: numbers of the step for the manifest.
+        attachments: files to put in, or their content, by path in the checkpoint.
+    """
+
+    step: int
+    values: bytes
+    random_state: bytes
+    metrics: Mapping[str, float]
+    attachments: Mapping[str, Path | bytes]
+
+    @classmethod
+    def of(
+        cls,
+        state: State,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attachments: Mapping[str, Attachment] | None = None,
+    ) -> Snapshot:
+        """Take it from a live state."""
+        return cls(
+            step,
+            msgspec.json.encode(state.values()),
+            msgspec.json.encode(capture_random_state()),
+            dict(metrics or {}),  # a copy: the caller may go on with its own
+            {place: source if isinstance(source, Path) else source() for place, source in (attachments or {}).items()},
+        )
+
+
+class Commit:
+    """Writes and commits one checkpoint at a time into `directory`. All methods are collective but `protect`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        ranks: RankGroup,
+        retention: Retention,
+        identity: Identity,
+        storage: Storage,
+        may_remove: Callable[[int], bool] = lambda _: True,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_commit = before_commit
+        self._directory = directory
+        self._ranks = ranks
+        self._writer = ShardWriter(ranks)
+        self._retention = retention
+        self._identity = identity
+        self._storage = storage
+        self._may_remove = may_remove
+        self._protected: set[int] = set()
+        self._lock: DirectoryLock | None = None
+
+    def protect(self, step: int) -> None:
+        """Never remove the checkpoint of `step`: the run was resumed from it."""
+        self._protected.add(step)
+
+    def _claim_directory(self, final: Path, *, alone: bool) -> None:
+        """Before the first save, take the directory for this process, and clear what a dead one left in it.
+
+        Args:
+            alone: whether nobody else may write beside `final`.
+
+        Raises:
+            SaveError: `final` exists.
+            RunDirError: another process has the directory; nothing in it was touched.
+        """
+        if alone and self._lock is None:
+            durable.make_directory(self._directory)
+            self._lock = DirectoryLock(self._directory)
+            for path in durable.clear_leftovers(self._directory):
+                _log.info("removed %s: it was never committed", path)
+        if final.exists():
+            raise SaveError(f"{final} exists already, and checkpoints are never written over")
+
+    def write(
+        self,
+        snapshot: Snapshot,
+        tensors: Mapping[str, Tensor],
+        *,
+        name: str | None = None,
+        stage: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda live: live,
+    ) -> None:
+        """Write `tensors` and `snapshot` as one committed directory, `step_N` unless `name` says otherwise.
+
+        Args:
+            stage: makes the copy that is written. What fails in it on one rank fails the save on all.
+
+        Raises:
+            SaveError: on every rank; nothing of the save is left.
+            RankLost: a rank ended meanwhile; the step is committed or nothing of it is left.
+        """
+        final = self._directory / (name or f"step_{snapshot.step}")
+        temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
+        started = time.perf_counter()
+        is_ours = False
+        try:
+            # First of all: the next optimizer step waits for it.
+            staged = self._ranks.together(lambda: stage(tensors))
+            self._check_same_step(snapshot.step)
+            self._ranks.on_main(lambda: self._claim_directory(final, alone=name is None))
+            is_ours = True
+            self._ranks.on_main(lambda: _make_empty(temporary))
+            trainer_dir = temporary / TRAINER_DIR
+            shards = self._writer.write(staged, trainer_dir)
+            shards |= self._write_random_state(trainer_dir, snapshot.random_state)
+            size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
+        except BaseException as error:
+            # Unless claimed, the temporary name may be that of another process that saves here.
+            if self._ranks.is_main and is_ours:
+                shutil.rmtree(temporary, ignore_errors=True)
+            # As it is: by its class the next call knows that no save can follow.
+            if isinstance(error, RankLost) or not isinstance(error, Exception):
+                raise
+            raise SaveError(
+                f"the checkpoint of step {snapshot.step} could not be saved in {self._directory}: {describe(error)}. "
+                "Those before it are whole. Make room or mend the storage, then resume with latest."
+            ) from error
+        if self._ranks.is_main:
+            seconds = time.perf_counter() - started
+            ended = time.time()
+            record("save", ended - seconds, ended, step=snapshot.step, lane="checkpoints")
+            report("saved checkpoint", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
+            self._after_commit(final)
+
+    def _write_random_state(self, directory: Path, content: bytes) -> dict[str, FileEntry]:
+        """Write that of every rank; return the entries of all on rank 0, whose machine may list them late."""
+        name = f"random_rank_{self._ranks.rank}.json"
+        self._ranks.together(lambda: _write_through(directory / name, content))
+        return dict(self._ranks.gather((name, FileEntry(len(content), xxhash.xxh3_128_hexdigest(content)))))
+
+    def _check_same_step(self, step: int) -> None:
+        """Refuse to mix the shards of two saves: ranks that lost step with each other never find it again.
+
+        Raises:
+            RankLost: on every rank, with the steps.
+        """
+        steps = self._ranks.all_gather(step)
+        if set(steps) != {step}:
+            raise RankLost(
+                f"the ranks save different steps ({', '.join(map(str, steps))}): a save failed on one of them alone. "
+                "Start again from the last checkpoint."
+            )
+
+    def _publish(
+        self,
+        snapshot: Snapshot,
+        tensors: Mapping[str, Tensor],
+        shards: dict[str, FileEntry],
+        temporary: Path,
+        final: Path,
+    ) -> int:
+        (temporary / TRAINER_DIR / _VALUES_NAME).write_bytes(snapshot.values)
+        for place, content in self._identity.files.items():
+            (temporary / place).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / place).write_bytes(content)
+        for place, source in snapshot.attachments.items():
+            (temporary / place).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(source, bytes):
+                (temporary / place).write_bytes(source)
+            else:
+                durable.link_or_copy(source, temporary / place)
+        listing = Manifest(
+            kind="checkpoint",
+            step=snapshot.step,
+            policy_version=snapshot.step,  # the weights after step N are version N
+            files=_describe_files(temporary, shards),
+            world_size=self._ranks.world_size,
+            mesh=_mesh_of(tensors),
+            run_id=self._identity.run_id,
+            program=self._identity.program,
+            fingerprints=Fingerprints(
+                model=fingerprint_tensors(tensors), data=self._identity.data, config=self._identity.config
+            ),
+            metrics={
+                key: value for key, value in snapshot.metrics.items() if math.isfinite(value)
+            },  # JSON has no others
+            libraries=manifest.library_versions(),
+        )
+        manifest.write_manifest(temporary, listing)
+        # The last that may fail the save: behind it the step counts.
+        self._before_commit()
+        durable.publish_directory(temporary, final)
+        return sum(entry.size_bytes for entry in listing.files.values())
+
+    def _after_commit(self, final: Path) -> None:
+        """Hand it to the storage, then remove what the new commit makes needless: large directories take their time.
+
+        The step is saved whatever happens here, so a failure is logged and is none of the save.
+        """
+        try:
+            # Before retention, which asks the storage what may go.
+            self._storage.publish(final)
+        except Exception as error:  # noqa: BLE001 - logged
+            _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
+        try:
+            committed = {
+                entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
+            }
+            for step in self._retention.superseded(committed, self._protected):
+                # The storage last: its yes gives up an upload that waits.
+                if self._may_remove(step) and self._storage.release(step):
+                    durable.remove_directory(self._directory / f"step_{step}")
+        except Exception as error:  # noqa: BLE001 - logged
+            _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))
+
+    def close(self) -> None:
+        """Leave the process group and the directory."""
+        self._ranks.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _make_empty(temporary: Path) -> None:
+    durable.make_directory(temporary.parent)
+    if temporary.exists():
+        # Of a `save_state` that was killed: only who has the directory alone clears its leftovers.
+        shutil.rmtree(temporary)
+    (temporary / TRAINER_DIR).mkdir(parents=True)
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    """Write and flush a file."""
+    path.write_bytes(data)
+    # By its own rank: rank 0 cannot flush what lies in the cache of another machine.
+    durable.fsync_file(path)
+    durable.fsync_directory(path.parent)
+
+
+def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    """Return sizes and checksums, those of the shards as they were computed while writing.
+
+    Raises:
+        SaveError: a shard is not as long as what was written into it.
+    """
+    entries = {f"{TRAINER_DIR}/{name}": entry for name, entry in shards.items()}
+    for place, entry in entries.items():
+        size = (directory / place).stat().st_size
+        if size != entry.size_bytes:
+            raise SaveError(f"{directory / place} has {size} bytes, {entry.size_bytes} were written")
+    return manifest.describe_files(directory, known=entries)
+
+
+def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the xxh3-128 of names, shapes and dtypes of the model's tensors."""
+    described = sorted(
+        (name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items() if name.startswith("model.")
+    )
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(described))
+
+
+def _mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            return dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
+    return {}
+
+
+def read_values(directory: Path) -> dict[str, Any]:
+    """Return the plain values of a verified checkpoint's trainer directory.
+
+    Raises:
+        CheckpointError: they are not there or not JSON.
+    """
+    path = directory / _VALUES_NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,1 +1,0 @@
-"""Checkpoints as files for others: what `ckpt export` and `ckpt import` need torch for."""

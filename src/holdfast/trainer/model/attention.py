@@ -1,0 +1,412 @@
+"""Causal attention over packed rows, on any device.
+
+A packed row holds several samples one after the other. Attention must not cross their borders, and
+a mask over the whole row would cost the square of its length. On GPUs a kernel takes samples of any
+lengths: `holdfast.trainer.model.attention`. On a CPU, and where that kernel lacks something, which the log
+names then, queries, keys and values are laid out as padded batches of samples of about the same length,
+and causal attention runs over each: a valid token never sees the padding, which lies behind it, and no
+mask is needed. The result is the one that each sample gives alone. Registered with transformers under
+the name `packed`.
+
+What models ask of attention beyond that: soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118)
+and learned sinks (gpt-oss, https://arxiv.org/abs/2508.10925) are computed with plain matrix products. An
+argument that is not known here is refused; `holdfast.trainer.model.packing_check` sees to it that no such model gets here.
+
+Shape legend: T tokens of a row, S samples of a padded batch, L the longest of them, H heads, D head dimension,
+B rows of an unpacked batch.
+"""
+
+# Merged here, to be said in the docstring above:
+# - varlen: Causal attention over samples of any lengths in one kernel, without padding and without a mask.
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from holdfast.errors import DataError
+from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.model.context_parallel import RowSlice
+
+_HEAD_STEP = 8  # of head dimensions, that the kernel's loads are made for
+# torch before 2.12 takes groups of heads without being told.
+_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class Attend(Protocol):
+    """Attention of queries (T, H, D) to keys and values (T, K, D), within samples whose borders are `borders`."""
+
+    def __call__(
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        borders: Tensor,
+        longest: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> Tensor: ...
+
+
+def _flash(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    borders: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    groups = _GROUPS if query_THD.shape[1] != key_TKD.shape[1] else {}
+    attended = varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=scale,
+        window_size=window_size,
+        **groups,
+    )
+    return cast(Tensor, attended)  # a pair only where a second result is asked for
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and what it takes.
+
+    Attributes:
+        attend: gives (T, H, D). Window (left, right) as in FlashAttention: so many tokens before and behind a token's
+            own are seen, all where it is -1.
+        dtypes: of queries, keys and values.
+        largest_head: most numbers of a head.
+        is_usable: whether a device has what the kernel needs, by its index.
+    """
+
+    attend: Attend
+    dtypes: frozenset[torch.dtype]
+    largest_head: int
+    is_usable: Callable[[int | None], bool] = lambda _: True
+
+
+@torch.compiler.assume_constant_result  # asking for it would break the graph of every compiled layer
+def _is_ampere(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+KERNELS = {"cuda": Kernel(_flash, frozenset({torch.bfloat16, torch.float16}), 256, _is_ampere)}
+"""By the type of device. On others a padded batch is what there is, and not a way out."""
+
+
+def reason_against(
+    kernel: Kernel,
+    *,
+    dtypes: set[torch.dtype],
+    head_dims: tuple[int, int],
+    is_usable: bool = True,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    has_sinks: bool = False,
+) -> str:
+    """Return why `kernel` cannot be taken, in words; empty where it can.
+
+    Args:
+        dtypes: of queries, keys and values.
+        head_dims: of queries and keys, and of values.
+        is_usable: what the kernel says of the device.
+    """
+    if not is_usable:
+        return "the GPU is older than Ampere"
+    if len(dtypes) > 1 or not dtypes <= kernel.dtypes:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        known = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes))
+        return f"it takes {known}, and attention is in {names}"
+    if max(head_dims) > kernel.largest_head:
+        return f"it takes heads of up to {kernel.largest_head} numbers, and the model's have {max(head_dims)}"
+    if dropout > 0:
+        return "it has no dropout"
+    if softcap is not None:
+        return "it has no soft caps of scores"
+    return "it has no sinks" if has_sinks else ""
+
+
+def attend_by_kernel(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    borders: Tensor | None,
+    longest: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Return causal attention within samples, (B, L, H, D).
+
+    Args:
+        query, key, value: (B, H or K, L, D); with `borders`, B is 1 and L the tokens of a packed row.
+        borders: S + 1 borders of the samples, int32, on their device; None: every row is one sample.
+        longest: tokens of the longest sample.
+        sliding_window: tokens that a token sees, its own among them.
+    """
+    batch, heads, length, head_dim = query.shape
+    value_dim = value.shape[-1]
+    if borders is None:
+        borders = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    # Zeros add nothing to a score, and nothing to a value.
+    width = -(-max(head_dim, value_dim) // _HEAD_STEP) * _HEAD_STEP
+
+    def flat(tensor: Tensor) -> Tensor:
+        rows = tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], tensor.shape[-1])
+        return F.pad(rows, (0, width - rows.shape[-1])) if rows.shape[-1] < width else rows
+
+    # A window counts the token itself, the kernel only those before it. (-1, 0) is plain causal attention.
+    before = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
+    attended_THD = kernel.attend(
+        flat(query),
+        flat(key),
+        flat(value),
+        borders,
+        longest,
+        scale=head_dim**-0.5 if scaling is None else scaling,
+        window_size=(before, 0),
+    )
+    return attended_THD[..., :value_dim].reshape(batch, length, heads, value_dim)
+
+
+_log = logging.getLogger("trainer")
+
+IRRELEVANT = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""Arguments that do not change what attention within samples gives."""
+
+_named: set[str] = set()
+_is_silent = False
+
+
+@contextmanager
+def without_naming() -> Iterator[None]:
+    """Say nothing of the kernel in the block, whose attention is no model's that is trained."""
+    global _is_silent
+    before, _is_silent = _is_silent, True
+    try:
+        yield
+    finally:
+        _is_silent = before
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_index: PackedIndex | None = None,
+    row_slice: RowSlice | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attend causally within each sample; the signature is transformers' attention interface.
+
+    Args:
+        query, key, value: (1, H, T, D) packed, or (B, H, L, D) with padding on the right.
+        attention_mask: must be None; the structure is in `packed_index`.
+        softcap: c in scores = c * tanh(scores / c).
+        s_aux: the score (H,) of a sink that takes part in the softmax and has no value.
+        packed_index: layout of the row; None for rows of one sample each.
+        row_slice: the rows are those of several ranks, and query, key and value this rank's tokens of them.
+
+    Returns:
+        (1, T, H, D) or (B, L, H, D), and no weights.
+
+    Raises:
+        DataError: the model wants something of attention that is not known here.
+    """
+    _refuse_unknown(module, others, is_causal=is_causal)
+    assert attention_mask is None, "packed attention takes no mask"
+    if row_slice is not None:
+        attended, _ = packed_attention(
+            module,
+            row_slice.whole_rows(query),
+            row_slice.whole_rows(key),
+            row_slice.whole_rows(value),
+            None,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=None if s_aux is None else row_slice.own_heads(s_aux),
+            packed_index=packed_index,
+        )
+        return row_slice.own_tokens(attended), None
+    kernel = _kernel_for(module, query, key, value, dropout=dropout, softcap=softcap, has_sinks=s_aux is not None)
+    if kernel is not None:
+        borders = None if packed_index is None else packed_index.cu_seqlens
+        longest = query.shape[2] if packed_index is None else packed_index.max_len
+        window = sliding_window
+        return attend_by_kernel(
+            kernel, query, key, value, borders=borders, longest=longest, scaling=scaling, sliding_window=window
+        ), None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if softcap is None and s_aux is None:
+            return _causal(query, key, value, scaling, dropout, sliding_window)
+        return _causal_scores(query, key, value, scaling, dropout, sliding_window, softcap=softcap, sinks_H=s_aux)
+
+    if packed_index is None:
+        return attend(query, key, value).transpose(1, 2), None
+    return _attend_padded(attend, query, key, value, packed_index), None
+
+
+def _refuse_unknown(module: nn.Module, others: Mapping[str, object], *, is_causal: bool | None) -> None:
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
+    if unknown or is_causal is False:
+        what = ", ".join(unknown) or "is_causal = False"
+        raise DataError(
+            f"{type(module).__name__} calls its attention with {what}, which packed attention does not know: set "
+            "model.attention to eager"
+        )
+
+
+def _attend_padded(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
+) -> Tensor:
+    """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of batches."""
+    places = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
+
+    def unpack(packed: Tensor) -> list[Tensor]:
+        flat = packed[0].transpose(0, 1).index_select(0, places)
+        parts = flat.split([gather_SL.numel() for gather_SL in index.gather_SL])
+        return [
+            part.view(*gather_SL.shape, *part.shape[1:]).transpose(1, 2)
+            for part, gather_SL in zip(parts, index.gather_SL, strict=True)
+        ]
+
+    batches = zip(unpack(query), unpack(key), unpack(value), strict=True)
+    attended = [attend(*batch).transpose(1, 2).flatten(0, 1) for batch in batches]
+    return torch.cat(attended).index_select(0, index.scatter_T).unsqueeze(0)
+
+
+def _kernel_for(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    softcap: float | None,
+    has_sinks: bool,
+) -> Kernel | None:
+    """Return the kernel to take; None where the device has none, or none for this, which is named once."""
+    kernel = KERNELS.get(query.device.type)
+    if kernel is None:
+        return None
+    reason = reason_against(
+        kernel,
+        dtypes={query.dtype, key.dtype, value.dtype},
+        head_dims=(query.shape[-1], value.shape[-1]),
+        is_usable=kernel.is_usable(query.device.index),
+        dropout=dropout,
+        softcap=softcap,
+        has_sinks=has_sinks,
+    )
+    if not reason:
+        return kernel
+    # Compiled code cannot log; the check of the model at every start is not compiled.
+    if not torch.compiler.is_compiling() and not _is_silent and reason not in _named:
+        _named.add(reason)
+        _log.warning(
+            "%s attends to padded batches of samples instead of PyTorch's kernel for variable lengths: %s. It takes "
+            "more time and memory, and with a sliding window a mask of the square of the longest sample.",
+            type(module).__name__,
+            reason,
+        )
+    return None
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, sliding_window: int | None
+) -> Tensor:
+    length = query.shape[2]
+    mask = None
+    # No mask where the window holds all: SDPA has faster kernels for is_causal.
+    if sliding_window is not None and length > sliding_window:
+        mask = _seen(length, sliding_window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _seen(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """Return which of L tokens sees which, (L, L)."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < (sliding_window or length))
+
+
+def _causal_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    *,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Return what `_causal` does, from scores that exist as a tensor: (B, H, L, L)."""
+    length, group = query.shape[2], query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    # finfo.min rather than -inf, as in transformers' own masks.
+    scores = scores.masked_fill(~_seen(length, sliding_window, query.device), torch.finfo(scores.dtype).min)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    # In float32 and back, as transformers' eager attention. The sink takes its share and is dropped.
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
+    return F.dropout(weights, dropout) @ value
+
+
+AttentionInterface.register("packed", packed_attention)

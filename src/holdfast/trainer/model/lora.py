@@ -1,0 +1,275 @@
+"""LoRA: adapters in a transformers model, and the model that they amount to.
+
+peft puts a pair of factors A and B beside each chosen linear layer, so that it computes
+W x + alpha / rank * B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1). W stays as it
+is. In memory a layer's tensors are called `q_proj.base_layer.weight` and `q_proj.lora_A.default.weight`;
+everywhere else they have the names of the plain model, `q_proj.weight`, and of the factors,
+`q_proj.lora_A.weight`.
+
+Shape legend: O outputs and I inputs of a linear layer, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from holdfast.config.training import LoraConfig
+from holdfast.errors import CheckpointError, DataError, nearest
+from holdfast.run.weights import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    BASE_NAME,
+    PEFT_PREFIX,
+    Base,
+    adapted_matrices,
+    tensors_digest,
+)
+from holdfast.trainer.checkpoint.state import State
+from holdfast.trainer.model.hf_files import mode_of_new_files
+
+if TYPE_CHECKING:
+    from holdfast.trainer.model.tensor_names import TensorLayout
+
+
+HEAD = "score.weight"
+"""The head of a model that scores sequences: trained whole beside the adapters, since no weights hold it."""
+
+_BASE_LAYER = ".base_layer."
+_ADAPTER_INFIX = ".default."  # peft's name of the one adapter that we make
+_FACTOR = ".lora_"
+
+
+def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
+    """Put adapters beside the linear layers that `config` chooses, and freeze all else but a head that scores.
+
+    Raises:
+        DataError: `config.target_modules` names a layer that is not there.
+    """
+    import peft  # a second that only runs with adapters pay
+
+    scores = _scores(hf_model)
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # fractions work
+        lora_dropout=config.dropout,
+        target_modules=_target_modules(hf_model, config),
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(peft_config, hf_model)
+    if scores:
+        # peft has frozen everything but its factors.
+        hf_model.get_parameter(HEAD).requires_grad_(True)
+        peft_config.modules_to_save = [HEAD.partition(".")[0]]  # as peft calls what an adapter holds whole
+
+
+def _target_modules(hf_model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the last parts of the names of the layers to adapt, or whole names where those would fit others too."""
+    heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
+    linear = [
+        name
+        for name, module in hf_model.named_modules()
+        if type(module) is nn.Linear and not any(module is head for head in heads)
+    ]
+    chosen = linear
+    if config.target_modules != "all-linear":
+        for wanted in config.target_modules:
+            if not any(_ends_like(name, wanted) for name in linear):
+                known = sorted({name.rpartition(".")[2] for name in linear})
+                raise DataError(
+                    f"model.lora.target_modules: no linear layer of {type(hf_model).__name__} ends like '{wanted}'."
+                    f"{nearest(wanted, known)} Its layers: {', '.join(known)}."
+                )
+        chosen = [name for name in linear if any(_ends_like(name, wanted) for wanted in config.target_modules)]
+    ends = sorted({name.rpartition(".")[2] for name in chosen})
+    meant = {name for name, _ in hf_model.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if meant == set(chosen) else sorted(chosen)
+
+
+def _ends_like(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _scores(hf_model: nn.Module) -> bool:
+    return isinstance(getattr(hf_model, "score", None), nn.Linear)
+
+
+def is_adapted(hf_model: nn.Module) -> bool:
+    """Whether `hf_model` has adapters."""
+    return hasattr(hf_model, "peft_config")
+
+
+def adapter_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the factors, and the head of a model that scores, by their names in checkpoints; none of a plain model."""
+    if not is_adapted(hf_model):
+        return {}
+    return {
+        name.replace(_ADAPTER_INFIX, "."): parameter
+        for name, parameter in hf_model.named_parameters()
+        if _FACTOR in name or name == HEAD
+    }
+
+
+def base_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers of the plain model by name, without adapters, tied ones once."""
+    persistent = hf_model.state_dict().keys()
+    named: dict[str, Tensor] = dict(hf_model.named_parameters())
+    named |= {name: buffer for name, buffer in hf_model.named_buffers() if name in persistent}
+    return {name.replace(_BASE_LAYER, "."): tensor.detach() for name, tensor in named.items() if _FACTOR not in name}
+
+
+def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Return what an adapted model starts with, by its names in memory: `base`, and factors that add nothing yet.
+
+    A is uniform as in peft and in the authors' program, drawn on the CPU from `seed` alone; B is zero.
+    """
+    # Its own: rank 0 alone draws here, which must not move its global generator.
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in hf_model.state_dict(keep_vars=True).items():
+        if _FACTOR not in name:
+            plain = name.replace(_BASE_LAYER, ".")
+            tensors |= {name: base[plain]} if plain in base else {}  # the second of tied names is not
+            continue
+        tensors[name] = torch.zeros(tensor.shape)
+        if ".lora_A." in name:
+            # a = sqrt(5) makes the bound 1 / sqrt(I).
+            nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
+    return tensors
+
+
+def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
+    """Return W + scale * B A in float32: the same sums, for the same bits, as `inference.weights.adapters`."""
+    return weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
+
+
+def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a model by name, whole and on the CPU; of a model with adapters the merged one. Collective.
+
+    Args:
+        keep: whether this rank wants them; without, it takes part and gets none.
+    """
+    factors = adapter_parameters(hf_model)
+    matrices = adapted_matrices(factors)
+    scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
+    for name, tensor in base_tensors(hf_model).items():
+        value = _whole(tensor)
+        pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
+        # After the gathering, which is collective: this rank takes part and keeps nothing.
+        if not keep:
+            continue
+        value = value.cpu()
+        if pair:
+            a_RI, b_OR = pair
+            value = merged(value, a_RI.cpu(), b_OR.cpu(), scale=scale)
+        yield name, value
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None) -> str:
+    """Return `holdfast.run.weights.tensors_digest` of tensors, sharded or not, in float32. Collective.
+
+    Args:
+        layout: digest the tensors of files, which these of memory become.
+    """
+
+    def values() -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
+        wholes = ((name, _whole(tensor)) for name, tensor in tensors.items())
+        for name, whole in layout.to_files(wholes) if layout is not None else wholes:
+            # In float32: the digest must not depend on the dtype that the weights are held in.
+            whole = whole.float() if whole.is_floating_point() else whole
+            yield name, tuple(whole.shape), whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return tensors_digest(values())
+
+
+class Adapters(State):
+    """The adapters of a run: how they are written as files, and which weights they belong to.
+
+    It is a part of the run's state, since a checkpoint does not hold the weights.
+
+    Attributes:
+        base: the weights that the adapters are added to.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, layout: TensorLayout, *, base_name: str) -> None:
+        """Read all weights once, tensor by tensor. Collective.
+
+        Args:
+            layout: of the files that they were loaded from.
+        """
+        places = {name: layout.name_in_files(name) for name in adapted_matrices(adapter_parameters(hf_model))}
+        self.base = Base(
+            base_name,
+            digest_of({name: tensor for name, tensor in base_tensors(hf_model).items() if name != HEAD}, layout),
+            renamed={name: place for name, place in places.items() if place is not None and place != name},
+            regrouped=[name for name, place in places.items() if place is None],
+        )
+        self._hf_model = hf_model
+
+    def settings(self) -> dict[str, bytes]:
+        """Return the files beside the factors by name, the same bytes every time."""
+        found = _peft_config_of(self._hf_model)
+        settings = found.to_dict() | {
+            "target_modules": sorted(found.target_modules),  # a set
+            "base_model_name_or_path": self.base.name,
+            "inference_mode": True,
+        }
+        return {
+            ADAPTER_CONFIG_NAME: msgspec.json.format(msgspec.json.encode(settings, order="sorted"), indent=2) + b"\n",
+            BASE_NAME: msgspec.json.format(msgspec.json.encode(self.base), indent=2) + b"\n",
+        }
+
+    def write_factors(self, directory: Path, *, keep: bool) -> None:
+        """Write the factors as peft does, in float32. Collective.
+
+        Args:
+            keep: whether this rank writes them; without, it takes part.
+        """
+        gathered = {name: _whole(factor.detach()) for name, factor in adapter_parameters(self._hf_model).items()}
+        if keep:
+            save_factors(gathered, directory)
+
+    def values(self) -> dict[str, Any]:
+        """Return name and digest of the weights."""
+        return msgspec.to_builtins(self.base)
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Check that the checkpoint's adapters were trained on these weights.
+
+        Raises:
+            CheckpointError: they were trained on others.
+        """
+        saved = msgspec.convert(values, Base)
+        if saved.digest != self.base.digest:
+            raise CheckpointError(
+                f"the checkpoint's adapters were trained on other weights: those of model.name = '{saved.name}' "
+                f"(digest {saved.digest}), and model.name = '{self.base.name}' has other values ({self.base.digest}). "
+                "A run goes on with the weights that it began with: give them as --model.name. To train these "
+                "adapters on from other weights, start a new run with --ckpt.weights-only."
+            )
+
+
+def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
+    """Write factors and head, by their names in checkpoints, as `adapter_model.safetensors`."""
+    directory.mkdir(exist_ok=True)
+    path = directory / ADAPTER_NAME
+    tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode_of_new_files())  # safetensors writes for the owner alone; the server may be another user
+
+
+def _peft_config_of(hf_model: nn.Module) -> Any:
+    return cast(Any, hf_model).peft_config["default"]

@@ -1,0 +1,249 @@
+"""Is what this program computes of a model what transformers computes of it? Asked at every start, of the real weights.
+
+Two short samples go through the trainer's own forward pass together, as in training. Then each goes alone
+through transformers' own forward with eager attention, the plainest there is, and the same weights in the
+same modules. Then the first sample's tokens are changed, and the second must not notice; what it may notice
+is no more than what it does of changes in a sample behind it, which no causal model lets it see.
+
+Random generators stay as they are, no gradient is left, and compiled code is not run (it would be compiled for
+these shapes). Collective; all ranks compute the same.
+
+Shape legend: L tokens of a sample, N predicted tokens of both, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from holdfast.config.base import DType
+from holdfast.errors import DataError
+from holdfast.process.events import report
+from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.build import naming_failures
+from holdfast.trainer.model.decoder import DecoderModel
+from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.policy import Policy
+from holdfast.trainer.model.structure import decoder_of, original_lengths, other_attention
+from holdfast.trainer.model.value_model import ScalarModel
+
+_SHORT, _LONG = 9, 24
+_MAX_TOKENS = 256  # of a sample that is to be longer than the model's windows
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """How far apart numbers may be: nats of a log-probability, or parts of the largest hidden state.
+
+    float32 has a relative step of 6e-8; a thousand roundings of log-probabilities around 10 stay below 1e-4.
+    bfloat16 has one of 2^-8: a logit of 10 is off by up to 0.02 after its last rounding alone, and one expert
+    chosen differently moves a token further. So there the mean over the tokens counts. A soft cap left out of
+    a real model moves it by several tenths.
+
+    Attributes:
+        alone: between the trainer's pass and the plain one.
+        leak: between two of the trainer's passes, in a sample that is the same in both, as the mean over its
+            tokens: the same sums in the same order, and so mostly 0. But how an expert's sums are rounded can
+            depend on how many tokens it got: ten times what is seen of that is allowed too.
+    """
+
+    alone: float
+    leak: float
+
+
+_BOUNDS: dict[DType, _Bounds] = {"float32": _Bounds(1e-4, 1e-5), "bfloat16": _Bounds(0.1, 1e-3)}
+
+
+@torch.no_grad()
+def check_model(model: Policy | ScalarModel, mesh: Mesh, *, name: str, pack: bool, dtype: DType) -> None:
+    """Compare the model with transformers' own forward. Collective.
+
+    Args:
+        name: of the model, for messages.
+        pack: whether the run wants several samples in a row.
+        dtype: of the forward pass.
+
+    Raises:
+        DataError: they differ by more than rounding, or one sample changes another.
+    """
+    arrangement = model.layout.arrangement(pack=pack)
+    how = {"packed": "several samples a row", "grouped": "one sample a row", "rows": "one sample a row"}[arrangement]
+    why = {"because": model.layout.reason} if arrangement == "grouped" else {}
+    report("checking the model", model=name, rows=how, **why)
+    samples = _samples(model.hf_model.config)
+    bounds, packed = _BOUNDS[dtype], arrangement == "packed"
+
+    def together(first: Sample, second: Sample) -> Tensor:
+        return _own(model, build_micro_batch([first, second], [0, 1], pack=packed, device=mesh.device))
+
+    before = [parameter._version for parameter in model.parameters()]
+    with naming_failures(model, name, dtype), _undisturbed(model, mesh.device):
+        ours, changed = together(samples[0], samples[2]), together(samples[1], samples[2])
+        behind, behind_changed = together(samples[2], samples[0]), together(samples[2], samples[1])
+        alone = torch.cat([_plain(model, sample, mesh.device) for sample in (samples[0], samples[2])])
+        by_sdpa = alone[: samples[0].num_targets]
+        if _has_sdpa_of_its_own(model.hf_model):
+            by_sdpa = _plain(model, samples[0], mesh.device, attention="sdpa")
+    if before != [parameter._version for parameter in model.parameters()]:
+        raise DataError(
+            f"model.name = '{name}': {type(model.hf_model).__name__} changes its own weights in a forward pass that "
+            "only measures, so what is saved and published would not be what is trained"
+        )
+    if not alone.isfinite().all():
+        report("the model was not checked: what it computes is not finite")  # the first step says the same, and ends
+        return
+    first, second = samples[0].num_targets, samples[2].num_targets
+    noise = min(_mean(behind[:second], behind_changed[:second]), bounds.alone)
+    scale = max(1.0, float(alone.abs().max()) / 10) if isinstance(model, Policy) else float(alone.abs().max())
+    found = mesh.max(
+        {
+            "alone": _apart(ours, alone, dtype) / scale,
+            "sdpa": _apart(by_sdpa, alone[:first], dtype) / scale,
+            "leak": _mean(ours[first:], changed[first:]) / scale,
+            "noise": noise / scale,
+        }
+    )
+    _refuse(model, found, bounds, name=name, packed=packed)
+
+
+@torch.no_grad()
+def is_random_in_training(policy: Policy, mesh: Mesh) -> bool:
+    """Whether what the policy computes in training depends on random numbers. Collective.
+
+    That is dropout, and in some models routers that draw experts by lot. Two passes with other random numbers show
+    it, whatever the model's code calls it. Only of adapters, which have no effect yet, the modules are looked at.
+    """
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules()):
+        return True
+    samples = _samples(policy.hf_model.config)
+    packed = policy.layout.arrangement(pack=True) == "packed"
+    micro = build_micro_batch([samples[0], samples[2]], [0, 1], pack=packed, device=mesh.device)
+
+    def drawn(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return _own(policy, micro)
+
+    with _undisturbed(policy, mesh.device):
+        policy.train()
+        first, again, other = drawn(0), drawn(0), drawn(1)
+    # Kernels that add up in any order differ in two equal passes as well.
+    found = mesh.max({"noise": _mean(first, other), "rounding": _mean(first, again)})
+    return found["noise"] > 2 * found["rounding"]
+
+
+def _refuse(model: Policy | ScalarModel, found: dict[str, float], bounds: _Bounds, *, name: str, packed: bool) -> None:
+    unit = "nats" if isinstance(model, Policy) else "of the largest hidden state"
+    advice = [] if model.layout.attention == "eager" else ["set model.attention to eager"]
+    advice += ["switch data.pack off, where there is that setting"] if packed else []
+    advice += ["report it with the model's config.json"]
+    remedy = f"Training on such numbers would be wrong. What to do: {', or '.join(advice)}."
+    where = f"model.name = '{name}' ({type(model.hf_model).__name__}, attention {model.layout.attention})"
+    allowed = bounds.leak + 10 * found["noise"]
+    if not found["sdpa"] <= bounds.alone:
+        raise DataError(
+            f"model.name = '{name}': in transformers {type(model.hf_model).__name__} is two models, by its own eager "
+            f"and by its own sdpa attention, {found['sdpa']:.2g} {unit} apart, and which of them the weights were "
+            "trained by cannot be told. Take a version of transformers in which they agree, or another model."
+        )
+    if not found["leak"] <= allowed:
+        raise DataError(
+            f"{where}: a sample changes what the model says of the sample behind it by {found['leak']:.2g} {unit}; "
+            f"rounding explains {allowed:.2g}. {remedy}"
+        )
+    if not found["alone"] <= bounds.alone:
+        raise DataError(
+            f"{where}: samples trained together are {found['alone']:.2g} {unit} away from what transformers' eager "
+            f"attention says of each alone; rounding explains {bounds.alone:g}. {remedy}"
+        )
+
+
+def _apart(one: Tensor, other: Tensor, dtype: DType) -> float:
+    difference = (one - other).abs()
+    return float(difference.max() if dtype == "float32" else difference.mean())
+
+
+def _mean(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().mean())
+
+
+def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
+    """Return what the trainer's forward pass computes: log-probabilities (N,), or hidden states (N, H)."""
+    if isinstance(model, Policy):
+        predicted = model(
+            micro.input_ids_BL,
+            micro.position_ids_BL,
+            micro.predict_index_N,
+            micro.target_ids_N,
+            packed_index=micro.packed_index,
+        )
+        return predicted.logprobs_N.float().cpu()
+
+    def hidden_states() -> Tensor:
+        index_N, row = micro.predict_index_N, model.row_slice(micro.input_ids_BL)
+        hidden_NH = model.hidden_states(
+            micro.input_ids_BL, micro.position_ids_BL, index_N, packed_index=micro.packed_index
+        )
+        return hidden_NH if row is None else row.whole(hidden_NH, index_N)
+
+    return model.run(hidden_states).float().cpu()
+
+
+def _has_sdpa_of_its_own(hf_model: PreTrainedModel) -> bool:
+    """Whether the model's code has sdpa beside eager attention, instead of looking both up where all models do."""
+    return bool(hf_model._supports_sdpa) and not hf_model._can_set_attn_implementation()
+
+
+def _plain(model: DecoderModel, sample: Sample, device: torch.device, *, attention: str = "eager") -> Tensor:
+    """Return the same of one sample as transformers computes it."""
+    ids_L = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)
+
+    def logprobs() -> Tensor:
+        logits_LV = model.hf_model(input_ids=ids_L[None], use_cache=False).logits[0, :-1].float()
+        return logits_LV.log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]
+
+    def hidden_states() -> Tensor:
+        return decoder_of(model.hf_model)(input_ids=ids_L[None], use_cache=False).last_hidden_state[0, :-1]
+
+    with other_attention(model.hf_model, attention):
+        return model.run(logprobs if isinstance(model, Policy) else hidden_states).float().cpu()
+
+
+@contextmanager
+def _undisturbed(model: DecoderModel, device: torch.device) -> Iterator[None]:
+    """Leave mode, random numbers and shards as they were."""
+    was_training = model.training
+    model.eval()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        reshard(model)
+        model.train(was_training)
+
+
+def _samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
+    """Return two samples of one length, and one that is longer, where it may be, than the windows of the model."""
+    text = config.get_text_config()
+    numbers = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}
+    windows = [value for name, value in numbers.items() if "window" in name or "chunk" in name]
+    windows += original_lengths(text)  # beyond them rotary frequencies change
+    limit = numbers.get("max_position_embeddings") or _MAX_TOKENS
+    longest = max([_LONG, *(window + 8 for window in windows if window + 8 <= _MAX_TOKENS)])
+    special = {value for name, value in numbers.items() if name.endswith(("token_id", "token_index"))}
+    special |= {value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))
+                and isinstance(value, int)}  # fmt: skip
+    ids = np.setdiff1d(np.arange(text.vocab_size), sorted(special))
+    ids = ids if len(ids) > 1 else np.arange(text.vocab_size)
+    generator = np.random.default_rng(0)
+    lengths = [max(2, min(length, limit)) for length in (_SHORT, _SHORT, longest)]
+    drawn = [generator.choice(ids, length).astype(np.int32) for length in lengths]
+    return tuple(Sample(tokens, np.ones(len(tokens), dtype=bool)) for tokens in drawn)  # type: ignore[return-value]

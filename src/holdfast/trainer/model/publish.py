@@ -1,0 +1,129 @@
+"""Published weights: `weights/step_N`, a Hugging Face directory that from_pretrained and vLLM load.
+
+Of a run with LoRA, it holds the merged model and the adapter below `adapter/`; or, for engines, which
+have the weights that it is added to, the adapter alone. The trainer's side of the weight push: see
+`holdfast.orchestrator.weight_sync` for the others.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.errors import DataError
+from holdfast.protocol.inference import CANARY_NAME
+from holdfast.run import atomic as durable
+from holdfast.run import manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_DIR
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.build import Trained
+from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
+from holdfast.trainer.model.lora import Adapters, whole_tensors
+from holdfast.trainer.model.tensor_names import TensorLayout
+
+
+class WeightPublisher:
+    """Writes the policy as a Hugging Face directory, one tensor at a time."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        policy: Trained,
+        tokenizer: PreTrainedTokenizerBase,
+        mesh: Mesh,
+        *,
+        dtype: str,
+        layout: TensorLayout | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Args: layout: of the files; unset: as `save_pretrained` writes a model without an original."""
+        self._run_dir = run_dir
+        self._policy = policy
+        self._mesh = mesh
+        self._dtype = DTYPES[dtype]
+        self._layout = layout or TensorLayout(policy.hf_model, None)
+        self._adapters = adapters
+        self._settings = adapters.settings() if adapters else {}
+        self.config_files = self._describe_model(tokenizer) if mesh.is_main else {}
+        self.config_files |= {f"{ADAPTER_DIR}/{name}": content for name, content in self._settings.items()}
+
+    def _describe_model(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+        """Return config and tokenizer files, which are the same for every version."""
+        scratch = durable.temporary_sibling(self._run_dir.weights / "description")
+        scratch.mkdir(parents=True)
+        try:
+            hf_model = self._policy.hf_model
+            config = type(hf_model.config).from_dict(hf_model.config.to_dict())
+            config.dtype = self._dtype
+            config.architectures = [type(hf_model).__name__]
+            config.save_pretrained(scratch)
+            generation_config = getattr(hf_model, "generation_config", None)
+            if generation_config is not None:  # a reward model generates nothing
+                generation_config.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            return {str(path.relative_to(scratch)): path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
+        finally:
+            shutil.rmtree(scratch)
+
+    def publish(
+        self, version: int, *, path: Path | None = None, canary: bytes | None = None, for_engines: bool = False
+    ) -> Path:
+        """Publish the policy's weights as `version`; return the directory. Collective.
+
+        Args:
+            path: where; unset: where engines look for the version.
+            canary: what engines are to be checked by; see `holdfast.protocol.inference`.
+            for_engines: leave out what they have: of a policy with adapters, all but those.
+
+        Raises:
+            DataError: engines could not use the adapters.
+        """
+        adapter_alone = for_engines and self._adapters is not None
+        if adapter_alone and self._adapters is not None and (regrouped := self._adapters.base.regrouped):
+            raise DataError(
+                f"model.lora.target_modules: the files of model.name hold '{regrouped[0]}' in another layout, so an "
+                f"engine could not add the adapter to it ({len(regrouped)} such matrices). Leave it out, or train "
+                "without model.lora."
+            )
+        final = path or self._run_dir.weights_of(version)
+        temporary = durable.temporary_sibling(final)
+        if self._mesh.is_main:
+            temporary.mkdir(parents=True)
+        if not adapter_alone:
+            self._write_tensors(temporary)
+        if self._adapters is not None:
+            place = temporary if adapter_alone else temporary / ADAPTER_DIR
+            self._adapters.write_factors(place, keep=self._mesh.is_main)
+        if self._mesh.is_main:
+            for name, content in (self._settings if adapter_alone else self.config_files).items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                (temporary / name).write_bytes(content)
+            if canary is not None:
+                (temporary / CANARY_NAME).write_bytes(canary)
+            files = manifest.describe_files(temporary)
+            listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
+            manifest.write_manifest(temporary, listing)
+            if final.exists():
+                durable.remove_directory(final)
+            durable.publish_directory(temporary, final)
+        return final
+
+    def _write_tensors(self, directory: Path) -> None:
+        """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
+        files = SafetensorsWriter(directory)
+        tensors = whole_tensors(self._policy.hf_model, keep=self._mesh.is_main)
+        # Other ranks take part and get none.
+        for name, tensor in self._layout.to_files(tensors) if self._mesh.is_main else tensors:
+            files.add(name, tensor.to(dtype=self._dtype if tensor.is_floating_point() else None).contiguous())
+        if self._mesh.is_main:
+            files.close()
+
+    def prune(self, needed: set[int]) -> None:
+        """Remove the published versions that are not `needed`."""
+        if self._mesh.is_main:
+            for version in self._run_dir.published_weights():
+                if version not in needed:
+                    durable.remove_directory(self._run_dir.weights_of(version))

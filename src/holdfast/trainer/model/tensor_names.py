@@ -1,0 +1,263 @@
+"""How the tensors of a model are called and laid out in files, where that differs from memory.
+
+transformers loads some models into other tensors than their checkpoints have: experts become one tensor a
+layer, names change, prefixes come and go (`transformers.core_model_loading`). Whoever else reads our files,
+such as vLLM, expects those of the original checkpoint, so that is what is written: with the conversions that
+loading the original needs, reverted, a few tensors at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils.hub import cached_file
+
+from holdfast.errors import DataError
+from holdfast.run.checkpoints import NAMES_NAME
+from holdfast.run.weights import weights_files
+from holdfast.trainer.model.lora import base_tensors
+
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def names_in_files(name: str) -> list[str] | None:
+    """Return the names of the tensors of a local directory or hub model; None where it has no weights.
+
+    The `model` directory of a checkpoint has none, and says which names those of the run have that differ from memory.
+
+    Raises:
+        DataError: its files cannot be read.
+    """
+    directory = Path(name)
+    try:
+        if (listed := directory / NAMES_NAME).is_file():
+            return msgspec.json.decode(listed.read_bytes(), type=list[str])
+        if directory.is_dir() and not (directory / _INDEX_NAME).is_file():
+            single_file = directory / _SINGLE_NAME
+            files = [single_file] if single_file.is_file() else weights_files(directory)
+            return sorted(set().union(*map(_names_of, files))) or None
+        if (index := _fetched(name, _INDEX_NAME)) is not None:
+            return sorted(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map)
+        single = _fetched(name, _SINGLE_NAME)
+        return None if single is None else sorted(_names_of(Path(single)))
+    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+        raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from error
+
+
+def weight_files(name: str) -> list[Path]:
+    """Return the safetensors files of a local directory or hub model, from which transformers would load it.
+
+    None where it has no such files, or both a single one and an index.
+
+    Raises:
+        DataError: the index cannot be read.
+    """
+    index, single = _fetched(name, _INDEX_NAME), _fetched(name, _SINGLE_NAME)
+    if (index is None) == (single is None):
+        return []
+    if index is None:
+        return [Path(str(single))]
+    try:
+        files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map.values()))
+    except msgspec.DecodeError as error:
+        raise DataError(f"{index} is damaged: {error}") from None
+    found = [_fetched(name, file) for file in files]
+    return [Path(path) for path in found if path is not None]
+
+
+def _fetched(name: str, file: str) -> str | None:
+    """Return the path of a file of a local directory or hub model; None where it has none."""
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def _names_of(path: Path) -> set[str]:
+    with safe_open(path, "pt") as file:
+        return set(file.keys())
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Conversions of one direction, as transformers applies them: see `rename_source_key`."""
+
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+    is_revert: bool
+
+    @classmethod
+    def of(cls, transforms: Iterable[WeightTransform], *, is_revert: bool) -> _Rules:
+        listed = list(transforms)
+        renamings = [one for one in listed if isinstance(one, WeightRenaming)]
+        converters = [one for one in listed if isinstance(one, WeightConverter)]
+        return cls(renamings, converters, is_revert)
+
+    def rename(self, name: str) -> tuple[str, str | None]:
+        """Return the first of the names that `name` becomes, and which pattern of a converter it matches, if any."""
+        return rename_source_key(name, self.renamings, self.converters, reverse=self.is_revert)
+
+    def converter_of(self, pattern: str) -> WeightConverter:
+        """Return a fresh converter that has `pattern`; of several the last, as in transformers."""
+        return deepcopy(next(one for one in reversed(self.converters) if pattern in one.source_patterns))
+
+
+class TensorLayout:
+    """Converts the tensors of one model between memory and files.
+
+    Args:
+        hf_model: its names and config count, not its values; it may be on the meta device, and have adapters.
+        file_names: the names of the tensors in the original checkpoint; None where there is none: then what
+            `save_pretrained` writes.
+
+    Raises:
+        DataError: transformers cannot revert what it does at loading.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, file_names: Iterable[str] | None) -> None:
+        self._model = hf_model
+        self._in_memory = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in base_tensors(hf_model).items()
+        }
+        self._prefix = f"{hf_model.base_model_prefix}."
+        self._loading = _Rules.of(get_model_conversion_mapping(hf_model), is_revert=False)
+        self._files_lack_prefix = False
+        if file_names is None:
+            # As `revert_weight_conversion` does for a model that was never loaded.
+            used = [
+                one
+                for one in get_model_conversion_mapping(hf_model, add_legacy=False)
+                if not isinstance(one, PrefixChange)
+            ]
+        else:
+            used = self._used_by(file_names)
+        self._saving = _Rules.of((one.reverse_transform() for one in reversed(used)), is_revert=True)
+        self._group_of = {name: self._saving.rename(name)[0] for name in self._in_memory}
+        self._sizes: dict[str, int] = {}
+        for group in self._group_of.values():
+            self._sizes[group] = self._sizes.get(group, 0) + 1
+        written = dict(self.to_files(self._in_memory.items()))
+        self.names = list(written)
+        """Of the tensors in files."""
+        self._check(written)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether files have the very tensors of memory, by the same names."""
+        return set(self.names) == self._in_memory.keys() and not self._saving.converters
+
+    def to_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of files, of those of memory in any order; views of them where that is enough.
+
+        Holds those that become one tensor, or one group of them, until all of these have come.
+        """
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            group = self._group_of[name]
+            waiting.setdefault(group, {})[name] = tensor
+            if len(waiting[group]) == self._sizes[group]:
+                yield from self._written(waiting.pop(group))
+        assert not waiting, f"tensors are missing: {waiting.keys()} are not whole"
+
+    def name_in_files(self, name: str) -> str | None:
+        """Return what a tensor of memory is called in files; None where it is stored together with others or in parts.
+
+        What is stored otherwise than as it is in memory counts as in parts.
+        """
+        pattern = self._saving.rename(name)[1]
+        if pattern is not None or self._sizes[self._group_of[name]] != 1:
+            return None
+        return self._without_prefix(self._group_of[name])
+
+    def name_in_memory(self, name: str) -> str | None:
+        """Return what a tensor of files is called in memory; None where it is stored otherwise than it is there."""
+        found, pattern = self._loaded_name(name)
+        return found if pattern is None and found in self._in_memory else None
+
+    def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
+        """Return which tensors of files belong together, by the first of the names that they become in memory.
+
+        What becomes none of the model's tensors has its own name.
+        """
+        groups: dict[str, list[str]] = {}
+        for name in sorted(file_names, key=dot_natural_key):
+            groups.setdefault(self._loaded_name(name)[0], []).append(name)
+        return groups
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of memory that one or more whole groups of `sources` become."""
+        return self._converted(self._loading, ((*self._loaded_name(name), name, one) for name, one in tensors.items()))
+
+    def _used_by(self, file_names: Iterable[str]) -> list[WeightTransform]:
+        """Return the conversions that loading these names takes, and note whether the names lack the model's prefix."""
+        transforms = get_model_conversion_mapping(self._model)
+        rules = _Rules.of(transforms, is_revert=False)
+        for name in file_names:
+            renamed = rules.rename(name)[0]
+            if renamed not in self._in_memory and self._prefix + renamed in self._in_memory:
+                self._files_lack_prefix = True
+        return [one for one in transforms if one.was_used()]
+
+    def _written(self, group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        found = self._converted(self._saving, ((*self._saving.rename(name), name, one) for name, one in group.items()))
+        for name, tensor in found.items():
+            yield self._without_prefix(name), tensor
+
+    def _without_prefix(self, name: str) -> str:
+        return name.removeprefix(self._prefix) if self._files_lack_prefix else name
+
+    def _loaded_name(self, name: str) -> tuple[str, str | None]:
+        """Return what transformers makes of a name in files: see `convert_and_load_state_dict_in_model`."""
+        for renamed, pattern in (self._loading.rename(name), (name, None)):
+            for candidate in (renamed, renamed.removeprefix(self._prefix), self._prefix + renamed):
+                if candidate in self._in_memory:
+                    return candidate, pattern
+        return name, None
+
+    def _converted(self, rules: _Rules, named: Iterable[tuple[str, str | None, str, Tensor]]) -> dict[str, Tensor]:
+        """Return converted tensors by their new names; `named` has group, pattern, own name and tensor of each."""
+        found: dict[str, Tensor] = {}
+        converters: dict[str, WeightConverter] = {}
+        for group, pattern, name, tensor in sorted(named, key=lambda one: dot_natural_key(one[2])):
+            if pattern is None:
+                found[group] = tensor
+                continue
+            converter = converters.setdefault(group, rules.converter_of(pattern))
+            converter.add_tensor(group, name, pattern, tensor)  # type: ignore[arg-type]  # tensors do as well
+        for group, converter in converters.items():
+            made = converter.convert(group, model=self._model, config=self._model.config)
+            found |= {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        return found
+
+    def _check(self, written: Mapping[str, Tensor]) -> None:
+        """Refuse a layout in which our own files could not be loaded again."""
+        loaded = self.from_files(written)
+        expected = {name: tensor.shape for name, tensor in self._in_memory.items()}
+        if {name: tensor.shape for name, tensor in loaded.items()} != expected:
+            wrong = sorted(loaded.keys() ^ expected.keys()) or sorted(
+                name for name, tensor in loaded.items() if tensor.shape != expected[name]
+            )
+            raise DataError(
+                f"{type(self._model).__name__} cannot be written in the layout of its original checkpoint: by this "
+                f"version of transformers {wrong[0]} would not come back from the files ({len(wrong)} such tensors)"
+            )

@@ -1,1 +1,0 @@
-"""The models that are trained, their adapters, and their weights as files that others read."""

@@ -1,0 +1,189 @@
+"""Optimizers, clipping, and the check of a step before it is applied.
+
+The learning rate of a step comes from `holdfast.config.training`.
+"""
+
+# Merged here, to be said in the docstring above:
+# - muon: Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from holdfast.config.training import OptimConfig
+from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, TrainingError
+from holdfast.trainer.checkpoint.init_from import local_part
+from holdfast.trainer.model.structure import decoder_layers
+
+# Jordan et al. 2024: coefficients that bring singular values to about 1 (0.7 to 1.2) in five steps.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_EPS = 1e-7
+# Liu et al. 2025, section 2.2: the root mean square of AdamW's usual updates.
+_RMS = 0.2
+
+
+def orthogonalize(matrix_OI: Tensor) -> Tensor:
+    """Return about `U V^T` of the matrix `U S V^T`, by five Newton-Schulz steps in bfloat16 as in Jordan's program.
+
+    With X = matrix / |matrix|: `X <- a X + b (X X^T) X + c (X X^T)^2 X`. It needs the whole matrix: that of its rows
+    alone, a shard, is another.
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix_OI.shape[0] > matrix_OI.shape[1]
+    x = matrix_OI.bfloat16()
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=_EPS)
+    for _ in range(_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Takes steps of Muon for `matrices`, and of `adamw` for its parameters.
+
+        B <- momentum B + (1 - momentum) G,  O = orthogonalize((1 - momentum) G + momentum B)
+        W <- W - lr weight_decay W - lr 0.2 sqrt(max(rows, columns)) O
+
+    The momentum B is sharded as its matrix. Of a sharded matrix every rank gathers the update and orthogonalizes it
+    whole, so the numbers do not depend on the ranks. The state of both is in `state`.
+
+    Args:
+        matrices: with two dimensions each.
+        adamw: has taken no step.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Tensor], adamw: torch.optim.AdamW, *, lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        self._adamw = adamw
+        own: dict[str, Any] = {"params": list(matrices), "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__([own, *adamw.param_groups], {})
+        self._adamw.state = self.state
+        self._matrices = {id(matrix) for matrix in matrices}
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether Muon takes the steps of `parameter`."""
+        return id(parameter) in self._matrices
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - none are used
+        """Take one step of both."""
+        self._adamw.step()
+        group = self.param_groups[0]
+        for matrix in group["params"]:
+            if matrix.grad is not None:
+                self._update(matrix, group)
+
+    def _update(self, matrix_OI: Tensor, group: dict[str, Any]) -> None:
+        gradient_OI, state = matrix_OI.grad, self.state[matrix_OI]
+        assert gradient_OI is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix_OI)
+        momentum_OI = state["momentum_buffer"]
+        momentum_OI.lerp_(gradient_OI, 1 - group["momentum"])
+        update_OI = _orthogonalized(gradient_OI.lerp(momentum_OI, group["momentum"]))
+        matrix_OI.mul_(1 - group["lr"] * group["weight_decay"])
+        matrix_OI.add_(update_OI, alpha=-group["lr"] * _RMS * math.sqrt(max(matrix_OI.shape)))
+
+
+def _orthogonalized(update_OI: Tensor) -> Tensor:
+    """Return `orthogonalize` of a matrix, sharded or not, in its own dtype and sharded alike. Collective."""
+    if not isinstance(update_OI, DTensor):
+        return orthogonalize(update_OI).to(update_OI.dtype)
+    # Where the ranks compute: an offloaded matrix is on the host, where this would take too long.
+    whole_OI = orthogonalize(update_OI.full_tensor().to(update_OI.device_mesh.device_type)).to(update_OI.dtype)
+    sharded_OI = torch.empty_like(update_OI)
+    own, region = local_part(sharded_OI)
+    own.copy_(whole_OI[region])
+    return sharded_OI
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only, or Muon beside it.
+
+    Muon is for transformers models, whose hidden layers are known.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.type == "adamw":
+        return _adamw(trained, config)
+    assert isinstance(model, PreTrainedModel)
+    hidden = hidden_matrices(model)
+    known = {id(matrix) for matrix in hidden}
+    rest = _adamw([parameter for parameter in trained if id(parameter) not in known], config)
+    return MuonWithAdamW(hidden, rest, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the trained parameters with two dimensions in the decoder layers, but for tables of embeddings.
+
+    Embeddings, head, norms, biases and stacks of experts (three dimensions) are none.
+    """
+    layers = decoder_layers(model)
+    tables = {id(one.weight) for layer in layers for one in layer.modules() if isinstance(one, nn.Embedding)}
+    return [
+        parameter
+        for layer in layers
+        for parameter in layer.parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in tables
+    ]
+
+
+def initial_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return what `optimizer` keeps of one parameter, as its first step would make it."""
+
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    if isinstance(optimizer, MuonWithAdamW) and optimizer.has(parameter):
+        return {"momentum_buffer": zeros()}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+
+
+def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
+    """Stop training before a broken update is applied, saved or published.
+
+    Raises:
+        TrainingError: loss or gradient norm is NaN or infinite.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    raise TrainingError(
+        f"step {step}: loss is {loss}, gradient norm is {grad_norm}. Nothing of this step was saved or "
+        "published. Lower optim.lr, add optim.warmup_steps, lower optim.max_grad_norm, or look at this step's data; "
+        f"then {GO_ON_OR_BEGIN_AGAIN}."
+    )
+
+
+def update_parameters(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
+    """Take one optimizer step at learning rate `lr` and clear the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

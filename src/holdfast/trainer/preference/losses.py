@@ -1,0 +1,284 @@
+"""Losses of preferences: pure functions of the log-probabilities, or rewards, of pairs.
+
+Each returns losses per pair. The program divides by the pairs of the whole optimizer step, over all ranks and
+micro-batches, so a step has one loss however it is split.
+
+To add one: its function here or in a file beside it, and its line in `holdfast.config.base`.
+
+Shape legend: P pairs, A answers that are labelled one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.config.base import PREFERENCE_LOSSES
+from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
+from holdfast.process.imports import load_built_in
+
+_LARGEST_LOGPROB = -1e-9
+
+
+@dataclass(frozen=True)
+class PairLogprobs:
+    """What a preference loss sees. Log-probabilities are sums over an answer's tokens, in nats.
+
+    Attributes:
+        chosen_P, rejected_P: under the weights being trained; they carry the gradient.
+        reference_chosen_P, reference_rejected_P: under the reference; zeros where there is none.
+        chosen_tokens_P, rejected_tokens_P: tokens of each answer.
+        margins_P: by how much the chosen answers are better, as their rows say.
+    """
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+    reference_chosen_P: Tensor
+    reference_rejected_P: Tensor
+    chosen_tokens_P: Tensor
+    rejected_tokens_P: Tensor
+    margins_P: Tensor
+
+
+class PairLosses(NamedTuple):
+    """Loss of each pair, with its gradient, and the implicit rewards of both sides, without."""
+
+    losses_P: Tensor
+    chosen_rewards_P: Tensor
+    rejected_rewards_P: Tensor
+
+
+PreferenceLoss = Callable[[PairLogprobs], PairLosses]
+
+
+def build_preference_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return the loss of pairs that `config` names, with its likelihood term if it has one."""
+    name = PREFERENCE_LOSSES[config.type].function
+    assert name is not None, "answers of kto are no pairs"
+    loss: PreferenceLoss = load_built_in(name, package="holdfast.trainer.preferences")(config)
+    return _with_likelihood(loss, config.rpo_alpha) if config.rpo_alpha else loss
+
+
+def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return DPO (Rafailov et al. 2023, "Direct preference optimization", eq. 7).
+
+    loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
+    l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences"). With `odpo_alpha`,
+    h - alpha margin instead of h (Amini et al. 2024, "Direct preference optimization with an offset").
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        h_P, smoothing = chosen_P - rejected_P - config.odpo_alpha * pairs.margins_P, config.label_smoothing
+        losses_P = -(1 - smoothing) * F.logsigmoid(h_P) - smoothing * F.logsigmoid(-h_P)
+        return _scored(losses_P, chosen_P, rejected_P)
+
+    return loss
+
+
+def ipo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return IPO (Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences").
+
+    loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
+
+    Eq. 17 with the mean log-ratio of an answer's tokens: the form behind the paper's results, as its authors told
+    TRL (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _log_ratios(pairs)
+        return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.scale)
+
+    return loss
+
+
+def ipo_sum_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return IPO as eq. 17 is printed: as `ipo_loss`, with log-ratios of whole answers instead of means."""
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        return _squared(*_log_ratios(pairs), config.scale)
+
+    return loss
+
+
+def hinge_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return the hinge of SLiC-HF on DPO's rewards (Zhao et al. 2023; Liu et al. 2023, "Statistical rejection sampling
+    improves preference optimization"): loss = max(0, 1 - h), h as in DPO.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
+
+    return loss
+
+
+def robust_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return robust DPO (Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback").
+
+    loss = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), h as in DPO: its mean over labels of which the
+    share e = `label_smoothing` is wrong is DPO's over the right ones. It has no lower bound.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
+        losses_P = -(1 - smoothing) * F.logsigmoid(h_P) + smoothing * F.logsigmoid(-h_P)
+        return _scored(losses_P / (1 - 2 * smoothing), chosen_P, rejected_P)
+
+    return loss
+
+
+def apo_zero_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
+
+    loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones
+    less likely. For answers that are better than what the model writes itself. The 1, as in TRL, keeps it above 0.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
+
+    return loss
+
+
+def apo_down_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
+
+    loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
+    are all worse than what the model writes itself.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _rewards(pairs, config)
+        return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
+
+    return loss
+
+
+def simpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return SimPO (Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward", eq. 6).
+
+    loss = -log sigmoid(beta l(y_w) / |y_w| - beta l(y_l) / |y_l| - margin)
+    """
+    margin = config.margin or 0.0
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _means(pairs)
+        losses_P = -F.logsigmoid(config.scale * (chosen_P - rejected_P) - margin)
+        return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
+
+    return loss
+
+
+def orpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+    """Return ORPO (Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model", eq. 6-7).
+
+    loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean
+    log-probability of an answer's tokens and log odds(m) = m - log(1 - exp(m)). The first term is that of eq. 6, over
+    the answer of each pair; the authors' program, and TRL's, take the mean over the tokens of prompts and answers.
+    """
+
+    def loss(pairs: PairLogprobs) -> PairLosses:
+        chosen_P, rejected_P = _means(pairs)
+        odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
+        losses_P = -chosen_P - config.scale * F.logsigmoid(odds_P)
+        return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
+
+    return loss
+
+
+def kto_loss(
+    ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: PreferenceLossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return losses (A,) and rewards (A,) of KTO (Ethayarajh et al. 2024, "KTO: Model alignment as prospect theoretic
+    optimization").
+
+    loss = lambda_D (1 - sigmoid(beta (r - z))) of a desirable answer, lambda_U (1 - sigmoid(beta (z - r))) of another,
+    r = l_pi(y) - l_ref(y). A gradient is lambda beta / 4 at most, whatever r.
+
+    Args:
+        ratios_A: r in nats.
+        is_desirable_A: bool.
+        kl: z, the divergence of policy from reference, at least 0, without gradient.
+    """
+    gains_A = torch.where(is_desirable_A, ratios_A - kl, kl - ratios_A)
+    losses_A = F.sigmoid(-config.scale * gains_A)
+    losses_A = torch.where(is_desirable_A, config.desirable_weight * losses_A, config.undesirable_weight * losses_A)
+    return losses_A, (config.scale * ratios_A).detach()
+
+
+def _with_likelihood(loss: PreferenceLoss, alpha: float) -> PreferenceLoss:
+    """Return `loss` - alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative reasoning preference optimization")."""
+
+    def with_likelihood(pairs: PairLogprobs) -> PairLosses:
+        scored = loss(pairs)
+        return scored._replace(losses_P=scored.losses_P - alpha * pairs.chosen_P / pairs.chosen_tokens_P)
+
+    return with_likelihood
+
+
+def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
+    """Return the sums of consecutive stretches in float64: in a fixed order, so the same every time.
+
+    Args:
+        lengths: of the stretches; together N. None of them gives an empty result that has a gradient.
+    """
+    if not lengths:
+        return values_N.double()
+    return torch.stack([part.sum() for part in values_N.double().split(lengths)])
+
+
+def _log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
+    """Return l_pi - l_ref of both sides. The policy comes first: the other sign would prefer the rejected side."""
+    return pairs.chosen_P - pairs.reference_chosen_P, pairs.rejected_P - pairs.reference_rejected_P
+
+
+def _rewards(pairs: PairLogprobs, config: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
+    """Return the implicit rewards beta (l_pi - l_ref) of both sides."""
+    chosen_P, rejected_P = _log_ratios(pairs)
+    return config.scale * chosen_P, config.scale * rejected_P
+
+
+def _squared(chosen_P: Tensor, rejected_P: Tensor, beta: float) -> PairLosses:
+    losses_P = (chosen_P - rejected_P - 1 / (2 * beta)).square()
+    return _scored(losses_P, beta * chosen_P, beta * rejected_P)
+
+
+def _means(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
+    return pairs.chosen_P / pairs.chosen_tokens_P, pairs.rejected_P / pairs.rejected_tokens_P
+
+
+def _log_odds(mean_P: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of p = exp(mean_P); a p that rounds to 1 counts as a little less."""
+    mean_P = mean_P.clamp(max=_LARGEST_LOGPROB)
+    return mean_P - torch.log(-torch.expm1(mean_P))
+
+
+def _scored(losses_P: Tensor, chosen_rewards_P: Tensor, rejected_rewards_P: Tensor) -> PairLosses:
+    return PairLosses(losses_P, chosen_rewards_P.detach(), rejected_rewards_P.detach())
+
+
+def reward_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor, config: RewardLossConfig) -> Tensor:
+    """Return the loss of each pair (P,).
+
+    loss = -log sigmoid(r_w - r_l - margin) + center_coef (r_w + r_l)^2
+
+    The first term is the negative log-likelihood of the preferences under Bradley and Terry (1952), as in
+    Christiano et al. 2017, "Deep reinforcement learning from human preferences", and Ouyang et al. 2022,
+    "Training language models to follow instructions with human feedback"; the margin of a pair is of Touvron et al.
+    2023, "Llama 2", eq. 2. The second fixes the sum, on which the first does not depend (Eisenstein et al. 2023,
+    "Helping or herding?").
+
+    Args:
+        chosen_P, rejected_P: rewards of both sides.
+        margins_P: how much more reward the chosen side should have, such as how clearly it was preferred.
+    """
+    losses_P = -F.logsigmoid(chosen_P - rejected_P - margins_P)
+    return losses_P + config.center_coef * (chosen_P + rejected_P).square()

@@ -1,0 +1,237 @@
+"""Preference pairs: reading, tokenising, holding out, and how a step's pairs become micro-batches.
+
+Both answers of a pair follow the same prompt, tokenised by the rules of `sft`. They are always in
+the same micro-batch, since the loss compares them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.chat.masking import Encoded
+from holdfast.config.preference import PreferenceDataConfig
+from holdfast.errors import DataError
+from holdfast.trainer.data.packing import Sample, plan_rows
+from holdfast.trainer.data.rows import (
+    PAIR_FORMATS,
+    PAIR_SHAPES,
+    RATED_PAIR_FORMATS,
+    RATED_PAIR_SHAPES,
+    Format,
+    Row,
+    encode_example,
+)
+from holdfast.trainer.data.samples import chat_tokenizer, check_length, fingerprint_samples, hold_out, read_samples
+from holdfast.trainer.data.tokenizing import Encode
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.packing_check import Layout
+
+_log = logging.getLogger("trainer")
+Fault = Literal["too long", "untrained", "equal"]
+
+
+class Preference(Protocol):
+    """What people said of answers to a prompt: a `Pair`, or a `LabelledAnswer`.
+
+    Attributes:
+        number: place among all of the data that are used, from 0; those held out count too.
+        row: place among the rows that are used.
+        sides: two sequences whose log-probabilities it needs.
+        num_tokens: tokens of both.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def sides(self) -> tuple[Sample, Sample]: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=Preference)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each with the prompt.
+
+    Attributes:
+        chosen, rejected: the better and the worse.
+        number: place among all pairs of the data that are used, from 0; those held out count too.
+    """
+
+    chosen: Sample
+    rejected: Sample
+    number: int
+
+    @property
+    def margin(self) -> float:
+        """By how much the chosen side is better, as its row says; 0 where the rows say nothing."""
+        return self.chosen.value
+
+    @property
+    def row(self) -> int:
+        """Its number."""
+        return self.number
+
+    @property
+    def sides(self) -> tuple[Sample, Sample]:
+        """Chosen, rejected."""
+        return self.chosen, self.rejected
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both sides; the prompt counts twice."""
+        return len(self.chosen.token_ids) + len(self.rejected.token_ids)
+
+
+def load_pairs(
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    formats: tuple[Format, ...] = PAIR_FORMATS,
+    mesh: Mesh | None = None,
+) -> list[Pair]:
+    """Return all pairs, tokenised, in the order of the file.
+
+    Args:
+        formats: of rows, the first that fits the first row.
+        mesh: the ranks, if there are several: all get all pairs. Collective then.
+
+    Raises:
+        ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
+    """
+    shapes = RATED_PAIR_SHAPES if formats == RATED_PAIR_FORMATS else PAIR_SHAPES
+    sides, _ = read_sides(config, tokenizer, formats, shapes=shapes, mesh=mesh)
+    return usable_pairs(config, sides)
+
+
+def read_sides(
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    formats: tuple[Format, ...],
+    *,
+    shapes: str,
+    mesh: Mesh | None,
+) -> tuple[Sequence[Sample], Format]:
+    """Return the tokenised examples of all rows, in their order, and how the rows are written."""
+    chat = chat_tokenizer(tokenizer)
+
+    def encode_as(form: Format) -> Encode:
+        def encode(row: Row) -> list[Encoded]:
+            sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
+            value = form.value(row)
+            for side in sides:
+                check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
+            return [replace(side, value=value) for side in sides]
+
+        return encode
+
+    return read_samples(config, chat, formats, encode_as, shapes=shapes, mesh=mesh)
+
+
+def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:
+    """Return the pairs of the given sides (chosen, rejected, chosen, ...) that can be trained, as `config` says.
+
+    Raises:
+        DataError: there is none.
+    """
+    pairs: list[Pair] = []
+    faults: Counter[Fault] = Counter()
+    for place in range(0, len(sides), 2):
+        chosen, rejected = pair = sides[place], sides[place + 1]
+        if max(len(side.token_ids) for side in pair) > config.seq_len:
+            faults["too long"] += 1
+            if config.too_long == "drop":
+                continue
+            pair = chosen.cut(config.seq_len), rejected.cut(config.seq_len)
+        if not all(side.num_targets for side in pair):
+            faults["untrained"] += 1
+        elif np.array_equal(pair[0].token_ids, pair[1].token_ids):
+            faults["equal"] += 1
+        else:
+            pairs.append(Pair(*pair, number=len(pairs)))
+    _report(config, faults)
+    if not pairs:
+        raise DataError(f"{config.name}: no pairs to train on are left")
+    return pairs
+
+
+def split_preferences(preferences: list[P], fraction: float, *, seed: int) -> tuple[list[P], list[P]]:
+    """Return (training, validation); what is of one row is on one side.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    held_out = hold_out(len({preference.row for preference in preferences}), fraction, seed=seed)
+    training = [preference for preference in preferences if preference.row not in held_out]
+    if not training:
+        raise DataError(f"nothing to train on is left of {len(preferences)}: lower data.validation_fraction")
+    return training, [preference for preference in preferences if preference.row in held_out]
+
+
+def fingerprint_preferences(preferences: Sequence[Preference]) -> str:
+    """Return the xxh3-128 of tokens, masks and values of both sides of all of them, in order."""
+    return fingerprint_samples([side for preference in preferences for side in preference.sides])
+
+
+def plan_preferences(
+    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, rank: int, world_size: int
+) -> list[list[int]]:
+    """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
+    arrangement = layout.arrangement(pack=config.pack)
+    both = [[len(side.token_ids) for side in pair.sides] for pair in pairs]
+    if arrangement != "packed":
+        both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
+    plan = plan_rows(
+        [sum(lengths) for lengths in both],
+        costs=[sum(map(layout.cost, lengths)) for lengths in both],
+        arrangement=arrangement,
+        budget=2 * config.seq_len * config.micro_batch_size,
+        rows_per_micro_batch=config.micro_batch_size,
+        world_size=world_size,
+    )
+    return plan[rank]
+
+
+def plan_sides(
+    preferences: Sequence[Preference],
+    layout: Layout,
+    config: PreferenceDataConfig,
+    *,
+    rank: int,
+    world_size: int,
+    side: int,
+) -> list[list[int]]:
+    """Return the same as `plan_preferences` for passes that have one side of each alone: twice as many go together."""
+    lengths = [len(preference.sides[side].token_ids) for preference in preferences]
+    plan = plan_rows(
+        lengths,
+        costs=[layout.cost(length) for length in lengths],
+        arrangement=layout.arrangement(pack=config.pack),
+        budget=2 * config.seq_len * config.micro_batch_size,
+        rows_per_micro_batch=2 * config.micro_batch_size,
+        world_size=world_size,
+    )
+    return plan[rank]
+
+
+def _report(config: PreferenceDataConfig, faults: Mapping[Fault, int]) -> None:
+    done = "dropped" if config.too_long == "drop" else "cut"
+    texts: dict[Fault, str] = {
+        "too long": f"with a side of more than {config.seq_len} tokens were {done}",
+        "untrained": "have a side with nothing to train on and are left out",
+        "equal": "have the same tokens on both sides and are left out",
+    }
+    for fault, text in texts.items():
+        if faults[fault]:
+            _log.warning("%s: %d pairs %s", config.name, faults[fault], text)

@@ -1,0 +1,182 @@
+"""The ledger of an RL run: what the orchestrator accepted is trained once, or waits in the journal.
+
+The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N, and what it
+dropped of that, by reason. So
+
+    accepted = trained + pending + dropped
+
+holds if every batch holds or names as dropped exactly what lies between state N - 1 and state N, and if the
+trainer has trained exactly what state N counts, less what was dropped, when it saves step N. What is pending
+then are the batches after N.
+"""
+
+# Merged here, to be said in the docstring above:
+# - provenance: Whether a batch was sampled by the weights that this trainer published, and not only by their number.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import TrainingError
+from holdfast.process.events import report
+from holdfast.protocol.rollouts import Batch, Rollout
+from holdfast.run.checkpoints import ORCHESTRATOR_DIR
+from holdfast.run.journal import STATE_NAME, Accepted, Counts, dropped_by_reason, read_accepted
+from holdfast.run.manifest import is_committed, read_manifest
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import listed_digest
+
+if TYPE_CHECKING:
+    from holdfast.trainer.state import Progress
+
+
+class Ledger:
+    """Follows the orchestrator's states from batch to batch. Reads a small file a step; every rank has one.
+
+    Args:
+        progress: the trainer's counters, of the step that it goes on from.
+    """
+
+    def __init__(self, run_dir: RunDir, progress: Progress) -> None:
+        self._run_dir = run_dir
+        self._progress = progress
+        self._accepted = Accepted()
+        if progress.step > 0:
+            path = run_dir.checkpoint(progress.step) / ORCHESTRATOR_DIR / STATE_NAME
+            self._accepted = read_accepted(path, step=progress.step)
+
+    def accept(self, batch: Batch) -> None:
+        """Check that `batch` is what the orchestrator's state says comes next; call it before training.
+
+        Raises:
+            TrainingError: tasks are missing, come again, or are out of order.
+            CheckpointError: the state cannot be read.
+        """
+        accepted = read_accepted(self._run_dir.batch(batch.step) / STATE_NAME, step=batch.step)
+        check_tasks(batch, before=self._accepted, after=accepted)
+        self._accepted = accepted
+
+    def attachments(self) -> dict[str, Path]:
+        """Return the orchestrator's state to save with the current step.
+
+        Raises:
+            TrainingError: it does not count what was trained; nothing may be saved then.
+        """
+        step = self._progress.step
+        check_trained(self._accepted, self._progress)
+        return {f"{ORCHESTRATOR_DIR}/{STATE_NAME}": self._run_dir.batch(step) / STATE_NAME}
+
+
+def check_trained(accepted: Accepted, progress: Progress) -> None:
+    """Check that the orchestrator counts up to a step what the trainer has trained up to it.
+
+    Raises:
+        TrainingError: naming the step and both numbers.
+    """
+    counts = {
+        "steps": (accepted.step, progress.step),
+        "rollouts": (accepted.batched.rollouts, progress.samples),
+        "tokens": (accepted.batched.tokens, progress.tokens),
+    }
+    for name, (made, trained) in counts.items():
+        if made != trained:
+            raise TrainingError(
+                f"step {progress.step}: the orchestrator made {made} {name} up to this batch, and {trained} were "
+                "trained. They must be equal, so this step is not saved. Resume from the last checkpoint, and keep "
+                "what lies in rollouts/ and logs/: this is a fault of the program."
+            )
+
+
+def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
+    """Check that a batch holds or drops exactly the tasks between two states of the orchestrator.
+
+    A task is there once: as a whole group, as large as the state after it says, or as dropped with its reason.
+
+    Raises:
+        TrainingError: naming step, environment and task.
+    """
+    groups: dict[str, dict[int, list[Rollout]]] = {}
+    for rollout in batch.rollouts:
+        groups.setdefault(rollout.environment, {}).setdefault(rollout.task_id, []).append(rollout)
+    left_out: dict[str, list[int]] = {}
+    for one in batch.dropped:
+        left_out.setdefault(one.environment, []).append(one.task_id)
+    for name in sorted(groups.keys() | left_out.keys() | before.environments.keys() | after.environments.keys()):
+        expected = range(before.next_task(name), after.next_task(name))
+        _check_environment(batch.step, name, list(groups.get(name, {})), left_out.get(name, []), expected)
+    for name, tasks in groups.items():
+        group_size = after.group_size(name)
+        for task, group in tasks.items():
+            samples = [rollout.sample_index for rollout in group]
+            if samples != list(range(group_size)):
+                raise TrainingError(
+                    f"batch {batch.step}: task {task} of environment '{name}' has the samples {samples}, expected "
+                    f"0 to {group_size - 1} once each. Nothing of this batch is trained."
+                )
+    num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
+    held = Counts(sum(map(len, groups.values())), len(batch.rollouts), num_tokens)
+    _check_counts(batch.step, "holds", held, after.batched - before.batched)
+    dropped = dropped_by_reason(batch.dropped)
+    for reason in sorted(dropped.keys() | before.dropped.keys() | after.dropped.keys()):
+        counted = after.dropped.get(reason, Counts()) - before.dropped.get(reason, Counts())
+        _check_counts(batch.step, f"drops ({reason})", dropped.get(reason, Counts()), counted)
+
+
+def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int], expected: range) -> None:
+    """Check that `tasks` and `dropped` together are `expected`, both in order and nothing twice."""
+    if tasks == sorted(tasks) and dropped == sorted(dropped) and sorted(tasks + dropped) == list(expected):
+        return
+    found = Counter(tasks + dropped)
+    missing, surplus = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    doubled = sorted(task for task, number in found.items() if number > 1)
+    reasons = [
+        *([f"{_listed(missing)} missing"] if missing else []),
+        *([f"{_listed(surplus)} trained before or too early"] if surplus else []),
+        *([f"{_listed(doubled)} more than once"] if doubled else []),
+    ]
+    span = f"tasks {expected.start} to {expected.stop - 1}" if expected else f"no task (the next is {expected.start})"
+    drops = f" and drops {_listed(dropped)}" if dropped else ""
+    raise TrainingError(
+        f"batch {step}: environment '{name}' has {span} in turn by the orchestrator's states, and the batch "
+        f"holds {_listed(tasks)}{drops}: {', '.join(reasons) or 'out of order'}. Nothing of this batch is trained."
+    )
+
+
+def _check_counts(step: int, account: str, held: Counts, counted: Counts) -> None:
+    for name in held.__struct_fields__:
+        if getattr(held, name) != getattr(counted, name):
+            raise TrainingError(
+                f"batch {step} {account} {getattr(held, name)} {name}, the orchestrator's states count "
+                f"{getattr(counted, name)} for it. Nothing of this batch is trained."
+            )
+
+
+def _listed(numbers: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, numbers[:most]))
+    return (f"{shown}, … ({len(numbers)})" if len(numbers) > most else shown) or "none"
+
+
+def check_provenance(run_dir: RunDir, batch: Batch) -> bool:
+    """Return whether `batch` was sampled by the published weights of its version; say so where it was not.
+
+    A trainer that goes on from a checkpoint makes the versions behind it again, and trains on batches that the
+    versions before the restart sampled. Where a machine repeats its bits these are the same weights. Where it does
+    not, the batch is as stale as the two differ, though their number is the same. Weights that are not published
+    any more are not compared, nor is a batch that a teacher sampled. Reads one small file.
+    """
+    path = run_dir.weights_of(batch.policy_version)
+    if not batch.weights_digest or not is_committed(path):
+        return True
+    published = listed_digest(read_manifest(path), path)
+    if published == batch.weights_digest:
+        return True
+    report(
+        f"WARNING: batch {batch.step} was sampled by other weights than version {batch.policy_version} has now: digest "
+        f"{batch.weights_digest}, published is {published}. This machine did not repeat the bits of the steps that it "
+        "trained again; the batch is trained all the same, with the log-probabilities of what sampled it",
+        step=batch.step,
+    )
+    return False

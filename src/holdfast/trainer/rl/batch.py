@@ -1,0 +1,253 @@
+"""From the rollouts of a batch to training samples."""
+
+# Merged here, to be said in the docstring above:
+# - per_token: The arrays that RL gives its samples, one number per token, as `Sample.per_token[KEY]`: every key and who sets it.
+# - minibatches: A step's samples as minibatches: one optimizer update each, packed and dealt to the ranks.
+# - distributions: The distributions that a step's tokens were sampled from, which the step changes: one, or several in a mix.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.config.algorithm import UpdatesConfig
+from holdfast.errors import DataError
+from holdfast.protocol.rollouts import Rollout, Sampling
+from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, plan_rows
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.logprobs import Reading, SamplingByToken
+from holdfast.trainer.model.packing_check import Layout
+
+SAMPLER_LOGPROB = "sampler_logprob"
+"""Log-probability under the sampler when the token was drawn, in nats. Always set, from the rollout."""
+SAMPLING = "sampling"
+"""Which of the step's distributions the token was sampled from. Not set where all are from one."""
+AGE = "age"
+"""Versions by which the sampler was older than the weights that the step trains. Always set, from the rollout."""
+REFERENCE_LOGPROB = "reference_logprob"
+"""Log-probability under the reference, measured before the step, or under a teacher of the orchestrator."""
+OLD_LOGPROB = "old_logprob"
+"""Log-probability under the trainer's weights before the step. Not set where the only update measures it itself."""
+VALUE = "value"
+"""The critic's value before the step; where there is a critic."""
+RETURN = "return"
+"""What the critic learns: the return by GAE; where there is a critic."""
+ADVANTAGE = "advantage"
+"""The advantage. Always set before the updates."""
+
+
+def assign_targets(sample: Sample, key: str, values_T: Sequence[float] | np.ndarray) -> None:
+    """Give every target of a sample its value as `per_token[key]`, 0 elsewhere."""
+    sample.per_token[key] = np.zeros(len(sample.token_ids), dtype=np.float32)
+    sample.per_token[key][sample.targets] = values_T
+
+
+def target_values(sample: Sample, key: str) -> np.ndarray:
+    """Return the values of `per_token[key]` at the targets, (T,), float64."""
+    # float64: sums and means over many tokens keep their digits.
+    return sample.per_token[key][sample.targets].astype(np.float64)
+
+
+def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sample]:
+    """Return one sample per rollout, with all its branches: the sampler's log-prob and the version age of each token.
+
+    Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those
+    under the reference, where there are some.
+
+    Raises:
+        DataError: a rollout's arrays do not fit together.
+    """
+    return [_to_sample(rollout, trained_version) for rollout in rollouts]
+
+
+def group_rollouts(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Return the rollouts of each problem, in the order of the batch."""
+    return [list(group) for _, group in groupby(rollouts, key=lambda one: (one.environment, one.task_id))]
+
+
+def without_truncated(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
+    """Return the samples, with an empty mask for those of truncated rollouts; what follows the tokens is shared."""
+    return [
+        replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if rollout.truncated else sample
+        for sample, rollout in zip(samples, rollouts, strict=True)
+    ]
+
+
+def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
+    length = len(rollout.token_ids)
+    reference = rollout.reference_logprobs
+    if {len(rollout.loss_mask), len(rollout.logprobs), length if reference is None else len(reference)} != {length}:
+        raise DataError(
+            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: {length} tokens, "
+            f"{len(rollout.loss_mask)} mask entries, {len(rollout.logprobs)} log-probabilities, "
+            f"{'none' if reference is None else len(reference)} of a teacher; all must be equal"
+        )
+    loss_mask = np.asarray(rollout.loss_mask, dtype=bool)
+    starts = rollout.branch_starts
+    if starts[:1] != (0,) or any(not begin < end for begin, end in pairwise([*starts, length])):
+        raise DataError(
+            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: its branches "
+            f"begin at {', '.join(map(str, starts)) or 'no token'} of {length}; they must begin at 0, and each behind "
+            "the one before"
+        )
+    if loss_mask[list(starts[1:])].any():
+        raise DataError(
+            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: a branch begins "
+            "with a sampled token, which no prompt is before"
+        )
+    ages = np.zeros(length, dtype=np.float32)
+    for span in rollout.versions:
+        # Per span: a rollout may have been sampled across an update of the weights.
+        ages[span.start : span.end] = trained_version - span.version
+    teacher = {} if reference is None else {REFERENCE_LOGPROB: np.asarray(reference, dtype=np.float32)}
+    return Sample(
+        token_ids=np.asarray(rollout.token_ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        per_token={
+            SAMPLER_LOGPROB: np.asarray(rollout.logprobs, dtype=np.float32),
+            AGE: ages,
+            **teacher,
+        },
+        starts=starts,
+    )
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer update trains on.
+
+    Attributes:
+        samples: of all ranks.
+        micro_batches: this rank's forward passes, as indices into `samples`.
+    """
+
+    samples: list[Sample]
+    micro_batches: list[list[int]]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens trained, on all ranks."""
+        return sum(sample.num_targets for sample in self.samples)
+
+
+def plan_epochs(
+    samples: Sequence[Sample],
+    config: UpdatesConfig,
+    *,
+    row_tokens: int,
+    mesh: Mesh,
+    seed: int,
+    step: int,
+    layout: Layout,
+) -> list[list[Minibatch]]:
+    """Return the minibatches of each epoch; every sample is in one of each epoch.
+
+    With several minibatches the samples are shuffled, anew in every epoch, as a function of seed, step
+    and epoch alone (numpy never changes what its SeedSequence gives).
+    """
+    epochs = []
+    for epoch in range(config.epochs):
+        order = np.arange(len(samples))
+        if config.minibatches > 1:
+            # Sorted keys, not Generator.shuffle, whose stream numpy may change between versions.
+            keys = np.random.SeedSequence(seed, spawn_key=(step, epoch)).generate_state(len(samples), np.uint64)
+            order = np.argsort(keys, kind="stable")
+        # Fewer samples than minibatches leave some empty: an update of nothing is none.
+        parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
+        epochs.append([_plan([samples[index] for index in part], row_tokens, layout, mesh) for part in parts])
+    return epochs
+
+
+def _plan(samples: list[Sample], row_tokens: int, layout: Layout, mesh: Mesh) -> Minibatch:
+    return Minibatch(samples, plan_micro_batches(samples, row_tokens=row_tokens, layout=layout, mesh=mesh))
+
+
+def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: Layout, mesh: Mesh) -> list[list[int]]:
+    """Return this rank's micro-batches, as indices into `samples`. All sequences of a sample are in one of them.
+
+    Args:
+        row_tokens: most tokens of a micro-batch; a longer sample is alone.
+    """
+    arrangement = layout.arrangement(pack=True)
+    lengths = [len(sample.token_ids) for sample in samples]
+    if arrangement == "grouped":
+        # Each sequence is a row, padded to the longest. Several are alone: what they take beside others is not known.
+        lengths = [
+            max(row_tokens, len(sample.starts) * max(sample.lengths)) if len(sample.starts) > 1 else length
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+    plan = plan_rows(
+        lengths,
+        costs=[sum(map(layout.cost, sample.lengths)) for sample in samples],
+        arrangement=arrangement,
+        budget=row_tokens,
+        rows_per_micro_batch=1,
+        world_size=mesh.data_size,
+    )
+    return plan[mesh.data_rank]
+
+
+@torch.no_grad()
+def measure_targets(
+    names: Sequence[str],
+    forward: Callable[[MicroBatch], Sequence[Tensor]],
+    minibatches: Sequence[Minibatch],
+    mesh: Mesh,
+    *,
+    pack: bool,
+) -> None:
+    """Give every sample what `forward` says about its targets, as `per_token` of those names, 0 elsewhere. Collective.
+
+    Args:
+        forward: from the micro-batch to one number per target, (N,), for each name.
+        pack: whether the samples of a micro-batch share a row.
+    """
+    for minibatch in minibatches:
+        counts = [sample.num_targets for sample in minibatch.samples]
+        ends = np.cumsum(counts)
+        found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
+        passes = list[Tensor]()
+        for indices in minibatch.micro_batches:
+            micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=mesh.device)
+            passes.append(torch.stack([values_N.float() for values_N in forward(micro)]))
+        order = [index for indices in minibatch.micro_batches for index in indices]
+        # To the CPU in one copy, behind all passes: each waits for the device.
+        values_KN = torch.cat(passes, 1).cpu()
+        for index, part_KN in zip(order, values_KN.split([counts[index] for index in order], 1), strict=True):
+            found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
+        # Every target is one rank's; the others add zero, which changes no bit.
+        parts = np.split(mesh.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
+        for sample, part_KT in zip(minibatch.samples, parts, strict=True):
+            for name, part_T in zip(names, part_KT, strict=True):
+                sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
+                sample.per_token[name][sample.targets] = part_T
+
+
+def learned_distributions(
+    rollouts: Sequence[Rollout], samples: Sequence[Sample], *, is_imitation: bool
+) -> Sampling | SamplingByToken:
+    """Return the one distribution of all rollouts; else all of them, and give every sample which one is its own.
+
+    Args:
+        samples: of the rollouts.
+        is_imitation: a teacher sampled them. What it never samples must become unlikely, so nothing is cut.
+    """
+    samplings = [rollout.sampling.whole() if is_imitation else rollout.sampling for rollout in rollouts]
+    table = tuple(dict.fromkeys(samplings))  # in the order of the rollouts, the same on every rank
+    if len(table) == 1:
+        return table[0]
+    for sample, sampling in zip(samples, samplings, strict=True):
+        sample.per_token[SAMPLING] = np.full(len(sample.token_ids), table.index(sampling), dtype=np.float32)
+    return SamplingByToken(table)
+
+
+def reading_of(micro: MicroBatch, reading: Reading) -> Reading:
+    """Return the reading of the targets of a micro-batch."""
+    if isinstance(reading.sampling, Sampling):
+        return reading
+    return replace(reading, sampling=replace(reading.sampling, index_N=micro.per_token[SAMPLING].long()))

@@ -1,0 +1,426 @@
+"""What every policy loss takes and gives, and what the losses share: ratios, sequences and denominators.
+
+A built-in loss is an objective per token. `build_policy_loss` makes the loss of it: minus its sum over the predicted
+tokens of this forward pass, times correction and weight. The weights carry the denominator, which is
+global: it counts the whole optimizer update over all ranks and micro-batches. So the sum over micro-batches and ranks
+is the loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work
+on sequences.
+
+Shape legend: N predicted tokens of the forward pass.
+"""
+
+# Merged here, to be said in the docstring above:
+# - clipped: The clipped surrogate of a ratio: of tokens in PPO, GRPO, Dr.GRPO and DAPO, of sequences in GSPO.
+# - policy_gradient: Objectives in the log-probability itself, times a ratio without gradient: CISPO, REINFORCE, DPPO, likelihood.
+# - correction: The correction of importance weights where sampler and trainer disagree about the same tokens.
+# - build: Policy losses: pure functions of per-token tensors that return (loss, counts), chosen by name.
+# - regularizers: Terms that are added to a policy loss: KL from the reference, divergence from a teacher, entropy bonus.
+# - losses: Policy losses: pure functions of per-token tensors that return (loss, counts).
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.errors import TrainingError
+from holdfast.process.imports import calling, load_built_in, load_loss
+from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, KlEstimator, bounded, estimate_kl
+
+
+@dataclass(frozen=True)
+class PolicyLossInput:
+    """What a policy loss sees.
+
+    Attributes:
+        logprobs_N: log-probabilities under the weights being trained; carries the gradient.
+        old_logprobs_N: the same under the trainer's weights at the start of this step, no gradient.
+        sampler_logprobs_N: log-probabilities under the sampler when the tokens were drawn; each token
+            under the version that drew it, also where a rollout spans versions.
+        advantages_N: advantage of each token.
+        entropy_N: entropy of the policy at each token, in nats; carries a gradient for a loss of the user, and where
+            `loss.entropy` asks for it.
+        weights_N: 1 / (sequences of the update * trained tokens of the sequence): sums to 1 over the update.
+        correction_N: the factor of `loss.correction`, no gradient; 1 without one.
+        sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
+        sequence_lengths: tokens of each of these sequences, in their order, where the caller knows them: a loss that
+            works on sequences counts them otherwise, for which it waits for the device.
+        step_sequences: sequences of the whole update, over all ranks.
+        step_tokens: trained tokens of the whole update, over all ranks.
+        reference_logprobs_N: log-probabilities under the reference, where there is one.
+        teacher_kl_N: KL of the policy from its teacher at each token, in nats, with `distillation.divergence = "full"`;
+            carries a gradient.
+    """
+
+    logprobs_N: Tensor
+    old_logprobs_N: Tensor
+    sampler_logprobs_N: Tensor
+    advantages_N: Tensor
+    entropy_N: Tensor
+    weights_N: Tensor
+    correction_N: Tensor
+    sequence_N: Tensor
+    step_sequences: int
+    step_tokens: int
+    reference_logprobs_N: Tensor | None = None
+    teacher_kl_N: Tensor | None = None
+    sequence_lengths: tuple[int, ...] | None = None
+
+
+Counts = dict[str, Tensor]
+"""Numbers of tokens by name, which are logged as shares of all trained tokens. The names must be the same for every
+input, also for one without tokens."""
+
+
+PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
+"""Returns the loss, a scalar, and counts."""
+
+
+Objective = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
+"""Returns what each token adds to the objective, (N,), to be maximised, and counts."""
+
+
+def log_ratios(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
+    """Return log(pi / base) per token, bounded; carries the gradient, (N,).
+
+    The base is the sampler, or with `ratio_to = "old"` the trainer's own policy at the start of the step.
+    """
+    return bounded(data.logprobs_N - (data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N))
+
+
+def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
+    """Return the weight of each token, (N,), by `config.aggregation`.
+
+    `sequence`: 1 / (sequences of the step * tokens of the sequence): every sequence counts the same
+    (GRPO). `token`: 1 / tokens of the step: every token counts the same (DAPO, Yu et al. 2025, eq. 8).
+    `constant`: 1 / (sequences of the step * constant_tokens): no length enters (Dr.GRPO, Liu et al.
+    2025, "Understanding R1-Zero-Like Training", section 3.2).
+    """
+    if config.aggregation == "token":
+        return torch.full_like(data.weights_N, 1 / max(1, data.step_tokens))
+    if config.aggregation == "constant":
+        assert config.constant_tokens is not None  # nothing starts without it
+        return torch.full_like(data.weights_N, 1 / (max(1, data.step_sequences) * config.constant_tokens))
+    return data.weights_N
+
+
+def over_sequences(values_N: Tensor, data: PolicyLossInput, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return, for each token, `reduce` of the values of its sequence, (N,).
+
+    One sequence after the other: scattered sums have no fixed order on GPUs, and so no exact rerun.
+    """
+    if values_N.numel() == 0:
+        return values_N
+    lengths = data.sequence_lengths
+    if lengths is None:
+        lengths = tuple(torch.unique_consecutive(data.sequence_N, return_counts=True)[1].tolist())
+    parts = values_N.split([length for length in lengths if length])
+    return torch.cat([reduce(part).expand(len(part)) for part in parts])
+
+
+def clipped_objective(config: PolicyLossConfig) -> Objective:
+    """Return the clipped surrogate of PPO with given advantages (Schulman et al. 2017, eq. 7).
+
+    The `clipped_surrogate` of rho_t = exp(log_ratios), which differs by `aggregation` and clip range in
+
+    - `ppo` (Schulman et al. 2017): token.
+    - `grpo` (Shao et al. 2024, "DeepSeekMath", eq. 3, without its KL term): sequence.
+    - `dr_grpo` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2): constant.
+    - `dapo` (Yu et al. 2025, "DAPO", eq. 8): token, and clip_high above clip_low.
+    """
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        return clipped_surrogate(torch.exp(log_ratios(data, config)), data.advantages_N, config)
+
+    return objective
+
+
+def gspo_objective(config: PolicyLossConfig) -> Objective:
+    """Return GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5).
+
+    The `clipped_surrogate` of s = exp(mean over the sequence of log_ratios), the same for all tokens of a sequence
+    (eq. 7). Counts are tokens of clipped sequences.
+    """
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        mean_N = over_sequences(log_ratios(data, config), data, torch.mean)
+        return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
+
+    return objective
+
+
+def gspo_token_objective(config: PolicyLossConfig) -> Objective:
+    """Return GSPO-token (Zheng et al. 2025, eqs. 13 and 14), for advantages that differ within a sequence.
+
+    The `clipped_surrogate` of s_t = sg(s) pi_t / sg(pi_t), with s as in `gspo_objective` and sg: no gradient. Its value
+    is s; its gradient is s times that of the token's own log-probability. With one advantage per sequence, and
+    `aggregation = "sequence"`, loss and gradient are those of `gspo`.
+    """
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        mean_N = over_sequences(log_ratios(data, config).detach(), data, torch.mean)
+        # 0 in value: it brings in the gradient of the token alone.
+        own_N = data.logprobs_N - data.logprobs_N.detach()
+        return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
+
+    return objective
+
+
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+    """Return min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), where A < 0 at least `dual_clip` A, and counts.
+
+    The second bound is dual clip (Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
+    Learning", eq. 5; the two-sided clip of INTELLECT-2). Counts are of the tokens that each bound takes the gradient
+    from: clipping stops it only where it lowers the objective, hence the signs.
+    """
+    assert config.dual_clip is not None  # the config fills it in
+    low, high = config.clip_range
+    clipped_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+    dual_N = (ratio_N > config.dual_clip) & (advantages_N < 0)
+    # Where A < 0 the surrogate is unbounded below in rho: dual clip bounds it, and its gradient.
+    return torch.where(dual_N, config.dual_clip * advantages_N, clipped_N), {
+        **clip_counts(ratio_N, advantages_N, low, high),
+        "clip_fraction/dual": dual_N.sum(),
+    }
+
+
+@torch.no_grad()
+def clip_counts(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Counts:
+    """Return how many tokens lie outside of [low, high] on the side where their advantage pushes."""
+    below_N = (ratio_N < low) & (advantages_N < 0)
+    above_N = (ratio_N > high) & (advantages_N > 0)
+    return {"clip_fraction/low": below_N.sum(), "clip_fraction/high": above_N.sum()}
+
+
+def cispo_objective(config: PolicyLossConfig) -> Objective:
+    """Return CISPO (MiniMax 2025, "MiniMax-M1", eqs. 4 and 5): sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A_t l_t.
+
+    With rho = exp(log_ratios) and sg: no gradient. Clipping bounds a token's weight but never takes its gradient away;
+    the clip counts say where it bounds.
+    """
+    low, high = config.clip_range
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        ratio_N = torch.exp(log_ratios(data, config)).detach()
+        counts = clip_counts(ratio_N, data.advantages_N, low, high)
+        return ratio_N.clamp(low, high) * data.advantages_N * data.logprobs_N, counts
+
+    return objective
+
+
+def policy_gradient_objective(config: PolicyLossConfig) -> Objective:
+    """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
+
+    sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
+    (Ionides 2008), so that older rollouts, further epochs and replay do not bias it but for the truncation. Where rho
+    is 1, as with `ratio_to = "old"` and one update a step, it is REINFORCE. With `aggregation = "constant"` it is the
+    policy gradient of the whole sequence's log-probability, times 1 / constant_tokens.
+    """
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        ratio_N, counts = _truncated_ratios(data, config)
+        return ratio_N * data.advantages_N * data.logprobs_N, counts
+
+    return objective
+
+
+def dppo_objective(config: PolicyLossConfig) -> Objective:
+    """Return DPPO with the binary total variation (arXiv 2602.04879, "Rethinking the Trust Region in LLM RL").
+
+    m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios), p and b the probabilities of the token under
+    policy and base, and m_t = 0 where the policy has gone too far already: p - b > clip_high and A > 0, or
+    p - b < -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs.
+    The truncation is that of section 5.4.
+    """
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        assert config.clip_low is not None and config.clip_high is not None  # the config fills them in
+        ratio_N, counts = _truncated_ratios(data, config)
+        with torch.no_grad():
+            base_N = data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N
+            moved_N = data.logprobs_N.exp() - base_N.exp()
+            counts |= clip_counts(moved_N, data.advantages_N, -config.clip_low, config.clip_high)
+            high_N = (moved_N > config.clip_high) & (data.advantages_N > 0)
+            low_N = (moved_N < -config.clip_low) & (data.advantages_N < 0)
+        return torch.where(high_N | low_N, 0.0, ratio_N * data.advantages_N * data.logprobs_N), counts
+
+    return objective
+
+
+def likelihood_objective(config: PolicyLossConfig) -> Objective:
+    """Return the log-likelihood of the rollouts, whatever their advantage: l_t.
+
+    For rollouts of a teacher (hard distillation; Kim and Rush 2016, "Sequence-Level Knowledge Distillation").
+    """
+
+    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        return data.logprobs_N, {}
+
+    return objective
+
+
+@torch.no_grad()
+def _truncated_ratios(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+    assert config.ratio_max is not None  # the config fills it in
+    ratio_N = torch.exp(log_ratios(data, config))
+    return ratio_N.clamp(max=config.ratio_max), {"ratio/truncated": (ratio_N > config.ratio_max).sum()}
+
+
+@torch.no_grad()
+def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple[Tensor, Counts]:
+    """Return the factor of each token's objective, (N,), without gradient, and how many tokens it bounded.
+
+    With w = pi_old / mu, of the token, with `level = "sequence"` the product over its sequence, with `"geometric"`
+    the geometric mean over it:
+
+    - `truncate`: min(w, high). Truncated importance sampling (Ionides 2008; for this mismatch Yao et al.
+      2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    - `mask`: w where low <= w <= high, else 0 (per token: IcePop of Ling Team 2025, "Every Step
+      Evolves"; per sequence and geometric: Liu et al. 2025, "When Speed Kills Stability").
+
+    `veto`: 0 for every token of a sequence with a token whose own w is below it.
+
+    The denominator of the loss stays as it is: what is masked counts as 0, not as absent.
+    1 and no counts without a correction.
+    """
+    if config.type == "none":
+        return torch.ones_like(data.logprobs_N), {}
+    assert config.high is not None  # the config fills it in
+    token_N = bounded(data.old_logprobs_N - data.sampler_logprobs_N)
+    log_weights_N = token_N
+    if config.level != "token":
+        reduce = torch.sum if config.level == "sequence" else torch.mean
+        # Bounded again: the sum of bounded logs over a long sequence overflows exp.
+        log_weights_N = bounded(over_sequences(token_N, data, reduce))
+    weights_N = log_weights_N.exp()
+    bounded_N = (weights_N < (config.low or 0.0)) | (weights_N > config.high)
+    if config.type == "truncate":
+        factors_N = weights_N.clamp(max=config.high)
+    else:
+        factors_N = torch.where(bounded_N, 0.0, weights_N)
+    counts = {"correction/bounded": bounded_N.sum()}
+    if config.veto is not None:
+        vetoed_N = over_sequences(token_N, data, torch.min) < math.log(config.veto)
+        factors_N = torch.where(vetoed_N, 0.0, factors_N)
+        counts["correction/vetoed"] = vetoed_N.sum()
+    return factors_N, counts
+
+
+__all__ = ["PolicyLoss", "PolicyLossInput", "build_policy_loss"]
+
+
+_OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""Errors that come up in any code, also in a loss of the user: a GPU or another rank is gone. A new start may help."""
+
+
+def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
+    """Return the loss that `config.type` names: a built-in one, or the user's `module:function`.
+
+    A built-in loss is - sum_t w_t c_t objective_t, with the weights of `aggregation` and the factors of
+    `correction`. A function of the user is called as `function(data, **config.args)` with a
+    `PolicyLossInput` that holds them, and returns what a `PolicyLoss` returns.
+
+    Raises:
+        ConfigError: the user's function cannot be loaded, or does not take `config.args`.
+    """
+    inner = _built_in_loss(config) if config.type in POLICY_LOSSES else _user_loss(config)
+
+    def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        factors_N, counts = correction_factors(data, config.correction)
+        value, own = inner(replace(data, correction_N=factors_N))
+        return value, counts | own
+
+    return loss
+
+
+def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
+    objective: Objective = load_built_in(POLICY_LOSSES[config.type].function, package="holdfast.trainer.rl.losses")(
+        config
+    )
+
+    def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        objective_N, counts = objective(data)
+        weights_N = token_weights(data, config) * data.correction_N
+        return -(weights_N * objective_N).sum(), counts
+
+    return loss
+
+
+def _user_loss(config: PolicyLossConfig) -> PolicyLoss:
+    function = load_loss(config.type, config.args)
+
+    def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        with calling(config.type, key="loss.type", unless=_OF_THE_MACHINE):
+            result = function(data, **config.args)
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]) and _are_scalars(result[1])):
+            raise TrainingError(
+                f"loss '{config.type}' must return (loss, counts), a scalar tensor that carries the gradient and a "
+                f"dict of name -> scalar tensor; got {result!r}"
+            )
+        return result
+
+    return loss
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and (value.requires_grad or not torch.is_grad_enabled())
+
+
+def _are_scalars(counts: object) -> bool:
+    return isinstance(counts, dict) and all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.dim() == 0 for name, value in counts.items()
+    )
+
+
+def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> PolicyLoss:
+    """Return `loss - coef * mean entropy` (Williams and Peng 1991, "Function optimization using connectionist ...").
+
+    The mean is over all trained tokens of the update, whatever the denominator of the loss, as in TRL: so a coefficient
+    means the same for every loss.
+    """
+
+    def rewarded(data: PolicyLossInput) -> tuple[Tensor, Counts]:
+        value, counts = loss(data)
+        # At least 1: an update may have no trained token on any rank.
+        return value - coefficient.coef * data.entropy_N.sum() / max(1, data.step_tokens), counts
+
+    return rewarded
+
+
+def with_kl_term(
+    loss: PolicyLoss, config: PolicyLossConfig, coefficient: KlCoefficient, estimator: KlEstimator
+) -> PolicyLoss:
+    """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
+
+    The weights w, and so the denominator, are those of the loss itself.
+    """
+
+    def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert data.reference_logprobs_N is not None, "a KL term needs a reference"
+        value, counts = loss(data)
+        kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator)
+        return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
+
+    return penalised
+
+
+def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: float) -> PolicyLoss:
+    """Return `loss + coef * sum_t w_t KL(policy || teacher)_t`, the divergence over the whole vocabulary at each token.
+
+    The reverse KL of Gu et al. 2024, "MiniLLM", and Agarwal et al. 2024, "On-Policy Distillation of Language Models",
+    on rollouts of the policy; how an earlier token leads to a later one carries no gradient. The weights w are those
+    of the loss itself.
+    """
+
+    def taught(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert data.teacher_kl_N is not None, "a distillation term needs a teacher"
+        value, counts = loss(data)
+        term = (token_weights(data, config) * data.teacher_kl_N).sum()
+        return value + coef * term, counts | {"distillation/kl": data.teacher_kl_N.detach().sum()}
+
+    return taught

@@ -1,1 +1,0 @@
-"""What holds the policy back: divergence from its reference, coefficients of KL penalty and entropy bonus."""

@@ -1,0 +1,409 @@
+"""One step of RL: from a batch of rollouts to changed weights.
+
+    learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
+
+What is trained or measured beside the policy: `holdfast.trainer.rl.components`. With the default settings there is
+nothing to measure, and one update.
+"""
+
+# Merged here, to be said in the docstring above:
+# - policy_step: Forward and backward of one update of the policy.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from holdfast.config import TrainerConfig
+from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.base import MODEL_ADVANTAGES
+from holdfast.config.training import learning_rate
+from holdfast.errors import ConfigError
+from holdfast.protocol.rollouts import Batch, Rollout
+from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, to_device
+from holdfast.trainer.mesh import Mesh, Sums
+from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.logprobs import Reading
+from holdfast.trainer.model.policy import Policy, predict
+from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
+from holdfast.trainer.rl.advantages import (
+    add_distillation,
+    advantage_metrics,
+    assign_advantages,
+    assign_gae_advantages,
+    build_advantage,
+    whiten_advantages,
+)
+from holdfast.trainer.rl.batch import (
+    ADVANTAGE,
+    AGE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    SAMPLER_LOGPROB,
+    Minibatch,
+    group_rollouts,
+    learned_distributions,
+    measure_targets,
+    plan_epochs,
+    reading_of,
+    to_samples,
+    without_truncated,
+)
+from holdfast.trainer.rl.components import RlComponents
+from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
+from holdfast.trainer.rl.losses import (
+    PolicyLoss,
+    PolicyLossInput,
+    build_policy_loss,
+    with_distillation_term,
+    with_entropy_bonus,
+    with_kl_term,
+)
+from holdfast.trainer.rl.metrics import PolicyStatistics
+from holdfast.trainer.rl.mismatch import MismatchCheck
+from holdfast.trainer.rl.replay import PretrainingMix
+from holdfast.trainer.rl.rewards import rewards_of_batch
+from holdfast.trainer.rl.scored_rollouts import score_rollouts
+from holdfast.trainer.session import Session, Stopwatch
+
+
+def policy_step(
+    policy: Policy,
+    minibatch: Minibatch,
+    loss_function: PolicyLoss,
+    mesh: Mesh,
+    statistics: PolicyStatistics,
+    *,
+    reading: Reading,
+    teacher: Policy | None = None,
+) -> float:
+    """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
+
+    Args:
+        teacher: what `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole.
+
+    Where samples have no log-probabilities from before the step, the weights have not changed since:
+    the update is the only one of its step. Under `torch.no_grad` the forward passes are made alone, for `statistics`.
+    """
+    reading = replace(reading, entropy=True)
+    samples = minibatch.samples
+    num_targets = minibatch.num_targets
+    # At least 1: a sequence whose mask is empty has no token that bears its weight.
+    weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
+    weights_S = to_device(torch.tensor(weights, dtype=torch.float32), mesh.device)
+    losses = Sums("loss")
+    for indices in minibatch.micro_batches:
+        micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=mesh.device)
+        predicted = predict(policy, micro, reading_of(micro, reading), teacher=teacher)
+        logprobs_N, entropy_N = predicted.logprobs_N, predicted.entropy_N
+        assert entropy_N is not None  # the reading asks for it
+        data = PolicyLossInput(
+            logprobs_N=logprobs_N,
+            # Not measured before the step: this is its only update, and the weights have not changed since.
+            old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
+            sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
+            reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
+            advantages_N=micro.per_token[ADVANTAGE],
+            entropy_N=entropy_N,
+            teacher_kl_N=predicted.teacher_kl_N,
+            weights_N=weights_S[micro.sample_index_N],
+            correction_N=torch.ones_like(logprobs_N),
+            sequence_N=micro.sample_index_N,
+            sequence_lengths=micro.targets_per_sample,
+            step_sequences=len(samples),
+            step_tokens=num_targets,
+        )
+        loss, counts = loss_function(data)
+        if torch.is_grad_enabled():
+            # FSDP averages gradients over ranks; the weights sum to one over all of them.
+            (loss * mesh.world_size).backward()
+        losses.add({"loss": loss})
+        statistics.add(data, counts, entropy_N.detach(), micro.per_token[AGE])
+    own = losses.read()
+    statistics.add_update(own["loss"])
+    return mesh.sum(own)["loss"]
+
+
+class Learner:
+    """Trains the policy, and what is trained beside it, on one batch after another."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        session: Session[Policy],
+        components: RlComponents,
+        pretraining: PretrainingMix | None,
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._mesh = session.mesh
+        self._policy = session.policy
+        self._components = components
+        self._pretraining = pretraining
+        self._loss = build_policy_loss(config.loss)
+        self._mismatch = MismatchCheck(config, session.policy, session.mesh)
+        self._advantage = None if config.advantage in MODEL_ADVANTAGES else build_advantage(config)
+        kl = config.kl
+        if kl is not None and components.kl is not None and kl.place == "loss" and kl.coef > 0:
+            assert kl.estimator is not None  # the config fills it in
+            self._loss = with_kl_term(self._loss, config.loss, components.kl, kl.estimator)
+        distillation = config.distillation
+        self._teacher = None
+        if distillation is not None and distillation.divergence == "full":
+            self._teacher = components.reference
+            self._loss = with_distillation_term(self._loss, config.loss, distillation.coef)
+        if components.entropy is not None:
+            self._loss = with_entropy_bonus(self._loss, components.entropy)
+
+    def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
+        """Train on the batch of the next step; return its metrics. Collective.
+
+        Args:
+            is_foreign: other weights than the published ones of its version sampled it, so its log-probabilities
+                say nothing about whether the engine computes the same model.
+
+        Raises:
+            TrainingError: something is not finite, or the engine computes another model; then the step must not
+                be published or saved.
+        """
+        step, config, components = batch.step, self._config, self._components
+        fresh = group_rollouts(batch.rollouts)
+        old = components.replay.sample(step, config.replay.groups) if components.replay and config.replay else []
+        groups = fresh + old
+        rollouts = [rollout for group in groups for rollout in group]
+        # Step N trains version N - 1.
+        samples = to_samples(rollouts, trained_version=step - 1)
+        trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
+        epochs = self._plan(step, trained, config.updates)
+        _check_cuts(batch, rollouts, config)
+        # A teacher's weights have no digest here.
+        reading = Reading(learned_distributions(rollouts, samples, is_imitation=not batch.weights_digest))
+        with stopwatch.phase("experience"):
+            # What is not trained is measured, too: its penalties and values count in the advantages of the others.
+            left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
+            self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
+            metrics = self._compute_advantages(groups, samples, trained, num_fresh=len(fresh))
+        self._mismatch.begin(
+            step,
+            batch.rollouts,
+            trained,
+            lambda found: self._measure_policy(OLD_LOGPROB, self._policy, reading, found),
+            is_foreign=is_foreign,
+            is_truncated=reading.sampling.is_truncated,
+        )
+        entropy = components.entropy
+        has_bonus = entropy is not None and entropy.coef > 0
+        learning = replace(reading, entropy_gradient=has_bonus or ":" in config.loss.type)  # the user's may need it
+        metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
+        metrics |= self._update(step, learning, trained, epochs, stopwatch)
+        # After the update, which the coefficient before has penalised: this one is for the next step.
+        metrics |= self._steer_kl(step, samples[: len(batch.rollouts)])
+        # Without a trained token there is no mean entropy to follow.
+        if entropy is not None and self._trains_policy(step) and any(sample.num_targets for sample in trained):
+            entropy.update(metrics["entropy"])
+        components.after_step(step, self._policy)
+        if components.replay is not None:
+            # Behind the draw: a step never replays its own groups.
+            components.replay.add(step, fresh)
+            metrics["replay/groups"] = float(len(old))
+        return metrics
+
+    def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[Minibatch]]:
+        config = self._config
+        return plan_epochs(
+            samples,
+            updates,
+            row_tokens=config.row_tokens,
+            layout=self._policy.layout,
+            mesh=self._mesh,
+            seed=config.seed,
+            step=step,
+        )
+
+    def _compute_advantages(
+        self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample], *, num_fresh: int
+    ) -> dict[str, float]:
+        """Give every sample its advantages; return metrics.
+
+        Args:
+            samples: of the rollouts, measured.
+            trained: the same, with an empty mask where a rollout is not trained.
+            num_fresh: groups of this batch; those after them are replayed.
+        """
+        config, components = self._config, self._components
+        rewards_PG, metrics = rewards_of_batch(
+            groups,
+            samples,
+            config,
+            reward_model=components.reward_model,
+            moments=components.moments,
+            num_fresh=num_fresh,
+        )
+        penalty = None
+        if config.kl is not None and components.kl is not None:
+            metrics["kl_coef"] = components.kl.coef
+            if config.kl.place == "reward" and config.kl.coef > 0:
+                assert config.kl.estimator is not None  # the config fills it in
+                penalty = KlPenalty(components.kl.coef, config.kl.estimator)
+        masks = config.rewards.truncated == "mask"
+        scored = score_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
+        if config.critic is not None:
+            assign_gae_advantages(samples, scored, config.critic)
+            if config.critic.whiten:
+                whiten_advantages(trained)
+        elif self._advantage is not None:
+            assign_advantages(samples, self._advantage(scored))
+        else:
+            assign_advantages(samples, [[0.0 for _ in group] for group in groups])
+        if config.distillation is not None and config.distillation.divergence == "sampled":
+            metrics |= add_distillation(trained, config.distillation.coef)
+        return metrics | advantage_metrics(trained)
+
+    def _trains_policy(self, step: int) -> bool:
+        """Whether `step` trains the policy, which the first steps of a run may leave as it is."""
+        critic = self._config.critic
+        return critic is None or step > critic.warmup_steps
+
+    def _steer_kl(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
+        coefficient, sampled = self._components.kl, [sample for sample in samples if sample.num_targets]
+        measured = self._needs_old_logprobs and self._needs_reference_logprobs
+        if coefficient is None or not measured or not sampled:
+            return {}
+        sums = kl_of_sequences(sampled)
+        # Every rank has all samples, so all come to the same coefficient without a collective.
+        mean = math.fsum(sums) / len(sums)
+        if self._trains_policy(step):
+            coefficient.update(mean, len(sums))
+        return {"kl/sequence": mean}
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Whether log-probabilities before the step are needed beside those of the update."""
+        config, kl, distillation = self._config, self._config.kl, self._config.distillation
+        several = config.updates.epochs * config.updates.minibatches > 1
+        for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
+        has_sampled_divergence = distillation is not None and distillation.divergence == "sampled"
+        for_advantages = has_sampled_divergence or "online_dpo" in config.advantages
+        return several or for_kl or for_advantages
+
+    @property
+    def _needs_reference_logprobs(self) -> bool:
+        """Whether the reference is measured before the update; a teacher of whole vocabularies is read within it."""
+        kl, compares = self._config.kl, "online_dpo" in self._config.advantages
+        return kl is not None and (self._teacher is None or kl.coef > 0 or compares)
+
+    def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
+        """Give every sample the numbers that no gradient is needed for. Collective."""
+        if self._needs_old_logprobs:
+            self._measure_policy(OLD_LOGPROB, self._policy, reading, minibatches)
+        if self._components.reference is not None and self._needs_reference_logprobs:
+            self._measure_policy(REFERENCE_LOGPROB, self._components.reference, reading, minibatches)
+        if self._components.critic is not None:
+            self._components.critic.measure(minibatches)
+
+    def _measure_policy(self, key: str, policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
+        """Give every sample its log-probabilities under `policy` as `key`. Collective."""
+        reading = replace(reading, entropy=False)
+        was_training = policy.training
+        policy.eval()  # no dropout
+
+        def read(micro: MicroBatch) -> list[Tensor]:
+            return [predict(policy, micro, reading_of(micro, reading)).logprobs_N]
+
+        measure_targets([key], read, minibatches, self._mesh, pack=policy.layout.packs)
+        # Without a backward pass nothing else puts the parameters back into shards.
+        reshard(policy)
+        policy.train(was_training)
+
+    def _update(
+        self,
+        step: int,
+        reading: Reading,
+        samples: list[Sample],
+        epochs: Sequence[Sequence[Minibatch]],
+        stopwatch: Stopwatch,
+    ) -> dict[str, float]:
+        """Take all updates of the step; return their metrics."""
+        config, components, session = self._config, self._components, self._session
+        # Every rank sees all samples, so all agree on the names of the metrics.
+        ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
+        statistics = PolicyStatistics(
+            ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
+        )
+        critic_alone = not self._trains_policy(step)
+        lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
+        value_lr = learning_rate(step, config.critic.optim, config.max_steps) if config.critic is not None else 0.0
+        # Counted from the step, as if none had taken fewer updates: a resumed run draws what an uninterrupted one does.
+        done = (step - 1) * config.updates.epochs * config.updates.minibatches
+        grad_norms, pretraining_losses = [], []
+        if critic_alone:
+            with stopwatch.phase("forward"):
+                self._observe(step, reading, epochs[0], statistics)
+        for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
+            if not critic_alone:
+                with stopwatch.phase("forward_backward"):
+                    loss = self._step(minibatch, statistics, reading)
+                    if self._pretraining is not None:
+                        pretraining_losses.append(self._pretraining.step(self._policy, done, self._mesh))
+                # After the first update the weights are no longer those that this compares.
+                if not grad_norms:
+                    self._mismatch.before_update(step, statistics)
+                with stopwatch.phase("optimizer"):
+                    grad_norms.append(clip_gradients(self._policy, config.optim.max_grad_norm))
+                    # Before the weights change: what is not finite must not reach them.
+                    check_finite(step, loss=loss, grad_norm=grad_norms[-1])
+                    update_parameters(session.optimizer, lr=lr)
+            if components.critic is not None:
+                with stopwatch.phase("critic"):
+                    components.critic.update(minibatch, lr=value_lr)
+            done += 1
+        metrics = statistics.reduce(self._mesh) | {"lr": lr}
+        for name, values in (("grad_norm", grad_norms), ("pretraining_loss", pretraining_losses)):
+            metrics |= {name: sum(values) / len(values)} if values else {}
+        if components.critic is not None:
+            metrics |= components.critic.take_metrics() | {"value_lr": value_lr}
+        return metrics
+
+    def _observe(
+        self, step: int, reading: Reading, minibatches: Sequence[Minibatch], statistics: PolicyStatistics
+    ) -> None:
+        """Measure the policy as an update would find it, in a step that does not train it. Collective."""
+        with torch.no_grad():
+            for minibatch in minibatches:
+                self._step(minibatch, statistics, reading)
+        reshard(self._policy)
+        self._mismatch.before_update(step, statistics)
+
+    def _step(self, minibatch: Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
+        loss = policy_step(
+            self._policy,
+            minibatch,
+            self._loss,
+            self._mesh,
+            statistics,
+            reading=reading,
+            teacher=self._teacher,
+        )
+        if self._teacher is not None:
+            reshard(self._teacher)
+        return loss
+
+
+def _check_cuts(batch: Batch, rollouts: Sequence[Rollout], config: TrainerConfig) -> None:
+    """Refuse a divergence between distributions that have different tokens.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    cut = next((rollout for rollout in rollouts if rollout.sampling.is_truncated), None)
+    if batch.weights_digest and config.kl is not None and cut is not None:
+        raise ConfigError(
+            f"batch {batch.step}: environment '{cut.environment}' was sampled at {cut.sampling}, and trainer.kl "
+            "compares distributions over all tokens: leave orchestrator.sampling.top_p, top_k and min_p at 1, 0 and 0, "
+            "or leave trainer.kl out"
+        )

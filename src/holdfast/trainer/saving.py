@@ -1,0 +1,329 @@
+"""When a training program saves: every so many steps or minutes, at the end, and when it is asked to stop."""
+
+# Merged here, to be said in the docstring above:
+# - stop: A request to stop that every rank sees: SIGTERM and SIGUSR1 ask for a save of the current step first.
+# - checkpointing: How a run of ours uses the library of checkpoints: its storage, what manifests say of it, and where it goes on.
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import signal
+import struct
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from holdfast.config import CkptConfig
+from holdfast.config.load import to_toml
+from holdfast.config.resolved import fingerprint
+from holdfast.config.training import EvaluatedCommand, TrainingCommand
+from holdfast.errors import CheckpointError, SaveError, Stopped, nearest
+from holdfast.process.events import report
+from holdfast.process.heartbeat import does
+from holdfast.run import manifest
+from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, BestMetric, Retention
+from holdfast.run.metrics import MetricsWriter
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint.commit import Attachment, Identity
+from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage, Storage
+from holdfast.trainer.mesh import Mesh, RankGroup
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.state import TrainState
+
+_TIME = struct.Struct("d")
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Which signal asked to stop, shared by the process that makes it and its forks."""
+
+    @functools.cached_property
+    def _memory(self) -> mmap.mmap:
+        """The page, made by the process that listens and then forks the ranks; else by whoever asks first."""
+        return mmap.mmap(-1, 1 + _TIME.size)
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGUSR1 of this process and its forks as requests, instead of dying by them."""
+        _ = self._memory  # now: a page that is made after the fork is not shared
+        for number in SIGNALS:
+            signal.signal(number, lambda received, _: self.ask(received))
+
+    def ask(self, number: int) -> None:
+        """Ask all ranks to stop, as signal `number` does."""
+        # The first signal counts: the launcher measures the grace from it, too.
+        if not self._memory[0]:
+            _TIME.pack_into(self._memory, 1, time.monotonic())
+        # After the time: who sees a number finds when it came.
+        self._memory[0] = number
+
+    def signal_number(self) -> int:
+        """The signal that asked to stop; 0 when none did."""
+        return self._memory[0]
+
+    def asked_s(self) -> float:
+        """When the first signal came, by the monotonic clock of this machine; now if none did here."""
+        return _TIME.unpack_from(self._memory, 1)[0] if self._memory[0] else time.monotonic()
+
+
+STOP_REQUEST = StopRequest()
+"""The request of this process and its forks."""
+
+
+_LONGER_S = 60.0
+_log = logging.getLogger("trainer")
+
+
+class GraceOver(SaveError):
+    """The time of grace was over before the save that a signal asked for was done."""
+
+
+class Saver:
+    """Drives a `Checkpointer` from the boundaries of steps. All methods are collective.
+
+    Args:
+        config: None where checkpoints are off: then nothing is saved and signals act as usual.
+        committed: the step that the run was resumed from, which needs no saving; None for a fresh start.
+        storage: where committed steps are kept; unset: where they were committed.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: CkptConfig | None,
+        mesh: Mesh,
+        *,
+        max_steps: int,
+        committed: int | None,
+        storage: Storage | None = None,
+        stop: StopRequest = STOP_REQUEST,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._config = config
+        self._mesh = mesh
+        self._max_steps = max_steps
+        self._storage = storage or LocalStorage()
+        # While rank 0 waits for the storage, the others wait, longer than for any other collective: an early end of
+        # one of them would be taken for the end of all.
+        self._patient_ranks: RankGroup | None = None
+        if config is not None and self._storage.close_s:
+            self._patient_ranks = RankGroup(timeout_s=max(self._storage.close_s, config.grace_s) + _LONGER_S)
+        self._stop = stop
+        self._asked = 0
+        self._is_time = False
+        self._has_warned_of_best = False
+        self._committed: list[int] = []
+        self._newest = committed or 0
+        self._last_save_time = time.monotonic()
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether a signal came, on whichever rank; call once at the start of every step, after waiting for data."""
+        if self._config is None:
+            return False
+        minutes = self._config.every_minutes
+        is_time = minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
+        # The clock of rank 0 decides for all.
+        agreed = self._mesh.max({"signal": self._stop.signal_number(), "time": float(is_time and self._mesh.is_main)})
+        self._asked, self._is_time = int(agreed["signal"]), bool(agreed["time"])
+        return self._asked != 0
+
+    def after_step(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
+    ) -> list[int]:
+        """Save if it is time to; return the steps that were committed since the last call.
+
+        Raises:
+            SaveError: a save failed, and the configuration says to stop then.
+        """
+        config = self._config
+        if config is None:
+            return []
+        is_last = step == self._max_steps
+        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
+            # The last waits for a save in progress: no later step makes good for it.
+            self._save(step, metrics, attachments, urgent=is_last)
+        self._check_storage()
+        self._poll()
+        committed, self._committed = self._committed, []
+        return committed
+
+    def _poll(self) -> None:
+        committed = self._checkpointer.poll()
+        self._committed += committed
+        self._newest = max([self._newest, *committed])
+
+    def _check_storage(self) -> None:
+        assert self._config is not None
+        try:
+            self._storage.poll()
+        except CheckpointError as error:
+            if self._config.on_failure == "stop":
+                raise SaveError(str(error)) from error
+            _log.error("%s", error)
+
+    def _save(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None, *, urgent: bool
+    ) -> None:
+        self._check_best(step, metrics)
+        if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
+            # Only now: by the minutes, a save that was skipped is due at the next step again.
+            self._last_save_time = time.monotonic()
+            self._is_time = False
+
+    def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that a checkpoint lacks the metric that would make it the best: it may be misspelt."""
+        if self._config is None or self._config.keep_best is None or self._has_warned_of_best:
+            return
+        name = BestMetric.parse(self._config.keep_best).name
+        if name not in metrics and self._mesh.is_main:
+            similar = nearest(name, metrics)
+            report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
+            self._has_warned_of_best = True
+
+    def in_flight(self) -> list[int]:
+        """Steps whose save is not known to have ended."""
+        return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
+
+    def stop(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
+    ) -> None:
+        """Save the current step because a signal asked for it, wait until it is committed, and end.
+
+        Raises:
+            Stopped: always, when the step is saved.
+            SaveError: it could not be saved; `GraceOver`: not within the time of grace.
+        """
+        assert self._config is not None
+        name = signal.Signals(self._asked).name
+        deadline = self._stop.asked_s() + self._config.grace_s  # the launcher counts from the signal as well
+        report("saving before the stop", step=step, signal=name)
+        is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))  # it may be this step's
+        if is_in_time:
+            try:
+                self._poll()
+            except SaveError as error:  # of an earlier step: this one is saved for all that
+                _log.error("%s", error)
+            # It may be saved already, by its interval or by the minutes.
+            if step > self._newest:
+                self._save(step, metrics, attachments, urgent=True)
+                is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
+        if not is_in_time:
+            raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
+        self._close_storage(max(0.0, deadline - time.monotonic()))
+        self._checkpointer.close()
+        stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
+        stopped.exit_code = 128 + self._asked
+        raise stopped
+
+    def wait(self) -> None:
+        """Wait until what was saved is committed.
+
+        Raises:
+            SaveError: it failed, and the configuration says to stop then.
+        """
+        self._checkpointer.wait()
+        self._checkpointer.poll()
+
+    def close(self) -> None:
+        """Wait for the last save and its upload, then leave the process groups.
+
+        Raises:
+            SaveError: one of them failed.
+        """
+        self._checkpointer.close()
+        self._close_storage(self._storage.close_s)
+
+    def _close_storage(self, timeout_s: float) -> None:
+        """Wait on all ranks until rank 0's storage has kept what it can in time; its failure is every rank's."""
+        if self._patient_ranks is None:
+            return
+        does("its wait for uploads", bound_s=timeout_s + 2 * _LONGER_S)
+        self._patient_ranks.on_main(lambda: self._storage.close(timeout_s))
+        self._patient_ranks.close()
+
+
+def open_storage(config: TrainingCommand, run_dir: RunDir, mesh: Mesh, *, older_weights: int) -> Storage:
+    """Return where committed steps are kept, by `ckpt.dir`."""
+    ckpt = config.ckpt
+    if ckpt is None or ckpt.dir is None:
+        return LocalStorage()
+    if not mesh.is_main:
+        return LocalStorage(close_s=ObjectStorage.close_s)
+    return ObjectStorage(
+        ckpt.dir,
+        retention=Retention.of(ckpt),
+        protected={ckpt.resume_step} if isinstance(ckpt.resume_step, int) else (),
+        older_weights=older_weights,
+        weights_of=run_dir.weights_of,
+        run_dir=run_dir,
+    )
+
+
+def make_checkpointer(
+    config: TrainingCommand,
+    run_dir: RunDir,
+    state: TrainState,
+    *,
+    identity: Identity,
+    storage: Storage,
+    metrics: MetricsWriter | None,
+    updated_by: Sequence[torch.optim.Optimizer],
+) -> Checkpointer:
+    """Return the checkpointer of a run as its `ckpt` section says. Collective.
+
+    Args:
+        metrics: on rank 0, flushed before a step gets its name: a step to resume from has its line.
+        updated_by: all optimizers that change the state.
+    """
+    ckpt = config.ckpt
+    return Checkpointer(
+        run_dir.checkpoints,
+        state,
+        save_async=ckpt.save_async if ckpt else False,
+        when_busy=ckpt.when_busy if ckpt else "wait",
+        on_failure=ckpt.on_failure if ckpt else "stop",
+        retention=Retention.of(ckpt),
+        seed=config.seed,
+        identity=identity,
+        storage=storage,
+        before_commit=metrics.flush if metrics else lambda: None,
+        # Removing takes its time, which nobody has who was asked to stop.
+        may_remove=lambda step: not STOP_REQUEST.signal_number() and not _is_to_be_evaluated(config, run_dir, step),
+        collective_timeout_s=config.parallel.collective_timeout_s,
+        updated_by=updated_by,
+    )
+
+
+def _is_to_be_evaluated(config: TrainingCommand, run_dir: RunDir, step: int) -> bool:
+    """Whether who evaluates the run still needs the checkpoint of `step`."""
+    if not isinstance(config, EvaluatedCommand) or not config.awaits_evaluation(step):
+        return False
+    return not run_dir.is_evaluated(step) and not run_dir.given_up.exists()
+
+
+def identity_of(
+    config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, layout: TensorLayout, data_fingerprint: str
+) -> Identity:
+    """Return what the manifests of a run say about it, and the files that are the same in all its checkpoints."""
+    files = {f"{TRAINER_DIR}/config.toml": to_toml(config).encode()}
+    files |= {f"{MODEL_DIR}/{name}": content for name, content in publisher.config_files.items()}
+    if not layout.is_plain:
+        files[f"{MODEL_DIR}/{NAMES_NAME}"] = msgspec.json.encode(layout.names)
+    return Identity(run_dir.run_id(), config.program, data_fingerprint, fingerprint(config), files)
+
+
+def resume(checkpointer: Checkpointer, run_dir: RunDir, step: int, *, data_fingerprint: str, mesh: Mesh) -> None:
+    """Load the step that the launcher has verified, byte for byte, before it started this process. Collective."""
+    report("loading checkpoint", step=step)
+    saved = manifest.read_manifest(run_dir.checkpoint(step))
+    checkpointer.load(step, verify="size")
+    if saved.fingerprints.data != data_fingerprint and mesh.is_main:
+        report(
+            f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "
+            "be trained twice or never in this epoch"
+        )

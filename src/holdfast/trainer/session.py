@@ -1,0 +1,305 @@
+"""What every training program starts with: ranks, model, optimizer, counters, checkpoints, weights, metrics."""
+
+# Merged here, to be said in the docstring above:
+# - measurements: What every program measures of its steps: where the time goes, throughput, memory.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.config.training import TrainedModelConfig, TrainingCommand
+from holdfast.errors import Stopped
+from holdfast.process.events import report
+from holdfast.process.heartbeat import moved
+from holdfast.run.metrics import MetricsWriter
+from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import record, start_timeline
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer
+from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.checkpoint.state import State, seed_everything
+from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.mesh import Mesh, open_mesh
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.lora import Adapters, is_adapted
+from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.policy import Policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
+from holdfast.trainer.model.value_model import ScalarModel
+from holdfast.trainer.optimizer import build_optimizer
+from holdfast.trainer.profiling import Profiler
+from holdfast.trainer.saving import GraceOver, Saver, identity_of, make_checkpointer, open_storage, resume
+from holdfast.trainer.state import Progress, TrainState
+
+_LAST_SAVE_S = 60.0
+_log = logging.getLogger("trainer")
+
+
+M = TypeVar("M", bound=Policy | ScalarModel)
+M_co = TypeVar("M_co", bound=Policy | ScalarModel, covariant=True)
+
+
+class Build(Protocol[M_co]):
+    """Makes the model that is trained; `weights`: whether to fill it, or leave that to a checkpoint."""
+
+    def __call__(self, config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool) -> M_co: ...
+
+
+@dataclass(frozen=True)
+class Session(Generic[M]):
+    """The parts of one training run on this rank, ready for the next step."""
+
+    mesh: Mesh
+    run_dir: RunDir
+    policy: M
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    checkpointer: Checkpointer
+    saver: Saver
+    publisher: WeightPublisher
+    metrics: MetricsWriter | None
+    profiler: Profiler | None = None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of `step`, on rank 0. Do so before saving: a step to resume from has its line."""
+        if self.metrics is not None:
+            self.metrics.write(step, metrics)
+
+    def publish_last(self) -> None:
+        """Publish the weights of the step that training ended with, as the only ones. Collective."""
+        step = self.progress.step
+        report("publishing weights", step=step)
+        self.publisher.publish(step)
+        self.publisher.prune({step})
+
+    def __enter__(self) -> Session[M]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last save, also where training failed; where it did not, for all ranks."""
+        if kind is not None:
+            # Then there is no time left to wait in.
+            if not issubclass(kind, GraceOver):
+                # Bounded: where another rank has ended, its collectives may not.
+                self.checkpointer.wait(_LAST_SAVE_S)
+                if self.profiler is not None:
+                    self.profiler.stop(self.progress.step, is_agreed=issubclass(kind, Stopped))
+            return
+        self.saver.close()
+        if self.profiler is not None:
+            self.profiler.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        # The early end of one rank would be taken for the end of all.
+        self.mesh.barrier()
+        report("finished", step=self.progress.step)
+
+
+@contextmanager
+def start_program(config: TrainingCommand) -> Iterator[tuple[Mesh, PreTrainedTokenizerBase]]:
+    """Join the ranks, seed all generators and read the tokenizer; leave the ranks after the block."""
+    with open_mesh(config.parallel) as mesh:
+        seed_everything(config.seed, step=0, rank=mesh.rank)
+        yield mesh, load_tokenizer(config.model.tokenizer_name)
+
+
+def start_session(
+    config: TrainingCommand,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    build: Build[M],
+    *,
+    pack: bool,
+    components: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
+    data_fingerprint: str = "",
+    older_weights: int = 0,
+) -> Session[M]:
+    """Build the model and everything around it, and bring it to the step that the run goes on from. Collective.
+
+    Args:
+        build: makes the model.
+        pack: whether rows are to hold several samples.
+        components: makes what else is in the state, and the further optimizers that change it, from the
+            model with the weights that a new run begins with.
+        data_fingerprint: of the training data, where the trainer has them.
+        older_weights: how many published versions before its own a checkpoint needs.
+    """
+    run_dir = RunDir(config.output_dir)
+    ckpt = config.ckpt
+    resume_step = ckpt.resume_step if ckpt else None
+    policy, layout = _build_model(config, mesh, build)
+    optimizer = build_optimizer(policy.hf_model, config.optim)
+    # Before loading, which then writes into the tensors that they make.
+    further, optimizers = components(policy) if components else ({}, ())
+    adapters = None
+    if is_adapted(policy.hf_model):
+        adapters = Adapters(policy.hf_model, layout, base_name=config.model.name)
+        further = {**further, "base": adapters}
+    progress = Progress()
+    publisher = WeightPublisher(
+        run_dir, policy, tokenizer, mesh, dtype=config.model.compute_dtype, layout=layout, adapters=adapters
+    )
+    metrics = MetricsWriter(run_dir.metrics) if mesh.is_main else None
+    storage = open_storage(config, run_dir, mesh, older_weights=older_weights)
+    checkpointer = make_checkpointer(
+        config,
+        run_dir,
+        TrainState(policy, optimizer, progress, further),
+        identity=identity_of(config, run_dir, publisher, layout, data_fingerprint),
+        storage=storage,
+        metrics=metrics,
+        updated_by=[optimizer, *optimizers],
+    )
+    if isinstance(resume_step, int):
+        resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
+        _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
+    # After loading: what is compared are the weights that are trained.
+    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.compute_dtype)
+    if ckpt is not None:
+        checkpointer.reserve()
+    if isinstance(resume_step, int):
+        storage.publish(run_dir.checkpoint(resume_step))  # the attempt before may have ended in its upload
+    if mesh.is_main:
+        start_timeline(run_dir.newest_logs(), "trainer", step=progress.step)
+    saver = Saver(checkpointer, ckpt, mesh, max_steps=config.max_steps, committed=progress.step, storage=storage)
+    window, profiler = config.profiled_steps, None
+    if window is not None and progress.step < window.last:
+        profiler = Profiler(window, run_dir, mesh, done=progress.step)
+    return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, profiler)
+
+
+def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
+    """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
+    resume_step = config.ckpt.resume_step if config.ckpt else None
+    weights_only = config.ckpt.weights_only if config.ckpt else None
+    report("loading model")
+    has_other_weights = resume_step is not None or weights_only is not None
+    policy = build(config.model, mesh, seed=config.seed, weights=not has_other_weights)
+    layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
+    if weights_only is not None:
+        report("loading weights", path=str(weights_only))
+        tensors = trained_tensors(policy.hf_model)
+        load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
+    return policy, layout
+
+
+# Of one name in one step that the timeline tells one by one: with many updates of a step it would grow without bound.
+_SPANS_OF_A_NAME = 2
+
+
+class Stopwatch:
+    """Seconds spent in named phases since the last `take`; and when each was, for the timeline.
+
+    Args:
+        profiler: told where steps begin, and the names of phases; what it takes itself counts to no step.
+    """
+
+    def __init__(self, profiler: Profiler | None = None) -> None:
+        self._profiler = profiler
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._step = 0
+        self._counts: dict[str, int] = {}
+        self._rest: dict[str, tuple[float, float]] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Count the phases that follow to `step`. Collective."""
+        self._tell_rest()
+        self._step, self._counts = step, {}
+        if self._profiler is not None:
+            begin = time.perf_counter()
+            self._profiler.begin_step(step)
+            self._started += time.perf_counter() - begin
+
+    def end(self) -> None:
+        """Say that the last step is done. Collective."""
+        self._tell_rest()
+        if self._profiler is not None:
+            self._profiler.end()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `time/<name>`."""
+        moved()
+        now, begin = time.time(), time.perf_counter()
+        try:
+            with nullcontext() if self._profiler is None else self._profiler.phase(name):
+                yield
+        finally:
+            moved()
+            key, seconds = f"time/{name}", time.perf_counter() - begin
+            self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+            self._tell(name, now, now + seconds)
+
+    def _tell(self, name: str, begin: float, end: float) -> None:
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        if count <= _SPANS_OF_A_NAME:
+            record(name, begin, end, step=self._step)
+        else:
+            self._rest[name] = (self._rest.get(name, (begin, end))[0], end)
+
+    def _tell_rest(self) -> None:
+        for name, (begin, end) in self._rest.items():
+            record(name, begin, end, step=self._step, count=self._counts[name] - _SPANS_OF_A_NAME)
+        self._rest = {}
+
+    def take(self) -> dict[str, float]:
+        """Return the phases and `time/step`, the wall time since the last call; start again."""
+        self._tell_rest()
+        now = time.perf_counter()
+        taken = {**self._seconds, "time/step": now - self._started}
+        self._seconds, self._started = {}, now
+        return taken
+
+
+# Dense bfloat16 peak of one GPU in FLOP/s, by a part of its name (NVIDIA's data sheets).
+_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+
+
+def model_flops(num_parameters: int, num_tokens: int) -> float:
+    """Return the floating-point operations of one forward and backward pass: 6 per parameter and token.
+
+    Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes that
+    only measure and further epochs do not count: the figure is what the step needs at least.
+    """
+    return 6.0 * num_parameters * num_tokens
+
+
+def throughput(mesh: Mesh, num_parameters: int, *, num_tokens: int, seconds: float) -> dict[str, float]:
+    """Return `tokens_per_s`, `tflops` of each device, and `mfu`, their share of its peak where that is known."""
+    flops_per_s = model_flops(num_parameters, num_tokens) / seconds / mesh.world_size
+    metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
+    if mesh.device.type == "cuda":  # untested: needs a GPU
+        name = torch.cuda.get_device_name(mesh.device)
+        peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+        metrics |= {"mfu": flops_per_s / peak} if peak is not None else {}
+    return metrics
+
+
+def memory_gib(mesh: Mesh) -> float:
+    """Return the most memory of any rank in GiB: peak on a GPU, resident on a CPU."""
+    if mesh.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated() / 2**30  # untested: needs a GPU
+    else:
+        own = psutil.Process().memory_info().rss / 2**30
+    return mesh.max({"memory": own})["memory"]
+
+
+def step_metrics(session: Session[Any], stopwatch: Stopwatch, *, num_tokens: int) -> dict[str, float]:
+    """Return the figures that every program reports at the end of a step of `num_tokens` tokens. Collective."""
+    mesh, progress = session.mesh, session.progress
+    num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())
+    memory = memory_gib(mesh)
+    times = stopwatch.take()
+    rates = throughput(mesh, num_parameters, num_tokens=num_tokens, seconds=times["time/step"])
+    counters = {"samples": progress.samples, "tokens": progress.tokens}
+    return {"memory_gib": memory, **times, **rates, **counters}

@@ -1,1 +1,0 @@
-"""The cross-entropy of `sft`, and of the pretraining mix of `rl`."""

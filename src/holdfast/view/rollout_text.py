@@ -1,0 +1,133 @@
+"""Which batches the STEP arguments of `rollouts` mean, and what lies in them."""
+
+# Merged here, to be said in the docstring above:
+# - text: The text of rollouts: which tokens belong together, and what they say.
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.protocol.rollouts import Batch, Rollout
+from holdfast.run.journal import read_batch_in
+from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import read_settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+_SPAN = re.compile(r"(\d+)-(\d+)")
+_STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
+
+
+def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
+    """Return the directories of the batches that some STEP arguments mean, each once, in their order.
+
+    Raises:
+        RunDirError: there is no run.
+        CheckpointError: a batch is not there, naming those that are.
+        ConfigError: an argument is no STEP.
+    """
+    if not run_dir.path.is_dir():
+        raise RunDirError(f"there is no directory {run_dir.path}. Name the run with --output-dir.")
+    if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):
+        raise RunDirError(f"{run_dir.path} holds no rl run. Name the run with --output-dir.")
+    return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
+
+
+def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
+    there = run_dir.published_batches()
+    if text == "all":
+        wanted = there
+    elif text == "latest":
+        wanted = there[-1:] or [0]
+    elif text.isdecimal():
+        wanted = [int(text)]
+    elif span := _SPAN.fullmatch(text):
+        wanted = range(int(span[1]), int(span[2]) + 1)
+    elif Path(text).is_dir() and _STEP_NAME.fullmatch(Path(text).name):
+        yield Path(text)
+        return
+    else:
+        raise ConfigError(f"'{text}' is no STEP: a number, a span such as 3-7, `latest`, `all`, or a batch's directory")
+    for step in wanted:
+        if step not in there:
+            steps = f"it has {', '.join(map(str, there))}" if there else "it has none"
+            raise CheckpointError(f"batch {text} is not in {run_dir.rollouts}: {steps}.")
+        yield run_dir.batch(step)
+
+
+def step_of(directory: Path) -> int:
+    """Return the step of a batch by the name of its directory."""
+    match = _STEP_NAME.fullmatch(directory.name)
+    assert match is not None
+    return int(match[1])
+
+
+def read_batch_at(directory: Path) -> Batch:
+    """Return the batch in a directory that `find_batches` returned, verified.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    return read_batch_in(directory, step=step_of(directory))
+
+
+def problems_of(batch: Batch) -> list[list[Rollout]]:
+    """Return the rollouts of a batch, problem by problem, in their order."""
+    grouped = itertools.groupby(batch.rollouts, key=lambda rollout: (rollout.environment, rollout.task_id))
+    return [list(group) for _, group in grouped]
+
+
+_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TextOf:
+    """Decodes token ids, or cannot, for a `reason`."""
+
+    tokenizer: Tokenizer | None
+    reason: str = ""
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of `token_ids` with special tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def text_of(run_dir: RunDir) -> TextOf:
+    """Return the tokenizer of a run: that of the model in its newest configuration, else of its newest checkpoint."""
+    names = [str(path) for path in _directories(run_dir)]
+    for name in names:
+        file = Path(name) / _FILE
+        if not file.is_file():
+            continue
+        from tokenizers import Tokenizer
+
+        try:
+            return TextOf(Tokenizer.from_file(str(file)))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+            return TextOf(None, f"{file} cannot be read: {error}")
+    return TextOf(None, f"there is no {_FILE} in {' or '.join(names) or 'any model of the run'}")
+
+
+def _directories(run_dir: RunDir) -> list[Path]:
+    configs = run_dir.configs(run_dir.next_attempt() - 1)
+    found = []
+    for path in (configs / "orchestrator.toml", configs / "trainer.toml"):
+        model = read_settings(path).get("model", {}) if path.exists() else {}
+        found += [Path(model[key]) for key in ("tokenizer", "name") if model.get(key)]
+    found += [run_dir.checkpoint(step) / "model" for step in reversed(run_dir.committed_steps())]
+    return list(dict.fromkeys(found))
+
+
+def stretches(rollout: Rollout, branch: slice) -> list[tuple[bool, list[int]]]:
+    """Return the turns of a branch: whether the policy sampled them, and their ids."""
+    pairs = zip(rollout.loss_mask[branch], rollout.token_ids[branch], strict=True)
+    turns = itertools.groupby(pairs, lambda pair: bool(pair[0]))
+    return [(sampled, [token for _, token in turn]) for sampled, turn in turns]

@@ -1,0 +1,379 @@
+"""What Prometheus is told of a run, from its files, at each scrape.
+
+What a resume can take back (steps, tokens, losses) is a gauge. A counter counts what this launcher has seen happen,
+from 0: to Prometheus that is the restart of a process, so no step counts twice and none comes from nowhere.
+"""
+
+# Merged here, to be said in the docstring above:
+# - endpoint: The endpoint of one launcher: `/metrics` for Prometheus, and the file that leads Prometheus to it.
+# - series: From a name in `metrics.jsonl` to the series that Prometheus gets: one rule for all, see docs/prometheus.md.
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.config.view import PrometheusConfig
+from holdfast.run import atomic as durable
+from holdfast.run.run_dir import RunDir
+from holdfast.view.follow import Follower, Stepped
+from holdfast.view.state import RunState
+from holdfast.view.web import Answer, Listener, WebServer, listening
+
+_ROUTE = "/metrics"
+_LOOK_S = 1.0
+
+
+@contextmanager
+def listening_for_prometheus(config: PrometheusConfig | None) -> Iterator[Listener | None]:
+    """Listen where the settings say; they may say nowhere.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not one of this machine.
+    """
+    if config is None:
+        yield None
+        return
+    remedy = (
+        "Choose with --prometheus.host an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all; with "
+        "--prometheus.port a port from 1024 on, or 0 for any free one."
+    )
+    with listening(config.host, config.port, section="prometheus", remedy=remedy) as listener:
+        yield listener
+
+
+class Endpoint:
+    """Serves one run, if there is a listener; a context manager.
+
+    Args:
+        program: that is run, such as `sft`.
+        leads: this launcher is the only one of the run, or that of the node that leads.
+    """
+
+    def __init__(self, listener: Listener | None, run_dir: RunDir, program: str, *, leads: bool = True) -> None:
+        self._listener = listener
+        self._leads = leads
+        self._run_dir = run_dir
+        self._collector: RunCollector | None = None
+        self._server: WebServer | None = None
+        self._looked = time.monotonic()
+        if listener is not None:
+            self._collector = RunCollector(run_dir, program)
+            self._server = WebServer(
+                listener, name="prometheus", answer=self._answer, tell=self._collector.tell, between=self._look_around
+            )
+
+    def __enter__(self) -> Endpoint:
+        if self._listener is None and self._leads:
+            _remove_targets(self._run_dir)  # a killed launcher's
+        if self._listener is not None:
+            print(f"Prometheus: http://{self._listener.address}{_ROUTE}", flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.end()
+            _remove_targets(self._run_dir)
+
+    def begin(self, attempt: int, *, max_steps: int, engines: Mapping[str, str]) -> None:
+        """Serve another attempt.
+
+        Args:
+            engines: names and base URLs of the inference servers that it has started.
+        """
+        if self._collector is None or self._listener is None:
+            return
+        self._collector.attempt, self._collector.max_steps = attempt, max_steps
+        targets: list[dict[str, Any]] = [{"targets": [self._listener.address], "labels": {}}]
+        targets += [_target(url, {**self._collector.run, "process": name}) for name, url in engines.items()]
+        try:
+            durable.write_file(self._run_dir.prometheus, json.dumps(targets, indent=1).encode())
+        except OSError as error:
+            self._collector.tell(f"{self._run_dir.prometheus} is not written: {error}")
+
+    def _answer(self, path: str, headers: Message) -> Answer:
+        from prometheus_client.exposition import choose_encoder
+
+        assert self._collector is not None
+        if path != _ROUTE:
+            return Answer(404, f"there is {_ROUTE} here, and nothing else\n".encode())
+        encode, kind = choose_encoder(headers.get("Accept", ""))
+        return Answer(200, encode(self._collector), kind)
+
+    def _look_around(self) -> None:
+        """Look at the run now and then, whether somebody asks or not."""
+        assert self._collector is not None
+        if time.monotonic() - self._looked >= _LOOK_S:
+            try:
+                self._collector.look()
+            except Exception as error:  # noqa: BLE001 - or nobody would be answered any more
+                self._collector.tell(f"the run is not seen: {type(error).__name__}: {error}")
+            self._looked = time.monotonic()
+
+    def look(self, processes: Mapping[str, bool], say: Callable[[str], None]) -> None:
+        """Take which processes live, and say what went wrong since the last call."""
+        if self._collector is None:
+            return
+        self._collector.processes = processes
+        while self._collector.trouble:
+            say(f"WARNING: prometheus: {self._collector.trouble.pop(0)}")
+
+
+def _target(url: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return an entry of `prometheus.json` for the `/metrics` of an inference server."""
+    parts = urlsplit(url)
+    place = {"__scheme__": parts.scheme, "__metrics_path__": f"{parts.path.rstrip('/')}{_ROUTE}"}
+    return {"targets": [parts.netloc], "labels": {**labels, **place}}
+
+
+def _remove_targets(run_dir: RunDir) -> None:
+    """Lead Prometheus nowhere any more."""
+    try:
+        run_dir.prometheus.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"WARNING: {os.fspath(run_dir.prometheus)} stays: {error}", flush=True)
+
+
+_OTHER = re.compile(r"[^a-zA-Z0-9_]")
+_OF_K = re.compile(r"(?P<name>\w+)@(?P<k>\d+)")
+_AGE = re.compile(r"age_(?P<age>\d+)")
+_OF_ENVIRONMENT = re.compile(r"reward/(.+)/p10")
+_OF_REWARDS = ("mean", "std", "p10", "p50", "p90")
+_UNITS = (("_per_s", "_per_second", 1.0), ("_gib", "_bytes", 2.0**30))
+
+
+@dataclass(frozen=True)
+class Series:
+    """Where a metric goes.
+
+    Attributes:
+        pattern: its name in docs/metrics.md, with `<>`.
+        factor: from its unit to that of the series.
+    """
+
+    name: str
+    pattern: str
+    labels: tuple[tuple[str, str], ...] = ()
+    factor: float = 1.0
+
+
+def environments_of(metrics: Collection[str]) -> frozenset[str]:
+    """Return the environments that a step has numbers of: each has quantiles of its rewards."""
+    return frozenset(found[1] for name in metrics if (found := _OF_ENVIRONMENT.fullmatch(name)))
+
+
+def series_of(metric: str, environments: Collection[str] = ()) -> Series:
+    """Return the series of a metric, without the labels of its run.
+
+    Args:
+        metric: a name in `metrics.jsonl`.
+        environments: those of `environments_of` the same step.
+    """
+    pattern, labels = _split(metric, environments)
+    name, factor = f"holdfast_{_plain(pattern)}", 1.0
+    for unit, base, times in _UNITS:
+        if name.endswith(unit):
+            name, factor = name.removesuffix(unit) + base, times
+    if pattern == "time/<phase>":
+        name = "holdfast_time_seconds"
+    return Series(name, pattern, tuple(labels.items()), factor)
+
+
+def _split(metric: str, environments: Collection[str]) -> tuple[str, Mapping[str, str]]:
+    """Return the name as docs/metrics.md has it, and what stands for each part in `<>`."""
+    head, _, rest = metric.partition("/")
+    match head:
+        case "time" if rest and "/" not in rest:
+            return "time/<phase>", {"phase": rest}
+        case "reward":
+            name, _, statistic = rest.rpartition("/")
+            if name in environments and statistic in _OF_REWARDS:
+                return f"reward/<environment>/{statistic}", {"environment": name}
+        case "curriculum" if "/" in rest:
+            name, _, what = rest.rpartition("/")
+            return f"curriculum/<environment>/{what}", {"environment": name}
+        case "eval" if "/" in rest:
+            name, _, what = rest.partition("/")
+            pattern, labels = _of_environment(what)
+            return f"eval/<environment>/{pattern}", {"environment": name, **labels}
+        case "engine" if rest.partition("/")[0].isdecimal():
+            number, _, what = rest.partition("/")
+            return f"engine/<number>/{what}", {"engine": number}
+        case "groups" if rest.startswith("dropped/"):
+            return "groups/dropped/<reason>", {"reason": rest.removeprefix("dropped/")}
+        case "mismatch_kl" if age := _AGE.fullmatch(rest):
+            return "mismatch_kl/age_<age>", {"age": age["age"]}
+    own = max((name for name in environments if metric.startswith(f"{name}/")), key=len, default=None)
+    if own is not None:
+        pattern, labels = _of_environment(metric.removeprefix(f"{own}/"))
+        return f"<environment>/{pattern}", {"environment": own, **labels}
+    return metric, {}
+
+
+def _of_environment(name: str) -> tuple[str, Mapping[str, str]]:
+    """Split what comes behind the name of an environment."""
+    if found := _OF_K.fullmatch(name):
+        return f"{found['name']}@<k>", {"k": found["k"]}
+    for group in ("tools/failed", "requests/refused"):
+        if name.startswith(f"{group}/"):
+            return f"{group}/<reason>", {"reason": name.removeprefix(f"{group}/")}
+    if name.startswith(("tools/", "requests/")):
+        return name, {}
+    # The environment's own, by any name: as a label it stays what it is.
+    return "<metric>", {"metric": name}
+
+
+def _plain(pattern: str) -> str:
+    """Return a pattern as a part of a name: `<environment>` says what it is of, the other labels say it themselves."""
+    text = pattern.replace("@<k>", "_at_k").replace("/<reason>", "").replace("/<number>", "").replace("_<age>", "")
+    return _OTHER.sub("_", text.replace("<", "").replace(">", ""))
+
+
+_ALARMS = ("alert", "warning")
+
+
+class RunCollector(Collector):
+    """Reads the files of one run, over all attempts of one launcher; for any number of threads.
+
+    Attributes:
+        run: labels of every series.
+        attempt: that goes on.
+        max_steps: that it trains until.
+        processes: of the run -> whether they live.
+        trouble: what could not be told, until somebody takes it from here.
+    """
+
+    def __init__(self, run_dir: RunDir, program: str) -> None:
+        self._run_dir = run_dir
+        self._program = program
+        self.run = {"run": run_dir.path.name, "run_id": run_dir.run_id()}
+        self._lock = threading.Lock()
+        self._follower = Follower(run_dir)
+        self._num_steps = 0
+        self._newest_batch: int | None = None
+        self._told: set[str] = set()
+        self.attempt = 0
+        self.max_steps = 0
+        self.processes: Mapping[str, bool] = {}
+        self.trouble: list[str] = []
+        self._catch_up()
+        state = self._follower.state
+        self._restarts_before, self._alarms_before = state.restarts, state.num_alarms.copy()
+
+    def _catch_up(self) -> None:
+        try:
+            self._follower.catch_up()
+        except OSError as error:
+            self.tell(f"files of the run cannot be read: {error}")
+
+    def tell(self, trouble: str) -> None:
+        """Leave a message for who shows it, once."""
+        if trouble not in self._told:
+            self._told.add(trouble)
+            self.trouble.append(trouble)
+
+    def look(self) -> None:
+        """Take in what is new, also where nobody asks for long: steps between two scrapes and a resume count."""
+        with self._lock:
+            try:
+                self._num_steps += sum(isinstance(news, Stepped) for news in self._follower.news())
+                self._newest_batch = max(self._run_dir.published_batches(), default=None)
+            except OSError as error:  # what was known is still told
+                self.tell(f"files of the run cannot be read: {error}")
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all series; called at each scrape."""
+        self.look()
+        with self._lock:
+            own = [*self._of_run(self._follower.state), *self._of_checkpoints()]
+            return iter([*own, *self._of_metrics(taken={sample.name for one in own for sample in one.samples})])
+
+    def _of_run(self, state: RunState) -> Iterator[Metric]:
+        yield self._info({"program": self._program, "attempt": str(self.attempt)})
+        yield self._gauge("run_attempt", "Attempts that the run has begun", self.attempt)
+        yield self._counter("run_restarts", "Processes started again", state.restarts - self._restarts_before)
+        alarms = CounterMetricFamily("holdfast_run_alarms", "Alerts and warnings", labels=[*self.run, "kind"])
+        for kind in _ALARMS:
+            number = state.num_alarms[kind] - self._alarms_before[kind]
+            alarms.add_metric([*self.run.values(), kind], number)
+        yield alarms
+        processes = GaugeMetricFamily("holdfast_process_up", "Whether it lives", labels=[*self.run, "process"])
+        for name, lives in self.processes.items():
+            processes.add_metric([*self.run.values(), name], lives)
+        yield processes
+        yield self._gauge("trainer_step", "Last step that was trained; goes back on a resume", state.step)
+        yield self._gauge("trainer_max_steps", "Step that the run trains until", self.max_steps)
+        yield self._counter("trainer_steps", "Steps trained while this launcher lives, again or not", self._num_steps)
+        if state.stepped_unix_s is not None:
+            yield self._gauge("trainer_step_timestamp_seconds", "End of the last step", state.stepped_unix_s)
+        if state.left_s is not None:
+            yield self._gauge("run_remaining_seconds", "Estimated time until the last step", state.left_s)
+        if self._newest_batch is not None:
+            yield self._gauge("orchestrator_step", "Step of the newest published batch", self._newest_batch)
+
+    def _of_checkpoints(self) -> Iterator[Metric]:
+        found = self._follower.checkpoints
+        if found.good is not None and found.saved_unix_s is not None:
+            yield self._gauge("checkpoint_step", "Step of the newest whole checkpoint", found.good)
+            yield self._gauge("checkpoint_timestamp_seconds", "When that was committed", found.saved_unix_s)
+
+    def _of_metrics(self, *, taken: set[str]) -> Iterator[Metric]:
+        """Return the last line of `metrics.jsonl`, and evaluations of earlier ones, but for names that are taken."""
+        state = self._follower.state
+        values = {**state.evaluated, **state.metrics}
+        values.pop("step", None)
+        environments = environments_of(values)
+        families: dict[str, GaugeMetricFamily] = {}
+        patterns: dict[str, str] = {}
+        for metric, value in values.items():
+            number = _number(value)
+            if number is None:
+                continue
+            series = series_of(metric, environments)
+            # Two patterns for one name: a name of Prometheus has fewer characters.
+            if series.name in taken or patterns.setdefault(series.name, series.pattern) != series.pattern:
+                self.tell(f"metric '{metric}' is left out: another one is {series.name} already")
+                continue
+            if series.name not in families:
+                names = [*self.run, *(name for name, _ in series.labels)]
+                families[series.name] = GaugeMetricFamily(
+                    series.name, f"{series.pattern}, see docs/metrics.md", labels=names
+                )
+            own = (value for _, value in series.labels)
+            families[series.name].add_metric([*self.run.values(), *own], number * series.factor)
+        yield from families.values()
+
+    def _info(self, values: dict[str, str]) -> Metric:
+        family = InfoMetricFamily("holdfast_run", "The run", labels=list(self.run))
+        family.add_metric(list(self.run.values()), values)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"holdfast_{name}", text, labels=list(self.run))
+        family.add_metric(list(self.run.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"holdfast_{name}", text, labels=list(self.run))
+        family.add_metric(list(self.run.values()), value)
+        return family
+
+
+def _number(value: Any) -> float | None:
+    """Return a value of a line; null, which stands for what JSON lacks, is NaN. None of what is no number."""
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, int | float) else None
