@@ -10,13 +10,11 @@ import msgspec
 
 from holdfast import Completion
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.orchestrator import batch_maker
-from holdfast.orchestrator import pipeline as batch_publisher
+from holdfast.orchestrator import batch_maker, pipeline
 from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import Batch, Sampling
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
 
@@ -93,7 +91,7 @@ class _TimedLog(GenerationLog):
         _TimedLog.longest_s = max(_TimedLog.longest_s, time.perf_counter() - begin)
 
 
-def _publish_nothing(self: batch_publisher.BatchPublisher, batch: Batch, state: bytes) -> None:
+def _publish_nothing(self: pipeline.BatchPublisher, batch: Batch, state: bytes) -> None:
     """Take the place of `BatchPublisher._publish`."""
 
 
@@ -101,13 +99,13 @@ def publish_first_weights(run_dir: RunDir) -> str:
     """Publish something as version 0, for the schedule to wait for; return its digest."""
     run_dir.create()
     final = run_dir.weights_of(0)
-    durable.make_directory(final.parent)
-    temporary = durable.temporary_sibling(final)
+    atomic.make_directory(final.parent)
+    temporary = atomic.temporary_sibling(final)
     temporary.mkdir()
     (temporary / "model.safetensors").write_bytes(b"no tensors")
     listing = manifest.Manifest(kind="weights", step=0, policy_version=0, files=manifest.describe_files(temporary))
     manifest.write_manifest(temporary, listing)
-    durable.publish_directory(temporary, final)
+    atomic.publish_directory(temporary, final)
     return weights_digest(final)
 
 
@@ -132,7 +130,7 @@ def measure(
     )
     batch_maker.GenerationLog = _TimedLog if journal else _NoLog
     if not journal:
-        batch_publisher.BatchPublisher._publish = _publish_nothing
+        pipeline.BatchPublisher._publish = _publish_nothing
     wall, core = time.perf_counter(), time.process_time()
     asyncio.run(orchestrate(config))
     wall, core = time.perf_counter() - wall, time.process_time() - core

@@ -3,11 +3,18 @@
 The names below are the ones to import: `from holdfast import Environment, Score`. Each is loaded when it is first
 asked for, so `import holdfast` costs nothing, and what is around an environment does without torch.
 
-commands      what is typed at a prompt: `sft`, `rl`, `ckpt` ... and the launcher behind them
+cli           what is typed at a prompt
+commands      what people type beside training: `ckpt`, `rollouts`, `environments`, `evaluate`
+launcher      starts the processes of a run, watches them, decides where an attempt resumes
+view          the state of a run: console, `monitor`, `report`, experiment trackers
 trainer       the process that trains, and checkpoints for any training loop
 orchestrator  the process that samples rollouts, scores them and makes batches
 inference     the process that serves the policy
-shared        what these have in common: settings, files, what goes over the wire
+remote, chat  checkpoints in an object store; messages, chat templates and tokens
+run           a run on disk: atomic writes, journal, checkpoints, locks
+config        the settings
+protocol      what goes over the wire
+process       child processes, heartbeats, GPUs
 """
 
 # A user's files may come before everything: nothing is imported here that Python has not imported at its start.

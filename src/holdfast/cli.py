@@ -8,7 +8,6 @@ not imported at its start: files of the user may come before everything until `_
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from holdfast.process.run_module import put_users_last
 from holdfast.process.streams import (
@@ -19,14 +18,12 @@ from holdfast.process.streams import (
     raise_swallowed_failure,
 )
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-
-TYPE_CHECKING = False
-
-# Name -> what it does; the function in `holdfast.commands` that does it; the class in `holdfast.config` that its
+# Name -> what it does; the module and the function that do it; the class in `holdfast.config` that its
 # command line is read into. Without a class, the function gets the words as they are. It returns the exit code.
 # A line here is a command of `holdfast`; a line in [project.scripts] of pyproject.toml, one by its bare name as well.
 COMMANDS = {
@@ -51,19 +48,19 @@ COMMANDS = {
     ),
     "evaluate": (
         "How good a policy is on held-out tasks; `--compare A B`: two side by side.",
-        "evaluate.main:main",
+        "commands.evaluate:main",
         None,
     ),
-    "ckpt": ("Checkpoints: list, verify, show, compare, export, thin out, import.", "ckpt.main:main", None),
+    "ckpt": ("Checkpoints: list, verify, show, export, promote, thin out, import.", "commands.ckpt:main", None),
     "environments": (
         "Environments: list, begin one, check it, play a task.",
-        "environments.main:main",
+        "commands.environments:main",
         None,
     ),
-    "monitor": ("What runs are doing, from their files alone.", "monitor:main", None),
-    "track": ("Send a run to experiment trackers, or what they lack of it.", "track.main:main", None),
-    "rollouts": ("Rollouts in the journal: show, statistics, export.", "rollouts.main:main", None),
-    "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "report.main:main", None),
+    "monitor": ("What runs are doing, from their files alone.", "view.monitor:main", None),
+    "track": ("Send a run to experiment trackers, or what they lack of it.", "view.trackers.main:main", None),
+    "rollouts": ("Rollouts in the journal: show, statistics, export.", "commands.rollouts:main", None),
+    "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "view.report.main:main", None),
 }
 
 
@@ -112,7 +109,7 @@ def run(name: str, argv: list[str]) -> int:
 
     _, function, configuration = COMMANDS[name]
     module, _, attribute = function.partition(":")
-    action: Callable[[Any], int] = getattr(import_module(f"holdfast.commands.{module}"), attribute)
+    action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
     if configuration is None:
         return action(argv)
     from holdfast import config

@@ -19,7 +19,7 @@ _log = logging.getLogger("holdfast")
 _TAG = re.compile(r"^Tag: (cp\d+)-cp\d+-(\S+)$", re.MULTILINE)
 
 
-def is_checkout(package: Path = Path(__file__).parents[1]) -> bool:
+def is_checkout(package: Path = Path(__file__).parent) -> bool:
     """Return whether `package`, by default ours, lies in a checkout, where commands begin with `uv run`."""
     return (package.parents[1] / "pyproject.toml").is_file()
 

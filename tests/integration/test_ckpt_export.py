@@ -23,8 +23,8 @@ from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.checkpoint.export import Export, export, import_weights
 from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.export import Export, export, import_weights
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.checkpoint.export import Export, TensorReader, export, import_weights
+from holdfast.trainer.export import Export, TensorReader, export, import_weights
 from tests.conftest import ModelFactory
 from tests.runs.training import run_sft
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.training import TrainedModelConfig
-from holdfast.trainer.checkpoint import init_from as weight_sources
+from holdfast.trainer.checkpoint import init_from
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import build_policy
@@ -59,7 +59,7 @@ class CountedSlice:
         return part
 
 
-open_file = weight_sources.safe_open
+open_file = init_from.safe_open
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     model_dir, directory = (Path(argument) for argument in sys.argv[1:])
 
     def work(mesh: Mesh) -> None:
-        weight_sources.safe_open = CountedFile  # type: ignore[assignment,misc]
+        init_from.safe_open = CountedFile  # type: ignore[assignment,misc]
         policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
         weights = dict(whole_tensors(policy.hf_model, keep=True))
         torch.save({"read": dict(CountedFile.read), "weights": weights}, directory / f"rank_{mesh.rank}.pt")

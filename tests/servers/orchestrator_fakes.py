@@ -30,8 +30,7 @@ from fastapi.responses import JSONResponse
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import Batch, Rollout, encode_packed
-from holdfast.run import atomic as durable
-from holdfast.run import journal, manifest
+from holdfast.run import atomic, journal, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
 from tests.runs.processes import HANG_S, command_line
@@ -232,7 +231,7 @@ def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
     if not run_dir.holds_run():
         run_dir.create()
     final = run_dir.weights_of(version)
-    temporary = durable.temporary_sibling(final)
+    temporary = atomic.temporary_sibling(final)
     temporary.mkdir(parents=True)
     (temporary / "model.safetensors").write_bytes(content)
     (temporary / "config.json").write_text("{}")
@@ -240,8 +239,8 @@ def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
     listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
     manifest.write_manifest(temporary, listing)
     if final.exists():
-        durable.remove_directory(final)
-    durable.publish_directory(temporary, final)
+        atomic.remove_directory(final)
+    atomic.publish_directory(temporary, final)
 
 
 class FakeTrainer:

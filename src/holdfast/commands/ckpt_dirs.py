@@ -286,7 +286,7 @@ def show(dirs: CheckpointDirs, *, step: str) -> Report:
     listing = verified(directory)
     with tensor_work("reading the index of the tensors"):
         with heavy_imports():
-            from holdfast.trainer.checkpoint.export import describe
+            from holdfast.trainer.export import describe
         groups = describe(directory / TRAINER_DIR)
     settings = read_settings(directory / CONFIG) if (directory / CONFIG).exists() else {}
     document = {

@@ -14,13 +14,13 @@ import msgspec
 from holdfast.commands.ckpt_dirs import CheckpointDirs, is_temporary, size_of, tensor_work, verified
 from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import BestMetric, Entry, Kind, Retention, describe_found, kind_of, to_safetensors
 from holdfast.run.lock import is_directory_locked
 from holdfast.view.tables import Grid, Report, size
 
 if TYPE_CHECKING:
-    from holdfast.trainer.checkpoint.export import DTypeName, Written
+    from holdfast.trainer.export import DTypeName, Written
 
 
 def export(
@@ -39,9 +39,8 @@ def export(
     verified(directory)
     with tensor_work("reading and writing tensors"):
         with heavy_imports():
-            from holdfast.trainer.checkpoint import export as exporting
-            from holdfast.trainer.checkpoint import export as writing
-        written = exporting.export(writing.Export(directory, to.absolute(), dtype, max_shard_size, model, base))
+            from holdfast.trainer.export import Export, export
+        written = export(Export(directory, to.absolute(), dtype, max_shard_size, model, base))
     return _report(written)
 
 
@@ -77,8 +76,8 @@ def import_weights(dirs: CheckpointDirs, *, source: str, to: Path, model: str | 
     _refuse_existing(to, "--to")
     with tensor_work("reading and writing tensors"):
         with heavy_imports():
-            from holdfast.trainer.checkpoint import export as importing
-        written = importing.import_weights(path.absolute(), to.absolute(), model)
+            from holdfast.trainer.export import import_weights
+        written = import_weights(path.absolute(), to.absolute(), model)
     return _report(written)
 
 
@@ -181,7 +180,7 @@ def _remove(entry: Entry) -> None:
     if entry.status == "torn":
         shutil.rmtree(entry.path)
     else:
-        durable.remove_directory(entry.path)
+        atomic.remove_directory(entry.path)
 
 
 def _superseded(entries: list[Entry], retention: Retention) -> tuple[set[int], list[str]]:

@@ -34,7 +34,7 @@ from holdfast.orchestrator.evaluation.evaluator import settings_of_run
 from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.process.events import report
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings
 from holdfast.run.timeline import span, start_timeline
@@ -182,7 +182,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     directory = RunDir(_directory(config, step))
     if (directory.path / SUMMARY_NAME).exists():
         print(f"{directory.path} is of other weights than step {step} has now: it is evaluated anew", flush=True)
-        durable.remove_directory(directory.path)
+        atomic.remove_directory(directory.path)
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
         one.step = step
@@ -197,7 +197,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         except (CheckpointError, TensorWorkFailed) as error:
             if step not in run.run_dir.committed_steps():
                 print(f"step {step} is not evaluated: its checkpoint went away (ckpt.keep)", flush=True)
-                durable.remove_directory(directory.path)
+                atomic.remove_directory(directory.path)
                 return 0
             if isinstance(error, TensorWorkFailed):
                 return error.exit_code
@@ -229,14 +229,14 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
     differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
     if differing:
         print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
-        durable.remove_directory(directory.path)
+        atomic.remove_directory(directory.path)
 
 
 def _clear_leftovers(place: Path) -> None:
     """Remove what an earlier start left below `place` when it was killed: half exports, and models that have served."""
-    durable.clear_leftovers(place)
+    atomic.clear_leftovers(place)
     for directory in numbered_paths(place):
-        durable.clear_leftovers(directory)
+        atomic.clear_leftovers(directory)
         if (directory / SUMMARY_NAME).exists():
             remove_exports(directory)
 

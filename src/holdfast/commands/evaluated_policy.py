@@ -32,7 +32,7 @@ from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Su
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import check_max_len, check_model_path, check_weights_path
 from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed
@@ -274,14 +274,14 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
         )
     is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
     if is_ours:
-        durable.clear_leftovers(path)
+        atomic.clear_leftovers(path)
     if config.clean and is_ours:
         # Its settings last: while they are there, the same command finds the rest after a kill.
         remove_exports(path)
         for name in _OURS:
             entry = path / name
             if entry.is_dir():
-                durable.remove_directory(entry)
+                atomic.remove_directory(entry)
             else:
                 entry.unlink(missing_ok=True)
     write_settings(config, path / "config")
@@ -291,7 +291,7 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
 def remove_exports(path: Path) -> None:
     """Remove the models that were exported for an evaluation below `path`; none is ever left in part."""
     for exported in path.glob("model_step_*"):
-        durable.remove_directory(exported)
+        atomic.remove_directory(exported)
 
 
 def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
@@ -316,7 +316,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
     append(events, LAUNCHER, "starting")
     try:
         served = path / "config" / "inference.toml"
-        durable.write_file(served, to_toml(config.inference).encode())
+        atomic.write_file(served, to_toml(config.inference).encode())
         supervisor.start(
             "inference",
             module_command("holdfast.inference.main", str(served), str(path)),
@@ -391,5 +391,5 @@ class _Progress:
 
 def write_settings(config: EvaluateConfig, directory: Path) -> Path:
     path = directory / "evaluate.toml"
-    durable.write_file(path, to_toml(config).encode())
+    atomic.write_file(path, to_toml(config).encode())
     return path

@@ -20,7 +20,7 @@ import msgspec
 from holdfast.arguments import Subcommands
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
 from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, stretches, text_of
@@ -45,13 +45,13 @@ def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
     Raises:
         RunDirError: it cannot be written; then nothing is left.
     """
-    temporary = durable.temporary_sibling(path)
+    temporary = atomic.temporary_sibling(path)
     try:
-        durable.make_directory(path.parent.absolute())
+        atomic.make_directory(path.parent.absolute())
         count = _WRITERS[path.suffix](temporary, batches)
-        durable.fsync_file(temporary)
+        atomic.fsync_file(temporary)
         os.rename(temporary, path)
-        durable.fsync_directory(path.parent)
+        atomic.fsync_directory(path.parent)
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:

@@ -239,7 +239,7 @@ class BuiltInPolicyLoss:
     """A policy loss and the settings that act on it, with their defaults; docs/losses.md says where they are from.
 
     Attributes:
-        function: `module:function` in `holdfast.trainer.rl.losses`, from settings to objective.
+        function: its name in `holdfast.trainer.rl.losses`, from settings to objective.
     """
 
     function: str
@@ -259,25 +259,25 @@ class BuiltInPolicyLoss:
 
 # fmt: off
 POLICY_LOSSES = {
-    "grpo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="sequence", ratio_to="sampler",
+    "grpo": BuiltInPolicyLoss(function="clipped_objective", aggregation="sequence", ratio_to="sampler",
                               clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    "dr_grpo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="constant", ratio_to="sampler",
+    "dr_grpo": BuiltInPolicyLoss(function="clipped_objective", aggregation="constant", ratio_to="sampler",
                                  clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    "dapo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="token", ratio_to="sampler",
+    "dapo": BuiltInPolicyLoss(function="clipped_objective", aggregation="token", ratio_to="sampler",
                               clip_low=0.2, clip_high=0.28, dual_clip=3.0),
-    "gspo": BuiltInPolicyLoss(function="clipped:gspo_objective", aggregation="sequence", ratio_to="old",
+    "gspo": BuiltInPolicyLoss(function="gspo_objective", aggregation="sequence", ratio_to="old",
                               clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
-    "gspo_token": BuiltInPolicyLoss(function="clipped:gspo_token_objective", aggregation="sequence", ratio_to="old",
+    "gspo_token": BuiltInPolicyLoss(function="gspo_token_objective", aggregation="sequence", ratio_to="old",
                                     clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
-    "cispo": BuiltInPolicyLoss(function="policy_gradient:cispo_objective", aggregation="token", ratio_to="sampler",
+    "cispo": BuiltInPolicyLoss(function="cispo_objective", aggregation="token", ratio_to="sampler",
                                clip_low=1.0, clip_high=4.0),
-    "dppo": BuiltInPolicyLoss(function="policy_gradient:dppo_objective", aggregation="token", ratio_to="sampler",
+    "dppo": BuiltInPolicyLoss(function="dppo_objective", aggregation="token", ratio_to="sampler",
                               clip_low=0.2, clip_high=0.2, ratio_max=20.0),
-    "ppo": BuiltInPolicyLoss(function="clipped:clipped_objective", aggregation="token", ratio_to="sampler",
+    "ppo": BuiltInPolicyLoss(function="clipped_objective", aggregation="token", ratio_to="sampler",
                              clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    "policy_gradient": BuiltInPolicyLoss(function="policy_gradient:policy_gradient_objective", aggregation="token",
+    "policy_gradient": BuiltInPolicyLoss(function="policy_gradient_objective", aggregation="token",
                                          ratio_to="sampler", ratio_max=20.0),
-    "sft": BuiltInPolicyLoss(function="policy_gradient:likelihood_objective", aggregation="token"),
+    "sft": BuiltInPolicyLoss(function="likelihood_objective", aggregation="token"),
 }
 # fmt: on
 
@@ -287,7 +287,7 @@ class BuiltInAdvantage:
     """An advantage, and what it needs.
 
     Attributes:
-        function: `module:function` in `holdfast.trainer.rl.advantages`; None where a model beside the policy gives the
+        function: its name in `holdfast.trainer.rl.advantages`; None where a model beside the policy gives the
             advantages, and rewards of the batch do not.
         takes: `rewards`: the rewards of one problem, a number for each rollout; `step_rewards`: the same, and by
             themselves those of all parts of its rollouts; `rollouts`: `ScoredRollout` of the batch, by problem.
@@ -305,20 +305,20 @@ class BuiltInAdvantage:
 
 # fmt: off
 ADVANTAGES = {
-    "dr_grpo": BuiltInAdvantage(function="group:dr_grpo", takes="step_rewards", help="reward - mean of the group"),
-    "grpo": BuiltInAdvantage(function="group:grpo", takes="step_rewards", help="(reward - mean) / std of the group"),
-    "rloo": BuiltInAdvantage(function="group:rloo", help="reward - mean of the others"),
-    "max_rl": BuiltInAdvantage(function="group:max_rl", help="(reward - mean) / mean"),
-    "opo": BuiltInAdvantage(function="group:opo_of_rollouts", takes="rollouts", help="reward - mean by length"),
-    "pass_at_k": BuiltInAdvantage(function="group:pass_at_k", settings={"k": "advantage_k"},
+    "dr_grpo": BuiltInAdvantage(function="dr_grpo", takes="step_rewards", help="reward - mean of the group"),
+    "grpo": BuiltInAdvantage(function="grpo", takes="step_rewards", help="(reward - mean) / std of the group"),
+    "rloo": BuiltInAdvantage(function="rloo", help="reward - mean of the others"),
+    "max_rl": BuiltInAdvantage(function="max_rl", help="(reward - mean) / mean"),
+    "opo": BuiltInAdvantage(function="opo_of_rollouts", takes="rollouts", help="reward - mean by length"),
+    "pass_at_k": BuiltInAdvantage(function="pass_at_k", settings={"k": "advantage_k"},
                                   help="what a rollout adds to the best of `advantage_k`"),
-    "gdpo": BuiltInAdvantage(function="group:gdpo", takes="rollouts", settings={"weights": "rewards.weights"},
+    "gdpo": BuiltInAdvantage(function="gdpo", takes="rollouts", settings={"weights": "rewards.weights"},
                              help="every reward of `rewards.weights` normalised"),
-    "online_dpo": BuiltInAdvantage(function="online_dpo:online_dpo", takes="rollouts",
+    "online_dpo": BuiltInAdvantage(function="online_dpo", takes="rollouts",
                                    settings={"beta": "advantage_beta"}, help="DPO of the best and the worst"),
-    "reinforce_pp_baseline": BuiltInAdvantage(function="reinforce_pp:reinforce_pp_baseline", takes="rollouts",
+    "reinforce_pp_baseline": BuiltInAdvantage(function="reinforce_pp_baseline", takes="rollouts",
                                               help="reward - mean of the group, normalised over the batch's tokens"),
-    "reinforce_pp": BuiltInAdvantage(function="reinforce_pp:reinforce_pp", takes="rollouts", compares_group=False,
+    "reinforce_pp": BuiltInAdvantage(function="reinforce_pp", takes="rollouts", compares_group=False,
                                      help="(reward - mean) / std over the tokens of the batch"),
     "gae": BuiltInAdvantage(function=None, compares_group=False, help="by the critic"),
     "distillation": BuiltInAdvantage(function=None, compares_group=False,
@@ -341,7 +341,7 @@ class BuiltInPreferenceLoss:
     """A preference loss, and the settings that it knows.
 
     Attributes:
-        function: `module:function` in `holdfast.trainer.preferences`; None for `kto`, whose answers are no pairs.
+        function: its name in `holdfast.trainer.preference.losses`; None for `kto`, whose answers are no pairs.
         beta: default of `loss.beta`.
         margin: default of `loss.margin`; None where it has none.
         has_reference: whether it compares with a reference.
@@ -359,17 +359,17 @@ class BuiltInPreferenceLoss:
 
 # fmt: off
 PREFERENCE_LOSSES = {
-    "dpo": BuiltInPreferenceLoss(function="losses:dpo_loss", can_smooth=True, source="Rafailov et al. 2023"),
-    "ipo": BuiltInPreferenceLoss(function="losses:ipo_loss",
+    "dpo": BuiltInPreferenceLoss(function="dpo_loss", can_smooth=True, source="Rafailov et al. 2023"),
+    "ipo": BuiltInPreferenceLoss(function="ipo_loss",
                                  source="Azar et al. 2023, by the mean log-ratio of an answer's tokens"),
-    "ipo_sum": BuiltInPreferenceLoss(function="losses:ipo_sum_loss", source="the same, by their sum"),
-    "hinge": BuiltInPreferenceLoss(function="losses:hinge_loss", source="Zhao et al. 2023"),
-    "robust": BuiltInPreferenceLoss(function="losses:robust_loss", can_smooth=True, source="Chowdhury et al. 2024"),
-    "apo_zero": BuiltInPreferenceLoss(function="losses:apo_zero_loss", source="D'Oosterlinck et al. 2024"),
-    "apo_down": BuiltInPreferenceLoss(function="losses:apo_down_loss", source="the same"),
-    "simpo": BuiltInPreferenceLoss(function="losses:simpo_loss", beta=2.0, margin=0.5, has_reference=False,
+    "ipo_sum": BuiltInPreferenceLoss(function="ipo_sum_loss", source="the same, by their sum"),
+    "hinge": BuiltInPreferenceLoss(function="hinge_loss", source="Zhao et al. 2023"),
+    "robust": BuiltInPreferenceLoss(function="robust_loss", can_smooth=True, source="Chowdhury et al. 2024"),
+    "apo_zero": BuiltInPreferenceLoss(function="apo_zero_loss", source="D'Oosterlinck et al. 2024"),
+    "apo_down": BuiltInPreferenceLoss(function="apo_down_loss", source="the same"),
+    "simpo": BuiltInPreferenceLoss(function="simpo_loss", beta=2.0, margin=0.5, has_reference=False,
                                    source="Meng et al. 2024"),
-    "orpo": BuiltInPreferenceLoss(function="losses:orpo_loss", has_reference=False, source="Hong et al. 2024"),
+    "orpo": BuiltInPreferenceLoss(function="orpo_loss", has_reference=False, source="Hong et al. 2024"),
     "kto": BuiltInPreferenceLoss(function=None,
                                  source="Ethayarajh et al. 2024, which takes answers that are labelled one by one too"),
 }

@@ -14,7 +14,7 @@ import tomli
 import xxhash
 
 from holdfast.launcher.resume.config_diff import compare_settings
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.lock import Holder
 
 _FIRST_SIGNAL = 128
@@ -162,7 +162,7 @@ def why_not_together(ours: Hello, theirs: Hello) -> str:
 
 def why_not_writable(path: Path) -> str:
     """Return why this node cannot write to `path`, in words; empty where it can."""
-    probe = durable.temporary_sibling(path / "probe")
+    probe = atomic.temporary_sibling(path / "probe")
     try:
         probe.touch()
         probe.unlink()

@@ -21,7 +21,7 @@ from holdfast.launcher.liveness import Health
 from holdfast.launcher.preflight import PlannedProcess
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.heartbeat import awake_s
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 
 _FIRST_DELAY_S = 0.2
@@ -172,8 +172,8 @@ class Plan:
         if name == EVALUATION:
             return lambda: True  # it alone knows what there was to do
         if is_trainer(name):
-            return lambda: durable.is_visible(run_dir.weights_of(last))
-        return lambda: durable.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
+            return lambda: atomic.is_visible(run_dir.weights_of(last))
+        return lambda: atomic.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
 
     def file_name(self, name: str) -> str:
         """Name of a file of this node: nodes write into one directory."""

@@ -39,7 +39,7 @@ from holdfast.launcher.node_checks import (
 )
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.heartbeat import awake_s
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
 
@@ -395,7 +395,7 @@ class NodeGroup:
         self._answer(lead)
         if lead.attempt <= self._word.attempt or number not in lead.ranks or lead.broken:
             return False
-        return durable.is_visible(self._run_dir.configs(lead.attempt) / f"{self._name}.toml")
+        return atomic.is_visible(self._run_dir.configs(lead.attempt) / f"{self._name}.toml")
 
     def _wait_no_longer_than_allowed(self) -> None:
         since, timeout_s = self._missing_since, self._parallel.rdzv_timeout_s
@@ -599,7 +599,7 @@ class NodeGroup:
     def _leave_mark(self) -> None:
         """Put the file into the output directory that the others shall find there."""
         if not self._has_left_mark:
-            durable.write_file(self._mark, self._lead.mark.encode())
+            atomic.write_file(self._mark, self._lead.mark.encode())
             self._has_left_mark = True
 
     def _answer(self, lead: Lead) -> None:
@@ -608,7 +608,7 @@ class NodeGroup:
         if lead.mark and word.sees != lead.mark:
             if self._looked[0] != lead.mark:
                 self._looked = (lead.mark, awake_s())
-            if durable.is_visible(self._mark) and self._mark.read_text() == lead.mark:
+            if atomic.is_visible(self._mark) and self._mark.read_text() == lead.mark:
                 word = msgspec.structs.replace(word, sees=lead.mark, problem=why_not_writable(self._run_dir.path))
             elif awake_s() - self._looked[1] > self._visible_s:
                 word = msgspec.structs.replace(

@@ -24,7 +24,7 @@ from holdfast.orchestrator.client.pool import Engine
 from holdfast.orchestrator.tasks import phase
 from holdfast.process.heartbeat import Wait
 from holdfast.protocol.inference import CANARY_NAME, Canary, GenerateRequest, Owner, UpdateRequest, deviation
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.journal import POLL_S
 from holdfast.run.manifest import MANIFEST_NAME, is_committed, read_manifest
 from holdfast.run.run_dir import RunDir
@@ -347,7 +347,7 @@ async def wait_for_weights(
     wait = Wait(timeout_s)
     path = run_dir.weights_of(version)
     while True:
-        if durable.is_visible(path):
+        if atomic.is_visible(path):
             try:
                 return describe_weights(run_dir, version)
             except (CheckpointError, FileNotFoundError):

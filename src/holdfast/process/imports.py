@@ -145,12 +145,6 @@ def check_name(name: str, built_in: Iterable[str]) -> str:
     )
 
 
-def load_built_in(function: str, *, package: str) -> Callable[..., Any]:
-    """Return the function that a table of `holdfast.config.base` names as `module:function` in `package`."""
-    module_name, _, function_name = function.partition(":")
-    return getattr(import_module(f"{package}.{module_name}"), function_name)
-
-
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages.
 

@@ -6,13 +6,10 @@ Imports nothing that Python has not imported at its start: commands open their s
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Any
-
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class OutputFailed(OSError):

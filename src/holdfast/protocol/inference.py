@@ -1,6 +1,6 @@
 """The HTTP API of the inference server: routes, headers, bodies, answers, error codes and limits, for both sides.
 
-The server (`holdfast.inference.http`) and whoever asks it (`holdfast.orchestrator.engines`, the launcher) import them
+The server (`holdfast.inference`) and whoever asks it (`holdfast.orchestrator.client`, the launcher) import them
 from here alone. Bodies and answers are JSON. What a body may hold is bounded here, and the server refuses the rest;
 an answer is decoded with the same types, and then checked as anything that comes from outside: see
 `holdfast.orchestrator.client.http`.

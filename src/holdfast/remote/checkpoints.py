@@ -20,8 +20,7 @@ from typing import Literal
 
 from holdfast.errors import CheckpointError, ReadError, RunDirError
 from holdfast.remote.object_store import ObjectStore, StorageError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.run.run_dir import RunDir
@@ -130,7 +129,7 @@ class RemoteCheckpoints:
                 return f"{self.url}/{name}/{file} {found}, the manifest says {entry.size_bytes}"
         return None
 
-    def download(self, step: int, to: Path, *, make_room: Callable[[Path], object] = durable.remove_directory) -> None:
+    def download(self, step: int, to: Path, *, make_room: Callable[[Path], object] = atomic.remove_directory) -> None:
         """Copy a step to the directory `to`, which then holds it, verified, or is as it was before.
 
         Args:
@@ -151,14 +150,14 @@ class RemoteCheckpoints:
         name = f"{WEIGHTS_DIR}/step_{version}"
         if self._store.read(f"{name}/{MANIFEST_NAME}") is None:
             return False
-        self._download(name, "weights", version, to, durable.remove_directory)
+        self._download(name, "weights", version, to, atomic.remove_directory)
         return True
 
     def _download(self, name: str, kind: Kind, step: int, to: Path, make_room: Callable[[Path], object]) -> None:
         listing, data = self._committed(name, kind, step)
-        temporary = durable.temporary_sibling(to)
+        temporary = atomic.temporary_sibling(to)
         try:
-            durable.make_directory(to.parent)
+            atomic.make_directory(to.parent)
             temporary.mkdir()
             for file, entry in listing.files.items():
                 target = temporary / file
@@ -170,7 +169,7 @@ class RemoteCheckpoints:
             if to.exists():
                 # Only now: until the other is whole, what is there may be all that is left.
                 make_room(to)
-            durable.publish_directory(temporary, to)
+            atomic.publish_directory(temporary, to)
         except OSError as error:
             raise RunDirError(f"{to} cannot be written: {error}. Nothing is wrong with {self.url}.") from error
         finally:

@@ -17,7 +17,7 @@ import xxhash
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.process.heartbeat import Wait
 from holdfast.protocol.rollouts import Batch, Dropped, decode_batch, encode_batch
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.manifest import FileEntry, Manifest, verify, write_manifest
 from holdfast.run.run_dir import RunDir
 
@@ -29,8 +29,8 @@ POLL_S = 0.005
 def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
     """Make `batch` and the orchestrator's `state` after it durable, then visible; return its directory."""
     final = run_dir.batch(batch.step)
-    durable.make_directory(final.parent)
-    temporary = durable.temporary_sibling(final)
+    atomic.make_directory(final.parent)
+    temporary = atomic.temporary_sibling(final)
     temporary.mkdir()
     files: dict[str, FileEntry] = {}
     for name, data in ((BATCH_NAME, encode_batch(batch)), (STATE_NAME, state)):
@@ -45,7 +45,7 @@ def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
         files=files,
     )
     write_manifest(temporary, listing)
-    durable.publish_directory(temporary, final)
+    atomic.publish_directory(temporary, final)
     return final
 
 
@@ -170,7 +170,7 @@ def wait_for(
     `check` is called at each round and may raise; the wait ends early when `unless` returns something true.
     """
     wait = Wait(timeout_s)
-    while not durable.is_visible(path):
+    while not atomic.is_visible(path):
         if check is not None:
             check()
         if wait.is_over() or (unless is not None and unless()):

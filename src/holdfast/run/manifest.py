@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from holdfast.errors import CheckpointError, ReadError
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -173,7 +173,7 @@ class _Versioned(msgspec.Struct):
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Commit `directory`: write its manifest durably."""
-    durable.write_file(directory / MANIFEST_NAME, encode_manifest(manifest))
+    atomic.write_file(directory / MANIFEST_NAME, encode_manifest(manifest))
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from holdfast.errors import DataError
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 
 class MetricsWriter:
@@ -26,7 +26,7 @@ class MetricsWriter:
             OSError: it does not fit; a part of it may be there, which the next attempt removes.
         """
         plain = {name: _plain(value) for name, value in metrics.items()}
-        durable.write_all(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
+        atomic.write_all(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
 
     def flush(self) -> None:
         """Flush to the disk: before a checkpoint counts, the lines up to its step are there. For any thread."""

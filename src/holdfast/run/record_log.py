@@ -24,7 +24,7 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 _log = logging.getLogger("holdfast")
 
@@ -90,7 +90,7 @@ class RecordLog:
     """
 
     def __init__(self, path: Path, *, valid_bytes: int) -> None:
-        durable.make_directory(path.parent)
+        atomic.make_directory(path.parent)
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         # Else records would follow a torn end, which then is damage in the middle of the log.
@@ -147,7 +147,7 @@ class RecordLog:
     def _sync_until_closed(self) -> None:
         """The thread: waits for records, syncs those that are there, until the log is closed and all is durable."""
         try:
-            durable.fsync_directory(self.path.parent)  # a new log's name must last as long as its records
+            atomic.fsync_directory(self.path.parent)  # a new log's name must last as long as its records
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._end > self._durable_bytes or self._closing.is_set())

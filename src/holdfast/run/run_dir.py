@@ -39,8 +39,7 @@ from typing import Any
 
 from holdfast.errors import RunDirError
 from holdfast.protocol.inference import Owner
-from holdfast.run import atomic as durable
-from holdfast.run import lock
+from holdfast.run import atomic, lock
 from holdfast.run.checkpoints import Entry, list_entries
 from holdfast.run.manifest import read_manifest
 
@@ -213,7 +212,7 @@ class RunDir:
         path = self.path / "run.json"
         identity = self.identity()
         identity["rewinds"] = [*identity.get("rewinds", []), step]
-        durable.write_file(path, json.dumps(identity, indent=1).encode())
+        atomic.write_file(path, json.dumps(identity, indent=1).encode())
 
     def entries(self) -> list[Entry]:
         """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
@@ -306,7 +305,7 @@ class RunDir:
         for directory in (self.path, self.checkpoints, self.rollouts, self.weights):
             if not directory.exists():
                 continue
-            probe = durable.temporary_sibling(directory / "probe")
+            probe = atomic.temporary_sibling(directory / "probe")
             try:
                 probe.touch()
                 probe.unlink()
@@ -328,7 +327,7 @@ class RunDir:
         identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
         if forked_from is not None:
             identity["forked_from"] = forked_from
-        durable.write_file(path, json.dumps(identity, indent=1).encode())
+        atomic.write_file(path, json.dumps(identity, indent=1).encode())
 
     def remove_run(self) -> None:
         """Remove everything that a run made here; other files stay."""
@@ -360,7 +359,7 @@ class RunDir:
         for version in self.published_weights():
             if version > step:
                 # By rename: an engine that is told this path must find all of it or nothing.
-                durable.remove_directory(self.weights_of(version))
+                atomic.remove_directory(self.weights_of(version))
 
     def remove_old_attempts(self, last: int) -> None:
         """Remove logs, settings and what was set aside of the attempts up to `last`."""
@@ -373,7 +372,7 @@ class RunDir:
         """Remove the batches up to and including `step`, which no checkpoint needs any more."""
         for old in self.published_batches():
             if old <= step:
-                durable.remove_directory(self.batch(old))
+                atomic.remove_directory(self.batch(old))
 
     def clear_leftovers(self, *, of_batches: bool = True) -> list[Path]:
         """Remove the temporary names that interrupted writers left, and return what was removed.
@@ -383,7 +382,7 @@ class RunDir:
         """
         parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
         parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]
-        return [path for parent in parents for path in durable.clear_leftovers(parent)]
+        return [path for parent in parents for path in atomic.clear_leftovers(parent)]
 
 
 def owner_of(run_dir: RunDir) -> Owner:

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from holdfast.config.view import ProfiledSteps
 from holdfast.process.events import report
 from holdfast.process.heartbeat import meanwhile
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir, profile_name
 from holdfast.run.timeline import Span, read_spans, span
 from holdfast.trainer.mesh import Mesh
@@ -230,7 +230,7 @@ class _replacing:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._temporary = durable.temporary_sibling(path)
+        self._temporary = atomic.temporary_sibling(path)
 
     def __enter__(self) -> IO[bytes]:
         self._file = open(self._temporary, "wb")
@@ -244,7 +244,7 @@ class _replacing:
                     os.fsync(self._file.fileno())
             if kind is None:
                 os.rename(self._temporary, self._path)
-                durable.fsync_directory(self._path.parent)
+                atomic.fsync_directory(self._path.parent)
         finally:
             self._temporary.unlink(missing_ok=True)
 
@@ -333,8 +333,7 @@ class Profiler:
         path = self._logs / profile_name(self._first, last)
         # Told apart by their names alone: whichever rank writes last, rank 0 finds them all.
         parts = [
-            path.with_name(f"{durable.TEMPORARY_PREFIX}{path.name}-rank_{rank}")
-            for rank in range(self._mesh.world_size)
+            path.with_name(f"{atomic.TEMPORARY_PREFIX}{path.name}-rank_{rank}") for rank in range(self._mesh.world_size)
         ]
         with meanwhile("writing the profile", bound_s=_WRITING_S), span("write_profile", step=last):
             self._try(lambda: self._write_part(parts[self._mesh.rank]))
@@ -350,7 +349,7 @@ class Profiler:
         if self._torch is None:
             return
         self._torch.stop()  # first: it must not record on where the rest fails
-        work = durable.temporary_sibling(part)  # a directory: torch has a temporary name of its own beside the file
+        work = atomic.temporary_sibling(part)  # a directory: torch has a temporary name of its own beside the file
         raw, whole = work / "torch.json", work / "part"
         try:
             work.mkdir()
@@ -365,9 +364,9 @@ class Profiler:
     def _assemble(self, path: Path, parts: list[Path], *, waits: bool) -> None:
         """Make one file of the parts of all ranks."""
         deadline = time.monotonic() + (_OTHER_PARTS_S if waits else 0.0)
-        while not all(map(durable.is_visible, parts)) and time.monotonic() < deadline:
+        while not all(map(atomic.is_visible, parts)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        found = [part for part in parts if durable.is_visible(part)]
+        found = [part for part in parts if atomic.is_visible(part)]
         if not found:
             return  # every rank has said why
         if missing := [rank for rank, part in enumerate(parts) if part not in found]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.orchestrator.client import pool as engine
-from holdfast.orchestrator.client import pool as retry
+from holdfast.orchestrator.client import pool
 
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the first pause before another try take 10 ms. Those that follow grow as ever."""
-    for module in (retry, engine):
+    for module in (pool, pool):
         monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)

@@ -15,7 +15,7 @@ import pytest
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.orchestrator import main as run_start
+from holdfast.orchestrator import main
 from holdfast.orchestrator.batch_maker import select
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
@@ -49,8 +49,7 @@ from holdfast.protocol.rollouts import (
     TokenIds,
     VersionSpan,
 )
-from holdfast.run import atomic as durable
-from holdfast.run import journal, manifest
+from holdfast.run import atomic, journal, manifest
 from holdfast.run.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
@@ -196,7 +195,7 @@ def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_pa
         listing.write_bytes(listing.read_bytes())
     assert listing.stat().st_ino == written.st_ino and weights.was_replaced(), "ext4 uses the inode of a removed file"
     weights = describe_weights(run_dir, 0)
-    durable.remove_directory(weights.path)
+    atomic.remove_directory(weights.path)
     assert weights.was_replaced()
     weights.path.mkdir()
     (weights.path / "config.json").write_text("{}")
@@ -214,7 +213,7 @@ def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
 
     def take_away(run_dir: RunDir, version: int) -> PublishedDirectory:
         monkeypatch.undo()
-        durable.remove_directory(run_dir.weights_of(version))
+        atomic.remove_directory(run_dir.weights_of(version))
         return describe_weights(run_dir, version)
 
     monkeypatch.setattr("holdfast.orchestrator.weight_sync.describe_weights", take_away)
@@ -245,16 +244,16 @@ def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
         publish_weights(run_dir, step, b"weights")
         journal.publish_batch(run_dir, make_batch(step), msgspec.json.encode(OrchestratorState(step=step)))
     commit_checkpoint(run_dir, 1)
-    start_after = run_start._start_after
+    start_after = main._start_after
 
     def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
         monkeypatch.undo()
         commit_checkpoint(run_dir, 3)
         for step in (2, 3):
-            durable.remove_directory(run_dir.batch(step))
+            atomic.remove_directory(run_dir.batch(step))
         return start_after(run_dir, trainer_step, published)
 
-    monkeypatch.setattr(run_start, "_start_after", overtake)
+    monkeypatch.setattr(main, "_start_after", overtake)
     start = find_start(run_dir, 1)
     assert (start.trainer_step, start.state.step) == (3, 3)
 

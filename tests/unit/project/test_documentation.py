@@ -20,9 +20,7 @@ from holdfast import errors
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.resolved import FREE
-from holdfast.launcher import engines as servers
-from holdfast.launcher import liveness
-from holdfast.launcher import plan as storage
+from holdfast.launcher import engines, liveness, plan
 from holdfast.run import record_log
 from tests.conftest import BASE, ROOT
 from tests.integration.test_documented_commands import STARTED
@@ -398,20 +396,19 @@ def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
 
 
 def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
-    from holdfast.orchestrator.client import http
-    from holdfast.orchestrator.client import pool as retry
-    from holdfast.orchestrator.env import guard as watchdog
+    from holdfast.orchestrator.client import http, pool
+    from holdfast.orchestrator.env import guard
 
     page = " ".join(guarantees.PAGE.read_text().split())
     for text in (
-        f"again after {retry.FIRST_BACKOFF_S:g} s, then twice as long each time up to {retry.LAST_BACKOFF_S:g} s",
-        f"`Retry-After` says ({retry._LONGEST_PAUSE_S:g} s at most)",
+        f"again after {pool.FIRST_BACKOFF_S:g} s, then twice as long each time up to {pool.LAST_BACKOFF_S:g} s",
+        f"`Retry-After` says ({pool._LONGEST_PAUSE_S:g} s at most)",
         f"for {['no', 'one', 'two'][round(http._RETRY_FAILING_S / 60)]} minutes with 500",
         f"silent from {liveness._FIRST_BEAT_S:g} s after its start",
-        f"named after {watchdog.SILENT_S:g} s with environment",
-        f"after {storage._FIRST_DELAY_S:g} s, then 2, 4, ... up to {storage._LAST_DELAY_S:g} s",
+        f"named after {guard.SILENT_S:g} s with environment",
+        f"after {plan._FIRST_DELAY_S:g} s, then 2, 4, ... up to {plan._LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
-        f"waits up to {servers._ENDING_S:g} s for what a killed launcher",
+        f"waits up to {engines._ENDING_S:g} s for what a killed launcher",
         f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",
     ):
         assert text in page, text

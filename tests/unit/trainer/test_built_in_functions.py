@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import PolicyLossConfig
 from holdfast.config.base import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig
-from holdfast.process.imports import load_built_in
 from tests.conftest import ROOT
 
 TABLES = {
     "losses.md": (POLICY_LOSSES, PolicyLossConfig, "type", "holdfast.trainer.rl.losses"),
     "advantages.md": (ADVANTAGES, TrainerConfig, "advantage", "holdfast.trainer.rl.advantages"),
-    "preferences.md": (PREFERENCE_LOSSES, PreferenceLossConfig, "type", "holdfast.trainer.preferences"),
+    "preferences.md": (PREFERENCE_LOSSES, PreferenceLossConfig, "type", "holdfast.trainer.preference.losses"),
 }
 
 
 @pytest.mark.parametrize("page", TABLES)
 def test_every_name_has_a_function_help_and_a_row(page: str) -> None:
-    table, config, field, package = TABLES[page]
+    table, config, field, module = TABLES[page]
     text, described = (ROOT / "docs" / page).read_text(), config.model_fields[field].description
     for name, built_in in table.items():
         assert f"\n| `{name}` |" in text, f"docs/{page} has no row for {name}"
         assert described is not None and f"`{name}`" in described
         if built_in.function is not None:
-            assert callable(load_built_in(built_in.function, package=package))
+            assert callable(getattr(import_module(module), built_in.function))

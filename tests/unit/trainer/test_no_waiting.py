@@ -38,7 +38,7 @@ from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import reward_objective
 from holdfast.trainer.programs.sft import supervised_step
-from holdfast.trainer.rl import auxiliary_models as critic_module
+from holdfast.trainer.rl import auxiliary_models
 from holdfast.trainer.rl.auxiliary_models import Critic
 from holdfast.trainer.rl.batch import (
     ADVANTAGE,
@@ -248,7 +248,7 @@ def test_updates_of_a_critic(
         assert len(passes) == 4 and reads == [] and has_gradients(model)
         return 1.0
 
-    monkeypatch.setattr(critic_module, "clip_gradients", clip)
+    monkeypatch.setattr(auxiliary_models, "clip_gradients", clip)
     critic = Critic.__new__(Critic)  # whose own model would be on the CPU
     critic._config, critic._mesh, critic.model, critic._sums = CriticConfig(), on_device, scorer, Sums()
     critic.optimizer = torch.optim.AdamW(scorer.parameters())

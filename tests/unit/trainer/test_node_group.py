@@ -17,7 +17,7 @@ import pytest
 from holdfast.config import SftConfig
 from holdfast.config.training import OptimConfig, ParallelConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied
-from holdfast.launcher import rendezvous as module
+from holdfast.launcher import rendezvous
 from holdfast.launcher.node_checks import Part
 from holdfast.launcher.rendezvous import Meeting, NodeGroup, free_port
 from holdfast.launcher.resume.attempt import Attempt
@@ -159,7 +159,7 @@ def test_a_node_with_another_command_is_refused_with_both_names(
 
 def test_a_node_with_other_code_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = nodes.gather(nodes.group())
-    monkeypatch.setattr(module, "digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
+    monkeypatch.setattr(rendezvous, "digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
     with pytest.raises(ConfigError, match=r"nodes run other code: .* holdfast 0\.1 \(source ffffffff\) with torch"):
         nodes.gather(nodes.group()).result(HANG_S)
     waiting.cancel()

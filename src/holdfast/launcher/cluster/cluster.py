@@ -11,7 +11,7 @@ from typing import Protocol
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import RemoteHost
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 _PERIOD_S = 0.5
 _TELL_AFTER_S = 10.0
@@ -170,7 +170,7 @@ def check_shared(cluster: Cluster, names: list[str], run_dir: Path) -> None:
         ConfigError: one does not.
     """
     run_dir = run_dir.absolute()
-    marker = run_dir / f"{durable.TEMPORARY_PREFIX}shared"
+    marker = run_dir / f"{atomic.TEMPORARY_PREFIX}shared"
     marker.touch()
     try:
         for name in names:

@@ -21,7 +21,7 @@ from holdfast.config.load import without_none
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 _SUBMIT_TIMEOUT_S = 60.0
 # What the launcher takes beside the trainer's grace to tell everybody and to end.
@@ -172,8 +172,8 @@ def _submit(job: _Job) -> int:
         return 0
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"{job.program}.sbatch"
-    durable.write_file(job.settings, _settings_of_job(job.given).encode())
-    durable.write_file(path, script.encode())
+    atomic.write_file(job.settings, _settings_of_job(job.given).encode())
+    atomic.write_file(path, script.encode())
     try:
         argv = ["sbatch", "--parsable", str(path)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S)

@@ -14,7 +14,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch, settings_of
 from holdfast.launcher.resume.fork import Fork
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
@@ -71,7 +71,7 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool,
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
-    durable.write_file(path, to_toml(config).encode())  # whole, or not at all
+    atomic.write_file(path, to_toml(config).encode())  # whole, or not at all
     if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)
     return path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import Kind, describe_found, kind_of, list_entries, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification, read_manifest, verify
 from holdfast.run.run_dir import RunDir
@@ -120,19 +120,19 @@ def copy_fork(fork: Fork, run_dir: RunDir, *, how: Verification) -> None:
 
 
 def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
-    temporary = durable.temporary_sibling(final)
+    temporary = atomic.temporary_sibling(final)
     try:
-        durable.make_directory(final.parent)
+        atomic.make_directory(final.parent)
         all_linked = True
         for name in (*listing.files, MANIFEST_NAME):
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            all_linked &= durable.link_or_copy(source / name, temporary / name)
+            all_linked &= atomic.link_or_copy(source / name, temporary / name)
         # Links are the bytes that were verified; copies are others.
         verify(temporary, how="size" if all_linked else "full", step=listing.step)
         # It was verified a while ago: its own run may have put another step in its place since.
         if read_manifest(temporary).checksum != listing.checksum:
             raise CheckpointError(f"{source} changed while it was copied to {final}")
-        durable.publish_directory(temporary, final)
+        atomic.publish_directory(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{source} could not be copied to {final}: {error.strerror or error}") from error

@@ -13,8 +13,7 @@ from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import set_aside
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.remote.object_store import StorageError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import newest_intact
 from holdfast.run.manifest import Verification
 from holdfast.run.run_dir import RunDir
@@ -184,8 +183,8 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
     # Last what makes it the directory of a run.
     for name in sorted(files, reverse=True):
         path = run_dir.path / name
-        durable.make_directory(path.parent)
-        durable.write_file(path, files[name])
+        atomic.make_directory(path.parent)
+        atomic.write_file(path, files[name])
 
 
 def _fetch_weights(remote: RemoteCheckpoints, run_dir: RunDir, versions: range, say: Callable[[str], None]) -> None:

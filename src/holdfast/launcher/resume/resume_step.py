@@ -23,7 +23,7 @@ from holdfast.config.training import TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, RunDirError
 from holdfast.launcher.resume.attempt import Attempt, last_started
 from holdfast.protocol.rollouts import problem_of_batch, vocab_size_in
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import newest_intact, verify_checkpoint
 from holdfast.run.journal import read_batch
 from holdfast.run.manifest import Verification
@@ -144,15 +144,15 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
     ]
     moved = [set_aside(run_dir, path, attempt) for path in later]
     if run_dir.weights_of(step).exists():
-        durable.remove_directory(run_dir.weights_of(step))
+        atomic.remove_directory(run_dir.weights_of(step))
     if run_dir.metrics.exists():
         lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             aside = _free_name(run_dir, run_dir.metrics, attempt)
             # Put aside before they go: a kill between leaves them twice, not nowhere.
-            durable.write_file(aside, b"".join(line for line in lines if _step_of(line) > step))
-            durable.write_file(run_dir.metrics, b"".join(kept))
+            atomic.write_file(aside, b"".join(line for line in lines if _step_of(line) > step))
+            atomic.write_file(run_dir.metrics, b"".join(kept))
             moved.append(aside)
     return moved
 
@@ -167,7 +167,7 @@ def set_aside(run_dir: RunDir, path: Path, attempt: int) -> Path:
 def _free_name(run_dir: RunDir, path: Path, attempt: int) -> Path:
     """Where to put `path`: an attempt that died while it set things aside has put others there already."""
     aside = wanted = run_dir.discarded(attempt) / path.relative_to(run_dir.path)
-    durable.make_directory(wanted.parent)
+    atomic.make_directory(wanted.parent)
     copies = 1
     # rename would replace a file, or fail on a directory.
     while aside.exists():
@@ -188,7 +188,7 @@ def clear_unpublished(run_dir: RunDir) -> None:
     """Remove what a dead orchestrator left of the batch that it was publishing."""
     # Only behind the last batch: the trainer removes older ones under such names at this moment.
     last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
-    prefix = f"{durable.TEMPORARY_PREFIX}step_"
+    prefix = f"{atomic.TEMPORARY_PREFIX}step_"
     for path in run_dir.rollouts.glob(f"{prefix}*"):
         if int(path.name.removeprefix(prefix).split("-")[0]) > last:
             shutil.rmtree(path)

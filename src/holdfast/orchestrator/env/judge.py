@@ -6,7 +6,7 @@
     scores = [judgement.score for judgement in judgements]
 
 Requests go to the desk of the process (`JUDGES`): that of the orchestrator or an evaluation asks, and keeps every reply
-(`holdfast.orchestrator.judges`); that of a worker hands them on to the orchestrator.
+(`holdfast.orchestrator.judge_client`); that of a worker hands them on to the orchestrator.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from holdfast.orchestrator.workers import Workers, play_group
 from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 
 _NUM_TASKS = 128
@@ -322,7 +322,7 @@ async def evaluate(
     finally:
         await sampler.close()
     summary = summarize(results.tasks, read_identity(directory), confidence=confidence)
-    durable.write_file(directory / SUMMARY_NAME, summary.encode())
+    atomic.write_file(directory / SUMMARY_NAME, summary.encode())
     # What was sampled is in the rollouts now.
     shutil.rmtree(directory / "rollouts", ignore_errors=True)
     return summary

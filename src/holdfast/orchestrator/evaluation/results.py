@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ConfigError, DataError, RunDirError
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 ROLLOUTS_NAME = "rollouts.jsonl"
 IDENTITY_NAME = "evaluation.json"
@@ -97,7 +97,7 @@ class ResultsFile:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._end = self._load()
             os.ftruncate(self._descriptor, self._end)
-            durable.fsync_directory(directory)
+            atomic.fsync_directory(directory)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -118,7 +118,7 @@ class ResultsFile:
     def _write(self, data: bytes) -> None:
         """Append in one piece, without an await in which others could."""
         try:
-            durable.write_all(self._descriptor, data)
+            atomic.write_all(self._descriptor, data)
         except OSError:
             # Of a full disk: another task may be just behind, for whose fewer bytes there is room.
             os.ftruncate(self._descriptor, self._end)
@@ -151,7 +151,7 @@ def claim_directory(directory: Path, identity: dict[str, object]) -> None:
     path = directory / IDENTITY_NAME
     wanted = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **identity}))
     if not path.exists():
-        durable.write_file(path, msgspec.json.format(msgspec.json.encode(wanted), indent=1))
+        atomic.write_file(path, msgspec.json.format(msgspec.json.encode(wanted), indent=1))
         return
     found = read_identity(directory)
     if found != wanted:

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointError, RankLost, SaveError
 from holdfast.process.events import report
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import TRAINER_DIR, Retention, list_entries
 from holdfast.run.lock import DirectoryLock
 from holdfast.run.manifest import FileEntry, Fingerprints, Manifest
@@ -136,9 +135,9 @@ class Commit:
             RunDirError: another process has the directory; nothing in it was touched.
         """
         if alone and self._lock is None:
-            durable.make_directory(self._directory)
+            atomic.make_directory(self._directory)
             self._lock = DirectoryLock(self._directory)
-            for path in durable.clear_leftovers(self._directory):
+            for path in atomic.clear_leftovers(self._directory):
                 _log.info("removed %s: it was never committed", path)
         if final.exists():
             raise SaveError(f"{final} exists already, and checkpoints are never written over")
@@ -161,7 +160,7 @@ class Commit:
             RankLost: a rank ended meanwhile; the step is committed or nothing of it is left.
         """
         final = self._directory / (name or f"step_{snapshot.step}")
-        temporary = final.with_name(f"{durable.TEMPORARY_PREFIX}{final.name}")
+        temporary = final.with_name(f"{atomic.TEMPORARY_PREFIX}{final.name}")
         started = time.perf_counter()
         is_ours = False
         try:
@@ -229,7 +228,7 @@ class Commit:
             if isinstance(source, bytes):
                 (temporary / place).write_bytes(source)
             else:
-                durable.link_or_copy(source, temporary / place)
+                atomic.link_or_copy(source, temporary / place)
         listing = Manifest(
             kind="checkpoint",
             step=snapshot.step,
@@ -250,7 +249,7 @@ class Commit:
         manifest.write_manifest(temporary, listing)
         # The last that may fail the save: behind it the step counts.
         self._before_commit()
-        durable.publish_directory(temporary, final)
+        atomic.publish_directory(temporary, final)
         return sum(entry.size_bytes for entry in listing.files.values())
 
     def _after_commit(self, final: Path) -> None:
@@ -270,7 +269,7 @@ class Commit:
             for step in self._retention.superseded(committed, self._protected):
                 # The storage last: its yes gives up an upload that waits.
                 if self._may_remove(step) and self._storage.release(step):
-                    durable.remove_directory(self._directory / f"step_{step}")
+                    atomic.remove_directory(self._directory / f"step_{step}")
         except Exception as error:  # noqa: BLE001 - logged
             _log.error("%s is saved, but older ones could not be removed: %s", final, describe(error))
 
@@ -283,7 +282,7 @@ class Commit:
 
 
 def _make_empty(temporary: Path) -> None:
-    durable.make_directory(temporary.parent)
+    atomic.make_directory(temporary.parent)
     if temporary.exists():
         # Of a `save_state` that was killed: only who has the directory alone clears its leftovers.
         shutil.rmtree(temporary)
@@ -294,8 +293,8 @@ def _write_through(path: Path, data: bytes) -> None:
     """Write and flush a file."""
     path.write_bytes(data)
     # By its own rank: rank 0 cannot flush what lies in the cache of another machine.
-    durable.fsync_file(path)
-    durable.fsync_directory(path.parent)
+    atomic.fsync_file(path)
+    atomic.fsync_directory(path.parent)
 
 
 def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, FileEntry]:

@@ -77,7 +77,7 @@ class LocalStorage:
 
 
 class ObjectStorage:
-    """An object store, which a thread copies every step to; see `holdfast.shared.remote`.
+    """An object store, which a thread copies every step to; see `holdfast.remote`.
 
     Args:
         url: such as `s3://bucket/prefix`.

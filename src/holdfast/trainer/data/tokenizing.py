@@ -48,9 +48,8 @@ from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, ProcessDied
 from holdfast.process.child import available_cores, die_with_parent
 from holdfast.process.events import report
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.trainer.data import rows as row_files
-from holdfast.trainer.data import rows as row_formats
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.rows import Format, Row, Rows, hub_fingerprint
 from holdfast.trainer.mesh import Mesh
@@ -427,7 +426,7 @@ _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
 # What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
-_CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
+_CODE = (masking, messages, template, chat_tokenizer, row_files, sys.modules[__name__])
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
@@ -535,7 +534,7 @@ def make_cached(
     """
     # Its workers are forked by now: one that inherits the lock could hold it for longer than this process lives.
     begun = list(islice(chunks, 1))
-    durable.make_directory(directory.parent)
+    atomic.make_directory(directory.parent)
     with _own_temporary(directory) as temporary:
         rows, remarks = 0, dict[str, int]()
         for chunk in chunks_to_file(temporary / _SAMPLES, chain(begun, chunks)):
@@ -549,9 +548,9 @@ def make_cached(
         if not is_current() or open_cached(directory, verify=True) is not None:
             return  # what was read may be something else; or another run was faster, with the same bytes
         if directory.exists():
-            durable.remove_directory(directory)
+            atomic.remove_directory(directory)
         try:
-            durable.publish_directory(temporary, directory)
+            atomic.publish_directory(temporary, directory)
         except OSError:
             if not (directory / _ABOUT).is_file():  # else another run was faster after all
                 raise
@@ -561,7 +560,7 @@ def make_cached(
 def _own_temporary(directory: Path) -> Iterator[Path]:
     """Give a new directory beside `directory`, which nobody takes for left behind while this process lives."""
     _clear_left_behind(directory.parent)
-    temporary = durable.temporary_sibling(directory)
+    temporary = atomic.temporary_sibling(directory)
     temporary.mkdir()
     descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -574,7 +573,7 @@ def _own_temporary(directory: Path) -> Iterator[Path]:
 
 def _clear_left_behind(parent: Path) -> None:
     """Remove what killed processes left half made."""
-    for path in parent.glob(f"{durable.TEMPORARY_PREFIX}*"):
+    for path in parent.glob(f"{atomic.TEMPORARY_PREFIX}*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.errors import DataError
 from holdfast.protocol.inference import CANARY_NAME
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR
 from holdfast.trainer.mesh import Mesh
@@ -52,7 +51,7 @@ class WeightPublisher:
 
     def _describe_model(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         """Return config and tokenizer files, which are the same for every version."""
-        scratch = durable.temporary_sibling(self._run_dir.weights / "description")
+        scratch = atomic.temporary_sibling(self._run_dir.weights / "description")
         scratch.mkdir(parents=True)
         try:
             hf_model = self._policy.hf_model
@@ -89,7 +88,7 @@ class WeightPublisher:
                 "without model.lora."
             )
         final = path or self._run_dir.weights_of(version)
-        temporary = durable.temporary_sibling(final)
+        temporary = atomic.temporary_sibling(final)
         if self._mesh.is_main:
             temporary.mkdir(parents=True)
         if not adapter_alone:
@@ -107,8 +106,8 @@ class WeightPublisher:
             listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
             manifest.write_manifest(temporary, listing)
             if final.exists():
-                durable.remove_directory(final)
-            durable.publish_directory(temporary, final)
+                atomic.remove_directory(final)
+            atomic.publish_directory(temporary, final)
         return final
 
     def _write_tensors(self, directory: Path) -> None:
@@ -126,4 +125,4 @@ class WeightPublisher:
         if self._mesh.is_main:
             for version in self._run_dir.published_weights():
                 if version not in needed:
-                    durable.remove_directory(self._run_dir.weights_of(version))
+                    atomic.remove_directory(self._run_dir.weights_of(version))

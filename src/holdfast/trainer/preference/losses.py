@@ -20,7 +20,6 @@ from torch import Tensor
 
 from holdfast.config.base import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
-from holdfast.process.imports import load_built_in
 
 _LARGEST_LOGPROB = -1e-9
 
@@ -60,7 +59,7 @@ def build_preference_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     """Return the loss of pairs that `config` names, with its likelihood term if it has one."""
     name = PREFERENCE_LOSSES[config.type].function
     assert name is not None, "answers of kto are no pairs"
-    loss: PreferenceLoss = load_built_in(name, package="holdfast.trainer.preferences")(config)
+    loss: PreferenceLoss = globals()[name](config)
     return _with_likelihood(loss, config.rpo_alpha) if config.rpo_alpha else loss
 
 

@@ -27,7 +27,7 @@ from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.errors import CheckpointError
 from holdfast.process.events import report
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.run_dir import REFERENCE_NAME
 from holdfast.trainer.data.packing import Sample, build_micro_batch, to_device
@@ -130,7 +130,7 @@ def start_reference(
         buffer = io.BytesIO()
         model = np.asarray(other.digest if other is not None else "")
         np.savez(buffer, logprobs=logprobs_P2, pairs=np.asarray(fingerprint), model=model)
-        durable.write_file(path, buffer.getvalue())
+        atomic.write_file(path, buffer.getvalue())
     return Reference(logprobs_P2, {f"{TRAINER_DIR}/{REFERENCE_NAME}": path})
 
 

@@ -26,7 +26,7 @@ from holdfast.config.algorithm import CriticConfig
 from holdfast.config.base import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
-from holdfast.process.imports import calling, load_built_in, load_function
+from holdfast.process.imports import calling, load_function
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.batch import (
     ADVANTAGE,
@@ -357,7 +357,7 @@ def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
     built_in = ADVANTAGES[name]
     assert built_in.function is not None, f"{name} is not computed from rewards"
     settings = {argument: attrgetter(setting)(config) for argument, setting in built_in.settings.items()}
-    function = partial(load_built_in(built_in.function, package="holdfast.trainer.rl.advantages"), **settings)
+    function = partial(globals()[built_in.function], **settings)
     if name == "grpo" and config.advantage_std == "batch":
         return batch_grpo  # its std is over problems, so it sees them all
     if built_in.takes == "rewards":

@@ -29,7 +29,7 @@ from torch import Tensor
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import POLICY_LOSSES
 from holdfast.errors import TrainingError
-from holdfast.process.imports import calling, load_built_in, load_loss
+from holdfast.process.imports import calling, load_loss
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, KlEstimator, bounded, estimate_kl
 
 
@@ -339,9 +339,7 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
-    objective: Objective = load_built_in(POLICY_LOSSES[config.type].function, package="holdfast.trainer.rl.losses")(
-        config
-    )
+    objective: Objective = globals()[POLICY_LOSSES[config.type].function](config)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         objective_N, counts = objective(data)

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.arguments import Parser
 from holdfast.errors import ConfigError, DataError, printable
 from holdfast.process.imports import import_extra
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.settings import flat_settings
 from holdfast.view.report.columns import Lanes
 from holdfast.view.report.curves import (
@@ -279,7 +279,7 @@ def write_page(page: Page, to: Path) -> int:
     """
     content = render(page, library()).encode()
     try:
-        durable.write_file(to, content)
+        atomic.write_file(to, content)
     except OSError as error:
         raise DataError(
             f"{to} cannot be written: {error.strerror or error}. Choose another place with --to FILE.html."

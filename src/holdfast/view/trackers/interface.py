@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process.imports import load_built_in, load_function
+from holdfast.process.imports import load_function
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def load_tracker(name: str, *, key: str) -> type[Tracker]:
         ConfigError: the user's cannot be loaded, or is none.
     """
     if name in BUILT_IN:
-        return load_built_in(BUILT_IN[name][0], package=__name__)  # pyright: ignore[reportReturnType] - a class
+        module, _, class_name = BUILT_IN[name][0].partition(":")
+        return getattr(importlib.import_module(f"{__package__}.{module}"), class_name)
     found = load_function(name, key=key)
     if not inspect.isclass(found) or not issubclass(found, Tracker):
         raise ConfigError(f"{key}: '{name}' is no tracker: derive a class from holdfast.Tracker, see docs/tracking.md")

@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from holdfast.config.view import PrometheusConfig
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.view.follow import Follower, Stepped
 from holdfast.view.state import RunState
@@ -100,7 +100,7 @@ class Endpoint:
         targets: list[dict[str, Any]] = [{"targets": [self._listener.address], "labels": {}}]
         targets += [_target(url, {**self._collector.run, "process": name}) for name, url in engines.items()]
         try:
-            durable.write_file(self._run_dir.prometheus, json.dumps(targets, indent=1).encode())
+            atomic.write_file(self._run_dir.prometheus, json.dumps(targets, indent=1).encode())
         except OSError as error:
             self._collector.tell(f"{self._run_dir.prometheus} is not written: {error}")
 

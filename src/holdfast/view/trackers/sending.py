@@ -23,8 +23,7 @@ import msgspec
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import DataError, HoldfastError, RunDirError
 from holdfast.orchestrator.evaluation.statistics import summary_in
-from holdfast.run import atomic as durable
-from holdfast.run import lock
+from holdfast.run import atomic, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
 from holdfast.view.follow import Tail, attempts_with_logs
@@ -64,7 +63,7 @@ class Cursor:
             RunDirError: another process sends to this tracker, or the cursor cannot be used.
         """
         path = run_dir.tracking / f"{label_of(tracker)}.json"
-        durable.make_directory(path.parent)
+        atomic.make_directory(path.parent)
         if (holder := lock.take(path.with_suffix(".lock"))) is not None:
             raise RunDirError(
                 f"{run_dir.path} is being sent to {tracker} already ({holder}): the run itself does, or another `track`"
@@ -116,7 +115,7 @@ class Cursor:
     def write(self, step: int) -> None:
         """Note that everything up to `step` is sent, and what else was added to the attributes."""
         self._state.step = step
-        durable.write_file(self.path, msgspec.json.encode(self._state))
+        atomic.write_file(self.path, msgspec.json.encode(self._state))
 
 
 def label_of(tracker: str) -> str:

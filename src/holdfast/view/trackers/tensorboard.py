@@ -16,7 +16,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from holdfast.process.events import EVENTS_ENV, append
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.view.trackers.interface import TrackedRun, Tracker
 
@@ -41,7 +41,7 @@ class TensorBoard(Tracker):
         directory = run.directory / "tensorboard" / f"history_{run.history}"
         if not directory.exists():
             after, self.begins_anew = 0, True
-        durable.make_directory(directory)
+        atomic.make_directory(directory)
         self._file = _new_file(directory)
         self._writer = RecordWriter(self._file)
         self._write(Event(file_version="brain.Event:2", source_metadata=SourceMetadata(writer="holdfast")))

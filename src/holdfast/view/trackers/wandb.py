@@ -9,7 +9,7 @@ from pathlib import Path
 
 import wandb
 
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.view.trackers.interface import TrackedRun, Tracker
 
 _MOST_CHARACTERS = 63
@@ -28,7 +28,7 @@ class WandB(Tracker):
         """Begin or resume the run."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of wandb
         directory = Path(os.environ.get("WANDB_DIR") or run.directory / "tracking")
-        durable.make_directory(directory)
+        atomic.make_directory(directory)
         self._run = wandb.init(
             project=run.project,
             id=run.id,

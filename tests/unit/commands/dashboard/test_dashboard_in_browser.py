@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config.view import DashboardConfig
 from holdfast.run.run_dir import RunDir
-from holdfast.view.report import serve as builds
+from holdfast.view.report import serve
 from holdfast.view.report.serve import Builds, Dashboard, listening_for_browsers
 from tests.builders.shown_runs import make_run
 from tests.runs.browser import OpenPage
@@ -27,7 +27,7 @@ _RANGE = "document.querySelector('[data-figure=reward]').layout.xaxis.range"
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     init: Callable[..., None] = Builds.__init__
-    monkeypatch.setattr(builds, "_SHARE", 1.0)
+    monkeypatch.setattr(serve, "_SHARE", 1.0)
     monkeypatch.setattr(Builds, "__init__", lambda self, *args: init(self, *args, pause_s=0.0))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands import environments_check as check
+from holdfast.commands import environments_check
 from holdfast.commands.environments_probe import canonical
 from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
@@ -159,7 +159,7 @@ def environments(run_command: Command, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `check` ask in this process alone, which finds most."""
-    monkeypatch.setattr(check, "_HASH_SEEDS", ())
+    monkeypatch.setattr(environments_check, "_HASH_SEEDS", ())
 
 
 @pytest.fixture(scope="module")

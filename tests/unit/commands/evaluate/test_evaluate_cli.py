@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands import evaluated_policy as policy
+from holdfast.commands import evaluated_policy
 from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, DataError
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.manifest import file_digest
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
@@ -105,7 +105,7 @@ def test_a_clean_that_is_killed_leaves_no_half_model(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable.shutil, "rmtree", killed)
+        patched.setattr(atomic.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare_directory(config, RunDir(tmp_path))
     assert [path.name[:17] for path in tmp_path.glob("*model*")] == [".tmp-model_step_3"]
@@ -124,31 +124,33 @@ def test_clean_leaves_a_directory_alone_that_holds_no_evaluation(tmp_path: Path)
 
 def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
     run_dir = run_with_weights(tmp_path / "run", 3, 5)
-    assert policy.step_of_run(run_dir.path, "latest") == 5
-    assert policy.weights_of_step(run_dir.path, policy.step_of_run(run_dir.path, 3), tmp_path) == run_dir.weights_of(3)
+    assert evaluated_policy.step_of_run(run_dir.path, "latest") == 5
+    assert evaluated_policy.weights_of_step(
+        run_dir.path, evaluated_policy.step_of_run(run_dir.path, 3), tmp_path
+    ) == run_dir.weights_of(3)
     with pytest.raises(CheckpointError, match="step = 4 .* checkpoints of no step, and whole weights of steps 3, 5"):
-        policy.step_of_run(run_dir.path, 4)
+        evaluated_policy.step_of_run(run_dir.path, 4)
     shutil.rmtree(run_dir.weights)
     with pytest.raises(CheckpointError, match="step = latest .* whole weights of no step"):
-        policy.step_of_run(run_dir.path, "latest")
+        evaluated_policy.step_of_run(run_dir.path, "latest")
     with pytest.raises(DataError, match="no run directory"):
-        policy.step_of_run(tmp_path, "latest")
+        evaluated_policy.step_of_run(tmp_path, "latest")
 
 
 def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     with pytest.raises(CheckpointError, match="the weights of step 2 have just gone"):
-        policy.weights_of_step(run_dir.path, 2, tmp_path)
+        evaluated_policy.weights_of_step(run_dir.path, 2, tmp_path)
     checkpoint = write_checkpoint(run_dir, 2)
     exported = tmp_path / f"model_step_2_{file_digest(checkpoint / 'manifest.json')[:12]}"
     exported.mkdir()
-    assert policy.weights_of_step(run_dir.path, 2, tmp_path) == exported
+    assert evaluated_policy.weights_of_step(run_dir.path, 2, tmp_path) == exported
     # The same step of another run, or trained again, is another model: its own settings are asked for.
     other = RunDir(tmp_path / "other")
     write_checkpoint(other, 2, content="other")
     with pytest.raises(FileNotFoundError, match=r"other/checkpoints/step_2/trainer/config\.toml"):
-        policy.weights_of_step(other.path, 2, tmp_path)
+        evaluated_policy.weights_of_step(other.path, 2, tmp_path)
 
 
 def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
         sampling=SamplingConfig(max_tokens=77, temperature=0.5),
     )
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(trained))
-    found = policy.with_settings_of_run(EvaluateConfig(run=tmp_path))
+    found = evaluated_policy.with_settings_of_run(EvaluateConfig(run=tmp_path))
     asked = [EnvironmentConfig(id="reverse_text", args={"max_length": 5})]
     assert (found.environments, found.seq_len) == (asked, 3000), "an evaluation has a number of samples of its own"
     assert (found.sampling.max_tokens, found.sampling.temperature) == (77, 1.0)
@@ -168,7 +170,7 @@ def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
     own = EvaluateConfig.model_validate(
         {"run": tmp_path, "environments": [{"id": "a"}], "seq_len": 50, "sampling": {"max_tokens": 5}}
     )
-    kept = policy.with_settings_of_run(own)
+    kept = evaluated_policy.with_settings_of_run(own)
     assert (kept.environments, kept.seq_len, kept.sampling.max_tokens) == (own.environments, 50, 5)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands import evaluate_follow as follow
-from holdfast.commands import evaluated_policy as serving
+from holdfast.commands import evaluate_follow, evaluated_policy
 from holdfast.commands.evaluate_follow import FollowedRun
 from holdfast.commands.evaluated_policy import name_of_export, prepare_directory, run_evaluation, write_settings
 from holdfast.config import PROGRAMS, OrchestratorConfig, SftConfig
@@ -121,7 +120,7 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     flags = ("evaluate", "--run", run_dir.path, "--follow", "--interval", "5")
     code, out, _ = run_command(*flags, "--dry-run")
     assert code == 0 and f"would evaluate steps 0, 10 of {run_dir.path} in {run_dir.evaluations}" in out
-    assert follow._listed([]) == "no step that is there now"
+    assert evaluate_follow._listed([]) == "no step that is there now"
     for step in (0, 10):
         run_dir.evaluation(step).mkdir()
         (run_dir.evaluation(step) / "summary.json").write_text("{}")
@@ -132,11 +131,11 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
 def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "step_5")
     config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
-    follow._clear_other_tasks(config, directory)
+    evaluate_follow._clear_other_tasks(config, directory)
     prepare_directory(config, directory)
-    follow._clear_other_tasks(config.model_copy(update={"max_concurrency": 3}), directory)
+    evaluate_follow._clear_other_tasks(config.model_copy(update={"max_concurrency": 3}), directory)
     assert directory.path.exists()
-    follow._clear_other_tasks(config.model_copy(update={"num_tasks": 5}), directory)
+    evaluate_follow._clear_other_tasks(config.model_copy(update={"num_tasks": 5}), directory)
     assert not directory.path.exists()
 
 
@@ -152,22 +151,22 @@ def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
         settings.inference.model.name = served
         write_settings(settings, config.output_dir / f"step_{step}" / "config")
         (config.output_dir / f"step_{step}" / "summary.json").write_text("{}")
-    assert follow._missing(config, run) == []
+    assert evaluate_follow._missing(config, run) == []
     shutil.rmtree(run_dir.checkpoint(10))
-    assert follow._is_done(config, run, 10), "nobody can evaluate it any more"
+    assert evaluate_follow._is_done(config, run, 10), "nobody can evaluate it any more"
     write_checkpoint(run_dir, 10, content="trained again")
-    assert follow._missing(config, run) == [10]
+    assert evaluate_follow._missing(config, run) == [10]
     (config.output_dir / "step_5" / "config" / "evaluate.toml").unlink()
-    assert follow._missing(config, run) == [5, 10], "nobody knows of which weights it is"
+    assert evaluate_follow._missing(config, run) == [5, 10], "nobody knows of which weights it is"
     # In the run's own directory a resume has set aside what is not of these weights.
     run_dir.evaluations.mkdir()
     for step in (0, 5, 10):
         (config.output_dir / f"step_{step}").rename(run_dir.evaluation(step))
-    assert follow._missing(config.model_copy(update={"output_dir": run_dir.evaluations}), run) == []
+    assert evaluate_follow._missing(config.model_copy(update={"output_dir": run_dir.evaluations}), run) == []
     run_dir.evaluation(10).rename(config.output_dir / "step_10")
     shutil.rmtree(run_dir.checkpoint(10))
     # Gone between the look and the evaluation: what was of other weights goes all the same.
-    assert follow._evaluate_step(config, run, 10, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
+    assert evaluate_follow._evaluate_step(config, run, 10, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
     said = capsys.readouterr().out
     assert "step_10 is of other weights than step 10 has now: it is evaluated anew" in said
     assert "step 10 is not evaluated: its checkpoint went away" in said
@@ -275,7 +274,7 @@ def test_how_an_evaluation_ended_is_noted(
     observed = ObservedRun(directory, "step_5")
     done = f"import pathlib; pathlib.Path({str(directory.path / 'summary.json')!r}).touch()"
     for code, status in (("raise SystemExit(2)", "failed"), (done, "finished")):
-        monkeypatch.setattr(serving, "module_command", lambda *_, code=code: [sys.executable, "-c", code])
+        monkeypatch.setattr(evaluated_policy, "module_command", lambda *_, code=code: [sys.executable, "-c", code])
         with Supervisor() as supervisor:
             if status == "failed":
                 with pytest.raises(ProcessDied):
@@ -302,9 +301,9 @@ def test_every_followed_step_is_a_result_for_programs(
         evaluated(run_dir, 0)
         return 0
 
-    monkeypatch.setattr(follow, "run_evaluation", finishes)
+    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes)
     with as_json_lines() as lines:
-        code = follow._evaluate_step(config, FollowedRun.read(run_dir.path), 0, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
+        code = evaluate_follow._evaluate_step(config, FollowedRun.read(run_dir.path), 0, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
         lines.close_with(code)
     *_, result, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (result["type"], result["step"], end["exit_code"]) == ("result", 0, 0)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.launcher import plan as restarts_module
+from holdfast.launcher import plan
 from holdfast.launcher.plan import Restarts
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.run.run_dir import RunDir
@@ -45,7 +45,7 @@ def test_nothing_is_started_again_with_an_allowance_of_0() -> None:
 
 def test_what_lies_before_the_window_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(restarts_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: now))
     restarts = Restarts(1, 60)
     assert restarts.delay_s("trainer", 1) == 0.2
     now += 59

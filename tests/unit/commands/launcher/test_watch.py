@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from holdfast.launcher import plan as restarts
-from holdfast.launcher import watch
+from holdfast.launcher import plan, watch
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.stand_ins import Stands
@@ -165,8 +164,8 @@ def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -
 def test_a_stop_while_evaluations_are_started_again_ends_the_run(
     stands: Stands, terminated_when: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "_FIRST_DELAY_S", 1e6)
-    monkeypatch.setattr(restarts, "_LAST_DELAY_S", 1e6)
+    monkeypatch.setattr(plan, "_FIRST_DELAY_S", 1e6)
+    monkeypatch.setattr(plan, "_LAST_DELAY_S", 1e6)
     terminated_when("evaluation ended with exit code 1: starting it again")
     trainer = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(600)"
     assert stands.watch(heals=False, evaluation="sys.exit(1)", trainer=trainer) == 128 + signal.SIGTERM

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.journal import publish_batch
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import make_run
@@ -45,7 +45,7 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Run
     run_dir = make_run(tmp_path / "<img src=x onerror=alert()>", resumed_from=(4,))
     evaluated(run_dir, 4)
     settings = f"[model]\nname = \"{BASE}\"\nnote = '{HOSTILE}'\n"
-    durable.write_file(run_dir.configs(2) / "orchestrator.toml", settings.encode())
+    atomic.write_file(run_dir.configs(2) / "orchestrator.toml", settings.encode())
     told = {"time": 1.8e9, "process": "trainer", "phase": f"ALERT: {HOSTILE}"}
     with open(run_dir.logs(2) / "events.jsonl", "a") as file:
         file.write(f"\n{json.dumps(told)}\n")

@@ -13,7 +13,7 @@ import msgspec
 import plotly.graph_objects as go
 import pytest
 
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
 from tests.builders.evaluations import evaluated
@@ -127,7 +127,7 @@ def test_two_runs_lie_over_each_other_with_what_differs_in_their_settings(
 
 def test_rollouts_are_shown_token_by_token(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=5)
-    durable.write_file(run_dir.configs(1) / "orchestrator.toml", f'[model]\nname = "{BASE}"\n'.encode())
+    atomic.write_file(run_dir.configs(1) / "orchestrator.toml", f'[model]\nname = "{BASE}"\n'.encode())
     for step in (2, 3, 4):
         publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
     (run_dir.batch(3) / "batch.msgpack").write_bytes(b"damaged")

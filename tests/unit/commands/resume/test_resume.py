@@ -29,8 +29,7 @@ from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
 from holdfast.remote.object_store import StorageError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
@@ -148,7 +147,7 @@ def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
 
     config = config_of(new, resume_dir=other.checkpoint(5))
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "link_or_copy", full)
+        patch.setattr(atomic, "link_or_copy", full)
         with pytest.raises(CheckpointError, match="step_5 could not be copied to .*No space left on device"):
             start(config)
     assert list(new.checkpoints.iterdir()) == []
@@ -359,7 +358,7 @@ def test_latest_falls_back_sets_the_damage_aside_and_says_so(other: RunDir, caps
     (other.checkpoint(15) / "trainer" / "__0_0.distcp").write_text("xx")
     for step in (2, 10):
         (other.checkpoint(step) / "manifest.json").unlink()
-    leftover = durable.temporary_sibling(other.checkpoint(20))
+    leftover = atomic.temporary_sibling(other.checkpoint(20))
     leftover.mkdir()
     assert start(config_of(other, resume_step="latest")).resume_step == 5
     out = capsys.readouterr().out

@@ -29,7 +29,7 @@ from holdfast.protocol.rollouts import (
     VersionSpan,
     decode_packed,
 )
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.journal import Accepted, Counts, publish_batch, read_batch
 from holdfast.run.run_dir import RunDir
 from tests.conftest import BASE
@@ -86,7 +86,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     settings = f'[model]\nname = "{BASE}"\n'.encode()
-    durable.write_file(run_dir.configs(1) / "orchestrator.toml", settings)
+    atomic.write_file(run_dir.configs(1) / "orchestrator.toml", settings)
     for step in (2, 3, 4):
         publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
     return run_dir
@@ -250,7 +250,7 @@ def test_export_that_fails_leaves_nothing(
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(durable, "fsync_file", full)
+    monkeypatch.setattr(atomic, "fsync_file", full)
     target = tmp_path / "out" / "out.jsonl"
     code, _, err = rollouts("export", "all", "--to", target, "--output-dir", run_dir.path)
     assert code == 2 and f"{target} cannot be written: No space left" in err and list(target.parent.iterdir()) == []

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import InferenceError
-from holdfast.orchestrator.client import pool as retry
+from holdfast.orchestrator.client import pool
 from holdfast.orchestrator.client.http import _RETRY_FAILING_S, Unavailable
 from holdfast.orchestrator.client.pool import FIRST_BACKOFF_S
 from holdfast.orchestrator.main import orchestrate
@@ -36,7 +36,7 @@ def run(directory: Path, intercept: Intercept, *, ready_timeout_s: float = 60) -
 
 def test_a_busy_server_is_asked_again_with_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six failures are more than any number of attempts that a fast loop had."""
-    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF_S", 0.02)
     statuses = [429, 500, 502, 503, 504, 429]
     engine = run(tmp_path, lambda count: Response(status_code=statuses[count - 1]) if count <= 6 else None)
     pauses = [later - earlier for earlier, later in zip(engine.arrived, engine.arrived[1:], strict=False)]
@@ -48,8 +48,8 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(tmp_path: Path, monkey
 def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
-    monkeypatch.setattr(retry, "_LONGEST_PAUSE_S", 1.5)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
+    monkeypatch.setattr(pool, "_LONGEST_PAUSE_S", 1.5)
     values = {1: "1", 2: "Fri, 31 Dec 2199 23:59:59 GMT", 3: "whenever"}
 
     def busy(count: int) -> Response | None:
@@ -80,14 +80,14 @@ def test_the_pauses_and_their_end_are_those_of_the_documentation(
         now += seconds
         slept.append(seconds)
 
-    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
-    monkeypatch.setattr(retry.asyncio, "sleep", sleep)
-    monkeypatch.setattr(retry, "awake_s", lambda: now)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
+    monkeypatch.setattr(pool.asyncio, "sleep", sleep)
+    monkeypatch.setattr(pool, "awake_s", lambda: now)
     limit_s = ClientConfig().ready_timeout_s
     assert limit_s == 900
 
     async def fail() -> None:
-        asked = retry.RetryPolicy(limit_s, key="client.ready_timeout_s")
+        asked = pool.RetryPolicy(limit_s, key="client.ready_timeout_s")
         while True:
             asked.count(failure, url="http://host")
             await asked.pause(failure)

@@ -20,8 +20,7 @@ from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.orchestrator.client.pool import Engine
 from holdfast.process.events import EVENTS_ENV
 from holdfast.protocol.inference import GenerateRequest
-from holdfast.run import atomic as durable
-from holdfast.run import journal
+from holdfast.run import atomic, journal
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
@@ -249,7 +248,7 @@ def test_weights_that_are_gone_when_an_engine_comes_back_are_not_missed(tmp_path
 
     async def remove_and_return(_: int) -> None:
         if other.version == 1 and leaving.is_away:
-            durable.remove_directory(weights)
+            atomic.remove_directory(weights)
             come_back(leaving)
             while not missed:
                 await asyncio.sleep(0.01)

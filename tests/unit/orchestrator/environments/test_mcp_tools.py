@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator.env import mcp as mcp_tools
+from holdfast.orchestrator.env import mcp
 from holdfast.orchestrator.env.guard import prompt_ids_of
 from holdfast.orchestrator.env.harness import HarnessEnvironment
 from holdfast.orchestrator.env.interface import Environment, Message, Session, Task, TaskSeed
@@ -85,7 +85,7 @@ async def play(
         await asyncio.gather(*(play_session(session, task, problem) for session in sessions))
     finally:
         # Without their loop, processes that are about to end would be said to be left, in whichever test comes next.
-        await asyncio.gather(*mcp_tools._LIVING, return_exceptions=True)
+        await asyncio.gather(*mcp._LIVING, return_exceptions=True)
     return sessions
 
 

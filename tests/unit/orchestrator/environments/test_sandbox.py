@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator.env import code as sandbox
-from holdfast.orchestrator.env import sandbox_inside
+from holdfast.orchestrator.env import code, sandbox_inside
 from holdfast.orchestrator.env.code import Limits, Outcome, PythonCode, code_of, require_sandbox, run_python
 from holdfast.orchestrator.env.interface import Task, TaskSeed
 from tests.coverage.scripts import with_marks
@@ -54,7 +53,7 @@ def inside(pid: int) -> list[psutil.Process]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are meant to take forever have less time by the clock."""
-    monkeypatch.setattr(sandbox, "_WALL_PER_CPU", 1)
+    monkeypatch.setattr(code, "_WALL_PER_CPU", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -349,14 +348,14 @@ def test_a_cancelled_program_is_gone() -> None:
 
 
 def test_a_machine_without_a_sandbox_is_refused_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = sandbox._command
+    command = code._command
 
     def broken(limits: Limits) -> list[str]:
         # A directory for the devices that is a file: building fails as it does where mounting is forbidden.
         *words, values = command(limits)
         return [*words, values.replace('"/usr"', '"/dev"')]
 
-    monkeypatch.setattr(sandbox, "_command", broken)
+    monkeypatch.setattr(code, "_command", broken)
     with pytest.raises(ConfigError, match="cannot be built on this machine: .*It needs Linux 5.12"):
         PythonCode()
     with pytest.raises(EnvironmentFailure, match="the sandbox could not be built"):

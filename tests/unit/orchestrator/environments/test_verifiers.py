@@ -15,7 +15,7 @@ import pytest
 from holdfast import Endpoint, Score, TaskSeed
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator.env import verifiers as verifiers_environments
+from holdfast.orchestrator.env import verifiers
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.verifiers import PlayerDied, Row, Verifiers
 from holdfast.protocol.rollouts import Batch
@@ -96,7 +96,7 @@ def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Pat
 
 def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, *starts: str) -> Verifiers:
     """Return an environment that `tests/servers/plain_player.py` plays."""
-    monkeypatch.setattr(verifiers_environments, "_PLAYER", ROOT / "tests" / "servers" / "plain_player.py")
+    monkeypatch.setattr(verifiers, "_PLAYER", ROOT / "tests" / "servers" / "plain_player.py")
     for name in ("began", "go", "asked", "cancelled"):
         os.mkfifo(directory / name)
     return Verifiers("x", {"python": sys.executable, "directory": str(directory), "starts": list(starts)})

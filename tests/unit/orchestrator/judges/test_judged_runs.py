@@ -14,7 +14,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from holdfast.config.evaluation import EvaluateConfig
-from holdfast.orchestrator.evaluation import main as evaluation
+from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.judge_client import Desk, JudgeDenied
 from holdfast.protocol.rollouts import Batch
 from holdfast.run.run_dir import RunDir
@@ -136,7 +136,7 @@ def test_an_evaluation_that_is_made_again_asks_nobody_again(tmp_path: Path, fake
         config.inference.model.name = MODEL
         with serving(engine):
             config.inference.server.port = int(engine.url.rsplit(":", 1)[1])
-            asyncio.run(evaluation.run(config))
+            asyncio.run(main.run(config))
         lines = (tmp_path / "eval" / "rollouts.jsonl").read_text().splitlines()
         return [json.loads(line)["reward"] for line in sorted(lines)]
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.config.base import CkptConfig
 from holdfast.errors import CheckpointError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import BestMetric, Kind, Retention, describe_found, kind_of, list_entries, require_weights
 
 
@@ -93,9 +92,9 @@ def test_entries_are_committed_damaged_or_torn_and_strangers_are_left_out(tmp_pa
     (commit(tmp_path / "step_2", 2) / "manifest.json").unlink()
     (commit(tmp_path / "step_3", 3) / "manifest.json").write_text("{")
     shutil.copytree(tmp_path / "step_9", tmp_path / "step_4")
-    write(durable.temporary_sibling(tmp_path / "step_11"), "trainer/__0_0.distcp")
-    write(tmp_path / f"{durable.TEMPORARY_PREFIX}step_12", "trainer/__0_0.distcp")
-    for stranger in ("step_x", "step_7_backup", "step_08", "best", f"{durable.TEMPORARY_PREFIX}notes"):
+    write(atomic.temporary_sibling(tmp_path / "step_11"), "trainer/__0_0.distcp")
+    write(tmp_path / f"{atomic.TEMPORARY_PREFIX}step_12", "trainer/__0_0.distcp")
+    for stranger in ("step_x", "step_7_backup", "step_08", "best", f"{atomic.TEMPORARY_PREFIX}notes"):
         write(tmp_path / stranger, "trainer/.metadata")
     write(tmp_path, "step_8")
     entries = list_entries(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 
 
 class Failing:
@@ -39,11 +39,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    durable.write_file(path, b"old")
+    atomic.write_file(path, b"old")
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "os", Failing(call))
+        patch.setattr(atomic, "os", Failing(call))
         with pytest.raises(OSError, match="No space"):
-            durable.write_file(path, b"new")
+            atomic.write_file(path, b"new")
     assert path.read_bytes() == b"old" and names(tmp_path) == ["file"]
 
 
@@ -54,7 +54,7 @@ def make_tree(path: Path) -> None:
 
 
 def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temporary, final = durable.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
+    temporary, final = atomic.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
     make_tree(temporary)
     happened: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
@@ -67,9 +67,9 @@ def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypat
         happened.append("rename")
         real_rename(source, target)
 
-    monkeypatch.setattr(durable.os, "fsync", fsync)
-    monkeypatch.setattr(durable.os, "rename", rename)
-    durable.publish_directory(temporary, final)
+    monkeypatch.setattr(atomic.os, "fsync", fsync)
+    monkeypatch.setattr(atomic.os, "rename", rename)
+    atomic.publish_directory(temporary, final)
     flushed, after = happened[: happened.index("rename")], happened[happened.index("rename") + 1 :]
     assert set(flushed) == {str(temporary / name) for name in ("", "a", "sub", "sub/b")} | {str(temporary)} - {
         f"{temporary}/"
@@ -81,23 +81,23 @@ def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypat
 def test_a_directory_that_cannot_be_flushed_is_not_published(
     nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary, final = durable.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
+    temporary, final = atomic.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
     make_tree(temporary)
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "os", Failing("fsync", nth))
+        patch.setattr(atomic, "os", Failing("fsync", nth))
         with pytest.raises(OSError, match="No space"):
-            durable.publish_directory(temporary, final)
+            atomic.publish_directory(temporary, final)
     assert not final.exists()
-    assert durable.clear_leftovers(tmp_path) == [temporary] and names(tmp_path) == []
+    assert atomic.clear_leftovers(tmp_path) == [temporary] and names(tmp_path) == []
 
 
 def test_a_published_directory_is_never_written_over(tmp_path: Path) -> None:
     make_tree(tmp_path / "step_1")
-    other = durable.temporary_sibling(tmp_path / "step_1")
+    other = atomic.temporary_sibling(tmp_path / "step_1")
     make_tree(other)
     (other / "a").write_bytes(b"changed")
     with pytest.raises(FileExistsError, match="step_1"):
-        durable.publish_directory(other, tmp_path / "step_1")
+        atomic.publish_directory(other, tmp_path / "step_1")
     assert (tmp_path / "step_1" / "a").read_bytes() == b"a"
 
 
@@ -111,27 +111,27 @@ def test_a_removal_that_stops_half_way_leaves_no_half_directory(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable.shutil, "rmtree", killed)
+        patch.setattr(atomic.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            durable.remove_directory(tmp_path / "step_1")
+            atomic.remove_directory(tmp_path / "step_1")
     assert not (tmp_path / "step_1").exists()
-    assert len(durable.clear_leftovers(tmp_path)) == 1 and names(tmp_path) == []
+    assert len(atomic.clear_leftovers(tmp_path)) == 1 and names(tmp_path) == []
 
 
 def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
     make_tree(tmp_path / "step_1")
     (tmp_path / "notes").write_text("mine")
-    assert durable.clear_leftovers(tmp_path) == [] and durable.clear_leftovers(tmp_path / "nowhere") == []
+    assert atomic.clear_leftovers(tmp_path) == [] and atomic.clear_leftovers(tmp_path / "nowhere") == []
     assert names(tmp_path) == ["notes", "step_1"]
 
 
 def test_a_new_directory_is_flushed_into_each_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
-    real = durable.fsync_directory
-    monkeypatch.setattr(durable, "fsync_directory", lambda path: (flushed.append(path), real(path)))
-    durable.make_directory(tmp_path / "a" / "b")
+    real = atomic.fsync_directory
+    monkeypatch.setattr(atomic, "fsync_directory", lambda path: (flushed.append(path), real(path)))
+    atomic.make_directory(tmp_path / "a" / "b")
     assert flushed == [tmp_path, tmp_path / "a"]
-    durable.make_directory(tmp_path / "a" / "b")
+    atomic.make_directory(tmp_path / "a" / "b")
     assert len(flushed) == 2
 
 
@@ -151,7 +151,7 @@ def test_a_directory_whose_files_cannot_be_listed_is_not_published(
 
     monkeypatch.setattr(os, "scandir", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        durable.publish_directory(temporary, tmp_path / "step_1")
+        atomic.publish_directory(temporary, tmp_path / "step_1")
     assert not (tmp_path / "step_1").exists()
 
 
@@ -165,11 +165,11 @@ def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: p
         return real(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", note)
-    assert not durable.is_visible(tmp_path / "file")
+    assert not atomic.is_visible(tmp_path / "file")
     assert opened == [tmp_path]
     path = tmp_path / "a" / "b" / "file"
-    assert not durable.is_visible(path)
+    assert not atomic.is_visible(path)
     path.parent.mkdir(parents=True)
-    assert not durable.is_visible(path)
+    assert not atomic.is_visible(path)
     path.touch()
-    assert durable.is_visible(path) and not durable.is_visible(path / "in a file")
+    assert atomic.is_visible(path) and not atomic.is_visible(path / "in a file")

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import DataError
 from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, report
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import Console, step_line
@@ -117,13 +117,13 @@ def test_lines_that_are_set_aside_are_on_the_disk_before_they_go(
 ) -> None:
     """Or a power cut leaves them nowhere: the shorter file is durable."""
     durably: list[str] = []
-    write_file = durable.write_file
+    write_file = atomic.write_file
 
     def noted(path: Path, data: bytes) -> None:
         durably.append(path.name)
         write_file(path, data)
 
-    monkeypatch.setattr(durable, "write_file", noted)
+    monkeypatch.setattr(atomic, "write_file", noted)
     run_dir.metrics.write_bytes(b'{"step": 1}\n{"step": 2}\n')
     (aside,) = set_aside_after(run_dir, 1, 1)
     assert durably == [aside.name, run_dir.metrics.name] and aside.read_bytes() == b'{"step": 2}\n'

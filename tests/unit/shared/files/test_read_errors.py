@@ -22,8 +22,7 @@ from holdfast.orchestrator.state import OrchestratorState
 from holdfast.orchestrator.weight_sync import DirectoryTransport
 from holdfast.protocol.rollouts import Batch
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.run import atomic as durable
-from holdfast.run import journal
+from holdfast.run import atomic, journal
 from holdfast.run.journal import read_accepted
 from holdfast.run.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
 from holdfast.run.run_dir import RunDir
@@ -158,7 +157,7 @@ def test_a_full_disk_here_is_not_held_against_the_store(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(paths[0]))
 
         with monkeypatch.context() as full:
-            full.setattr(durable, name, fail)
+            full.setattr(atomic, name, fail)
             with pytest.raises(RunDirError, match=r"step_30 cannot be written: .*No space left") as caught:
                 fetch(store, here, "auto")
         assert is_storage_failure(caught.value) and here.committed_steps() == [10]

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, TokenIds, VersionSpan
-from holdfast.run import atomic as durable
-from holdfast.run import record_log
+from holdfast.run import atomic, record_log
 from holdfast.run.record_log import MARKER, RecordLog, read_records
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
@@ -112,7 +111,7 @@ def test_one_sync_covers_all_that_came_meanwhile_and_nobody_waits(
 
 def test_the_name_of_a_new_log_is_durable_before_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(durable, "fsync_directory", lambda path: calls.append(f"directory {path.name}"))
+    monkeypatch.setattr(atomic, "fsync_directory", lambda path: calls.append(f"directory {path.name}"))
     monkeypatch.setattr(record_log.os, "fdatasync", lambda _: calls.append("file"))
     write(tmp_path / "rollouts" / "one.log", PAYLOADS[:1])
     assert calls == [f"directory {tmp_path.name}", "directory rollouts", "file"]

@@ -14,8 +14,7 @@ import pytest
 
 from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 
@@ -105,12 +104,12 @@ def test_a_step_that_is_not_there_lists_those_that_are(run_dir: RunDir) -> None:
 
 def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
     commit(run_dir, 1)
-    leftovers = [durable.temporary_sibling(parent / "step_3") for parent in
+    leftovers = [atomic.temporary_sibling(parent / "step_3") for parent in
                  (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)]  # fmt: skip
     for path in leftovers:
         path.mkdir(parents=True)
         (path / "part").write_text("half")
-    half_file = durable.temporary_sibling(run_dir.metrics)
+    half_file = atomic.temporary_sibling(run_dir.metrics)
     half_file.write_text("half")
     run_dir.batch(4).mkdir(parents=True)
     assert sorted(run_dir.clear_leftovers()) == sorted([*leftovers, half_file])

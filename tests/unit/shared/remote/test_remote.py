@@ -27,8 +27,7 @@ from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.remote.object_store import ObjectStore, StorageError, is_transient
 from holdfast.remote.uploader import Uploader
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import BestMetric, Retention
 from holdfast.run.run_dir import RunDir
 from holdfast.view.trackers.sending import Cursor
@@ -537,7 +536,7 @@ class TestUploader:
         assert remote.entered.wait(HANG_S) and not uploader.release(1)
         assert not uploader.wait(timeout_s=0.01)
         assert uploader.release(2), "retention takes it"
-        durable.remove_directory(here.checkpoint(3))
+        atomic.remove_directory(here.checkpoint(3))
         with caplog.at_level(logging.WARNING):
             remote.allowed.set()
             assert uploader.wait(timeout_s=HANG_S) and uploader.release(1) and uploader.release(4)

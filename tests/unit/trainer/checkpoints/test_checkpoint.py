@@ -11,8 +11,7 @@ import pytest
 from torch import Tensor
 
 from holdfast.errors import CheckpointError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
 from holdfast.run.journal import STATE_NAME
 from holdfast.run.run_dir import RunDir
@@ -238,7 +237,7 @@ def test_an_attachment_on_another_filesystem_is_copied(
     def no_link(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(durable.os, "link", no_link)
+    monkeypatch.setattr(atomic.os, "link", no_link)
     directory = save(run_dir, make_state(steps=1), attachments={"a/b.json": source})
     assert (directory / "a" / "b.json").read_bytes() == b"{}"
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from holdfast.errors import CheckpointError, SaveError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, Stager
 from holdfast.trainer.checkpoint.dcp import ShardWriter
@@ -31,7 +30,7 @@ def no_space(*_: object, **__: object) -> None:
 
 
 def leftovers(run_dir: RunDir) -> list[str]:
-    return [path.name for path in run_dir.checkpoints.iterdir() if path.name.startswith(durable.TEMPORARY_PREFIX)]
+    return [path.name for path in run_dir.checkpoints.iterdir() if path.name.startswith(atomic.TEMPORARY_PREFIX)]
 
 
 def loaded(run_dir: RunDir, make_state: MakeState, step: int) -> dict[str, Tensor]:
@@ -288,7 +287,7 @@ def test_only_staging_is_on_the_caller(make_state: MakeState, run_dir: RunDir, m
         monkeypatch.setattr(owner, name, noted)
 
     for owner, name in (
-        (Stager, "stage"), (ShardWriter, "write"), (durable, "fsync_tree"), (durable, "publish_directory"),
+        (Stager, "stage"), (ShardWriter, "write"), (atomic, "fsync_tree"), (atomic, "publish_directory"),
         (manifest, "write_manifest"), (manifest, "describe_files"),
     ):  # fmt: skip
         note(owner, name)

@@ -13,8 +13,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from holdfast.errors import CheckpointError, RankLost, SaveError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, Retention
 from holdfast.run.journal import STATE_NAME
 from holdfast.run.run_dir import RunDir
@@ -56,7 +55,7 @@ def broken_fsync(descriptor: int) -> None:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "making the directory": lambda patch: patch.setattr(durable, "make_directory", fails),
+    "making the directory": lambda patch: patch.setattr(atomic, "make_directory", fails),
     "opening a shard": lambda patch: patch.setattr(dcp.os, "open", fails_for(".distcp", os.open)),
     "writing a shard": lambda patch: patch.setattr(dcp.os, "write", half_written(os.write)),
     "fsync of a shard": lambda patch: patch.setattr(os, "fsync", broken_fsync),
@@ -65,11 +64,11 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         Path, "write_bytes", fails_for("random_rank_0.json", Path.write_bytes)
     ),
     "writing counters": lambda patch: patch.setattr(Path, "write_bytes", fails_for("progress.json", Path.write_bytes)),
-    "linking": lambda patch: patch.setattr(durable, "link_or_copy", fails),
+    "linking": lambda patch: patch.setattr(atomic, "link_or_copy", fails),
     "checksums": lambda patch: patch.setattr(manifest, "describe_files", fails),
-    "flushing": lambda patch: patch.setattr(durable, "fsync_tree", fails),
+    "flushing": lambda patch: patch.setattr(atomic, "fsync_tree", fails),
     "writing the manifest": lambda patch: patch.setattr(manifest, "write_manifest", fails),
-    "renaming": lambda patch: patch.setattr(durable, "publish_directory", fails),
+    "renaming": lambda patch: patch.setattr(atomic, "publish_directory", fails),
 }
 
 
@@ -167,7 +166,7 @@ def test_what_fails_after_the_commit_does_not_undo_it(
             raise OSError(errno.EIO, "Input/output error")
 
     if what == "removing":
-        monkeypatch.setattr(durable, "remove_directory", fails)
+        monkeypatch.setattr(atomic, "remove_directory", fails)
     checkpointer = Checkpointer(
         run_dir.checkpoints,
         make_state(),

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import CheckpointError
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.run import atomic as durable
+from holdfast.run import atomic
 from holdfast.run.checkpoints import Retention
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
@@ -72,8 +72,8 @@ def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
 ) -> None:
     """Before, the upload was submitted when large directories had been removed."""
     happened: list[str] = []
-    remove = durable.remove_directory
-    monkeypatch.setattr(durable, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))
+    remove = atomic.remove_directory
+    monkeypatch.setattr(atomic, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))
     checkpointer = Checkpointer(
         tmp_path,
         {"counter": {"step": 0}},
@@ -90,7 +90,7 @@ def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
 def test_what_a_step_needs_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, metrics were flushed when the run ended, and the generators of other ranks were never."""
     happened: list[str] = []
-    fsync, publish = os.fsync, durable.publish_directory
+    fsync, publish = os.fsync, atomic.publish_directory
 
     def noted(descriptor: int) -> None:
         happened.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
@@ -101,7 +101,7 @@ def test_what_a_step_needs_is_flushed_before_it_gets_its_name(tmp_path: Path, mo
         publish(temporary, final)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(durable, "publish_directory", published)
+    monkeypatch.setattr(atomic, "publish_directory", published)
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     metrics.write(1, {"loss": 0.5})
     state = {"counter": {"step": 1}}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import SaveError
-from holdfast.run import atomic as durable
-from holdfast.run import lock
+from holdfast.run import atomic, lock
 from holdfast.run.checkpoints import Entry
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from tests.builders.train_states import held_writes
@@ -64,7 +63,7 @@ def test_nobody_begins_to_save_while_prune_removes(
             str(tmp_path),
         ]
         begun.append(subprocess.run(another, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False))
-        durable.remove_directory(entry.path)
+        atomic.remove_directory(entry.path)
 
     monkeypatch.setattr("holdfast.commands.ckpt_export._remove", remove)
     code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path, "--keep", "1")

@@ -19,8 +19,8 @@ from holdfast.run.manifest import FileEntry, decode_manifest, encode_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import save_state
 from holdfast.trainer.checkpoint.dcp import IndexReader
-from holdfast.trainer.checkpoint.export import TensorReader
 from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.export import TensorReader
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import write_checkpoint
 

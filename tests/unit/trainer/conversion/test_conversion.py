@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.errors import CheckpointError, SaveError
 from holdfast.run import manifest
 from holdfast.run.manifest import Manifest
-from holdfast.trainer.checkpoint.export import (
+from holdfast.trainer.export import (
     Export,
     Group,
     TensorReader,

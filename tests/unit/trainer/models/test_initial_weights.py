@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model import build as initial
+from holdfast.trainer.model import build
 from holdfast.trainer.model.build import filler, initial_weights, load_model_config, trained_tensors
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.value_model import build_scalar_model
@@ -111,8 +111,8 @@ def test_files_beside_an_adapter_are_not_read_in_parts(tiny_model: Models, mesh:
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(str(tmp_path / "model")))
-    with pytest.raises(initial._CannotRead, match="adapter"):
-        initial._open(model, str(tmp_path / "model"), without=())
+    with pytest.raises(build._CannotRead, match="adapter"):
+        build._open(model, str(tmp_path / "model"), without=())
 
 
 def test_a_new_head_and_adapters_are_the_same_either_way(
@@ -121,7 +121,7 @@ def test_a_new_head_and_adapters_are_the_same_either_way(
     config = TrainedModelConfig.model_validate({"name": str(tiny_model()), "lora": {"rank": 2}})
     in_parts = build_scalar_model(config, mesh, seed=3).hf_model.state_dict()
     assert not made_whole
-    monkeypatch.setattr(initial, "weight_files", lambda _: [])
+    monkeypatch.setattr(build, "weight_files", lambda _: [])
     as_a_whole = build_scalar_model(config, mesh, seed=3).hf_model.state_dict()
     assert len(made_whole) == 1
     assert in_parts.keys() == as_a_whole.keys()

@@ -18,7 +18,7 @@ from holdfast.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import build as initial_weights
-from holdfast.trainer.model import packing_check as layout
+from holdfast.trainer.model import packing_check
 from holdfast.trainer.model.attention import packed_attention
 from holdfast.trainer.model.build import naming_failures
 from holdfast.trainer.model.packing_check import PACKED, Layout, find_layout
@@ -102,10 +102,10 @@ def test_an_attention_that_was_chosen_is_kept_or_refused(hf_model: PreTrainedMod
 
 
 def test_attention_of_fewer_keys_and_of_modules_without_an_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = layout._Record()
-    monkeypatch.setattr(layout, "_recorded", record)
+    record = packing_check._Record()
+    monkeypatch.setattr(packing_check, "_recorded", record)
     query, key = torch.ones(1, 2, 6, 4), torch.ones(1, 2, 3, 4)
-    out, _ = layout._probe_attention(nn.Identity(), query, key, key, None)
+    out, _ = packing_check._probe_attention(nn.Identity(), query, key, key, None)
     assert out.shape == (1, 6, 2, 4) and not out.any()
     assert record.faults == ["its queries and keys differ in number"]
     assert record.differs == {}, "there is nothing to compare with"
@@ -120,8 +120,8 @@ def test_a_mask_that_looks_something_up_by_position_is_no_window() -> None:
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key <= query
 
-    assert layout._is_causal_window(causal, None, CPU, nn.Identity())
-    assert not layout._is_causal_window(looks_up, None, CPU, nn.Identity())
+    assert packing_check._is_causal_window(causal, None, CPU, nn.Identity())
+    assert not packing_check._is_causal_window(looks_up, None, CPU, nn.Identity())
 
 
 def test_packed_attention_refuses_what_it_does_not_know() -> None:

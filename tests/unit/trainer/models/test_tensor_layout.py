@@ -23,8 +23,8 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import read_base
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.commit import Identity
-from holdfast.trainer.checkpoint.export import Export, export, import_weights
 from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.export import Export, export, import_weights
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import hf_files
 from holdfast.trainer.model.build import initial_weights, load_model_config, trained_tensors

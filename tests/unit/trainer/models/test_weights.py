@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from holdfast.config.training import TrainedModelConfig
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
 from holdfast.trainer.mesh import Mesh
@@ -143,7 +142,7 @@ def test_publishing_a_version_again_replaces_it(publish: Any, tiny_model: Models
     (directory / "model.safetensors").write_bytes(b"damaged")
     assert publisher.publish(1) == directory
     manifest.verify(directory)
-    assert durable.clear_leftovers(directory.parent) == []
+    assert atomic.clear_leftovers(directory.parent) == []
 
 
 def test_a_failed_publication_shows_nothing(

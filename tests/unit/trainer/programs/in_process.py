@@ -25,8 +25,8 @@ from holdfast.run import manifest
 from holdfast.run.journal import Accepted, EnvironmentPosition, publish_batch
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.dcp import ShardWriter
-from holdfast.trainer.checkpoint.export import TensorReader
 from holdfast.trainer.checkpoint.state import capture_random_state
+from holdfast.trainer.export import TensorReader
 from holdfast.trainer.mesh import RankGroup
 from tests.faults.run_states import checkpoint_state
 from tests.runs.rl import exact_metrics

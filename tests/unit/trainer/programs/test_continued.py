@@ -19,7 +19,7 @@ from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR, weights_digest
-from holdfast.trainer.checkpoint.export import Export, TensorReader, export
+from holdfast.trainer.export import Export, TensorReader, export
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.run_states import checkpoint_state, differing

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.launcher.cluster import hosts as pipe
+from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.launcher.cluster.hosts import (
     THIS_MACHINE,
@@ -150,7 +150,7 @@ def test_the_agent_says_nothing_but_its_answers() -> None:
 
 def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it may say later is the answer to nothing any more."""
-    monkeypatch.setattr(pipe, "_CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(hosts, "_CALL_TIMEOUT_S", 0.05)
     wire = PipeWire([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         for _ in range(2):

@@ -35,8 +35,7 @@ from transformers import (
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, SaveError
-from holdfast.run import atomic as durable
-from holdfast.run import manifest
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Kind, kind_of
 from holdfast.run.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
@@ -227,10 +226,10 @@ def new_directory(final: Path) -> Iterator[Path]:
     Raises:
         SaveError: the storage failed.
     """
-    temporary = durable.temporary_sibling(final)
+    temporary = atomic.temporary_sibling(final)
     descriptor = None
     try:
-        durable.make_directory(final.parent)
+        atomic.make_directory(final.parent)
         temporary.mkdir()
         descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # says to `ckpt prune` that its writer lives
@@ -266,7 +265,7 @@ def commit(
     if source is not None:
         listing.run_id, listing.metrics, listing.fingerprints = source.run_id, source.metrics, source.fingerprints
     manifest.write_manifest(directory, listing)
-    durable.publish_directory(directory, final)
+    atomic.publish_directory(directory, final)
     return Written(
         directory=str(final),
         dtype=str(dtype).removeprefix("torch."),
