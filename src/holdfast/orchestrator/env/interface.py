@@ -23,24 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.chat.messages import Message
-from holdfast.chat.template import ChatMessage
-from holdfast.orchestrator.env.session import Session, SessionFull
+from holdfast.orchestrator.env.session import Session, SessionFull, Task
 from holdfast.orchestrator.state import TaskSeed
 
 __all__ = ["Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One problem. Subclass it to carry more than an answer.
-
-    Attributes:
-        prompt: messages for the chat template, or text, which the tokenizer begins with BOS where it does so.
-        answer: the right answer, for `score`.
-    """
-
-    prompt: str | Sequence[Message | ChatMessage]
-    answer: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
@@ -12,12 +13,49 @@ from holdfast.chat.messages import MORE_KEYS, Message, as_dict, check_messages
 from holdfast.chat.template import ChatMessage
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import DataError, shown
+from holdfast.orchestrator.env.tools import Parser, ToolCall
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Logprobs, LossMask, TokenIds, VersionSpan
 
-if TYPE_CHECKING:
-    from holdfast.orchestrator.env.interface import Task
-    from holdfast.orchestrator.env.tool_loop import ToolUse
+
+@dataclass(frozen=True)
+class Task:
+    """One problem. Subclass it to carry more than an answer.
+
+    Attributes:
+        prompt: messages for the chat template, or text, which the tokenizer begins with BOS where it does so.
+        answer: the right answer, for `score`.
+    """
+
+    prompt: str | Sequence[Message | ChatMessage]
+    answer: str = ""
+
+
+class ToolUse(Protocol):
+    """What a session asks of the tools of its environment, `tool_loop.ToolUse`, which knows sessions."""
+
+    @property
+    def parse(self) -> Parser:
+        """Finds the calls in the text of a turn."""
+        ...
+
+    @property
+    def max_turns(self) -> int:
+        """The most turns that are sampled in one session."""
+        ...
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template gets as `tools`."""
+        ...
+
+    def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage:
+        """Return the message with which a call is answered."""
+        ...
+
+    async def answer(self, call: ToolCall, session: Session) -> tuple[str, str | None]:
+        """Return what a call is answered with, and why it failed, if it did."""
+        ...
 
 
 def as_text(value: Any) -> str:

@@ -35,9 +35,9 @@ from holdfast.trainer.checkpoint.init_from import ConvertedSource, SafetensorsSo
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.fsdp import apply_wrappers, reshard
-from holdfast.trainer.model.lora import adapter_parameters, base_tensors, initial_tensors, is_adapted
+from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
 from holdfast.trainer.model.packing_check import Layout
-from holdfast.trainer.model.structure import takes_positions, use_attention
+from holdfast.trainer.model.structure import base_tensors, takes_positions, use_attention
 from holdfast.trainer.model.tensor_names import TensorLayout, weight_files
 
 

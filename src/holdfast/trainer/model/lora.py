@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -36,17 +36,13 @@ from holdfast.run.weights import (
 )
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.model.hf_files import mode_of_new_files
-
-if TYPE_CHECKING:
-    from holdfast.trainer.model.tensor_names import TensorLayout
-
+from holdfast.trainer.model.structure import BASE_LAYER, FACTOR, base_tensors
+from holdfast.trainer.model.tensor_names import TensorLayout
 
 HEAD = "score.weight"
 """The head of a model that scores sequences: trained whole beside the adapters, since no weights hold it."""
 
-_BASE_LAYER = ".base_layer."
 _ADAPTER_INFIX = ".default."  # peft's name of the one adapter that we make
-_FACTOR = ".lora_"
 
 
 def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
@@ -115,16 +111,8 @@ def adapter_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name.replace(_ADAPTER_INFIX, "."): parameter
         for name, parameter in hf_model.named_parameters()
-        if _FACTOR in name or name == HEAD
+        if FACTOR in name or name == HEAD
     }
-
-
-def base_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of the plain model by name, without adapters, tied ones once."""
-    persistent = hf_model.state_dict().keys()
-    named: dict[str, Tensor] = dict(hf_model.named_parameters())
-    named |= {name: buffer for name, buffer in hf_model.named_buffers() if name in persistent}
-    return {name.replace(_BASE_LAYER, "."): tensor.detach() for name, tensor in named.items() if _FACTOR not in name}
 
 
 def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
@@ -136,8 +124,8 @@ def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: in
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, tensor in hf_model.state_dict(keep_vars=True).items():
-        if _FACTOR not in name:
-            plain = name.replace(_BASE_LAYER, ".")
+        if FACTOR not in name:
+            plain = name.replace(BASE_LAYER, ".")
             tensors |= {name: base[plain]} if plain in base else {}  # the second of tied names is not
             continue
         tensors[name] = torch.zeros(tensor.shape)

@@ -19,6 +19,11 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.errors import DataError
 
+BASE_LAYER = ".base_layer."
+"""How peft names the layer that an adapter stands beside; `FACTOR`: the adapter's own tensors."""
+
+FACTOR = ".lora_"
+
 _OFFSET = 2  # rows of OPT's table, and of those made after it, that stand for no position
 
 
@@ -252,3 +257,11 @@ def _original_length(module: Any, layer: str | None, kind: str) -> int:
         return module.original_max_seq_len
     parameters = module.config.rope_parameters
     return (parameters if layer is None else parameters[layer])["original_max_position_embeddings"]
+
+
+def base_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers of the plain model by name, without adapters, tied ones once."""
+    persistent = hf_model.state_dict().keys()
+    named: dict[str, Tensor] = dict(hf_model.named_parameters())
+    named |= {name: buffer for name, buffer in hf_model.named_buffers() if name in persistent}
+    return {name.replace(BASE_LAYER, "."): tensor.detach() for name, tensor in named.items() if FACTOR not in name}

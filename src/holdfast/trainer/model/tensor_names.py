@@ -32,7 +32,7 @@ from transformers.utils.hub import cached_file
 from holdfast.errors import DataError
 from holdfast.run.checkpoints import NAMES_NAME
 from holdfast.run.weights import weights_files
-from holdfast.trainer.model.lora import base_tensors
+from holdfast.trainer.model.structure import base_tensors
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"

@@ -34,9 +34,10 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch, to_device
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.fsdp import reshard
-from holdfast.trainer.model.lora import base_tensors, digest_of
+from holdfast.trainer.model.lora import digest_of
 from holdfast.trainer.model.parity_check import check_model
 from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
 from holdfast.trainer.preference.pairs import Preference, fingerprint_preferences, plan_preferences
 from holdfast.trainer.session import Session

@@ -25,7 +25,8 @@ from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.build import is_classifier, load_model_config
 from holdfast.trainer.model.decoder import freeze
 from holdfast.trainer.model.fsdp import reshard
-from holdfast.trainer.model.lora import base_tensors, digest_of
+from holdfast.trainer.model.lora import digest_of
+from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.value_model import build_scalar_model, predict_values, score_samples
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.rl.batch import RETURN, VALUE, Minibatch, measure_targets, plan_micro_batches

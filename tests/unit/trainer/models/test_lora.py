@@ -24,9 +24,10 @@ from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
-from holdfast.trainer.model.lora import Adapters, base_tensors, digest_of, merged
+from holdfast.trainer.model.lora import Adapters, digest_of, merged
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.tensor_names import TensorLayout
 from holdfast.trainer.optimizer import build_optimizer
 from holdfast.trainer.state import Progress, TrainState
