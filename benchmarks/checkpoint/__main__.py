@@ -4,7 +4,7 @@ A model of 200M parameters with AdamW (2.4 GB of state) takes steps while it is 
 all in one process and one run, in turns, so that the ratios hold whatever the disk does today:
 
 - plain: `torch.distributed.checkpoint.save`, stock settings, training waits;
-- async: `trainer.checkpoints.checkpointer.Checkpointer`, which copies and writes behind the training; blocked is the
+- async: `trainer.checkpoint.checkpointer.Checkpointer`, which copies and writes behind the training; blocked is the
   time in `save` and what the next optimizer step waits for the copy;
 - raw: the same number of bytes through `write` and one `fsync`: what the disk can do;
 - steps alone, steps beside an asynchronous save, and steps beside another process that hashes and

@@ -2,7 +2,7 @@
 
 import sys
 
-# The working directory, whose files must not come before Python's: see `shared.process.import_path`.
+# The working directory, whose files must not come before Python's: see `process.imports`.
 if not sys.flags.safe_path:
     del sys.path[0]
 

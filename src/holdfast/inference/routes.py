@@ -7,7 +7,7 @@
     POST /claim, /release         own the server, and give it back (admin)
     POST /pause, /resume          freeze and thaw generation (admin)
 
-Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.http.access` says who may use
+Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.access` says who may use
 what. Every answer says which policy version made it. Their bodies, answers and error codes are those of
 `holdfast.protocol.inference`.
 """

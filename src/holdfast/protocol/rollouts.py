@@ -246,7 +246,7 @@ class Batch(msgspec.Struct, kw_only=True):
     Attributes:
         step: 1-based optimizer step.
         policy_version: the version that the schedule asked for.
-        weights_digest: `shared.files.weights_digest` of the weights of that version that sampled it; empty where a
+        weights_digest: `run.weights` of the weights of that version that sampled it; empty where a
             teacher did.
         teacher_digest: of the teacher that sampled or judged it; empty without one.
         rollouts: in a fixed order (problem, then sample), independent of timing.

@@ -69,7 +69,7 @@ class Source(Protocol):
 
 
 class Layout(Protocol):
-    """How files hold the tensors of a model, where that differs from memory: see `trainer.models.tensor_layout`."""
+    """How files hold the tensors of a model, where that differs from memory: see `trainer.model.tensor_names`."""
 
     def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
         """Return which tensors of files belong together."""

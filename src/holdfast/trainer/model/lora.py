@@ -136,7 +136,7 @@ def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: in
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
-    """Return W + scale * B A in float32: the same sums, for the same bits, as `inference.weights.adapters`."""
+    """Return W + scale * B A in float32: the same sums, for the same bits, as `inference.weight_files`."""
     return weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
 
 

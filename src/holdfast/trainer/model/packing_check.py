@@ -59,7 +59,7 @@ class Layout:
     heads: frozenset[tuple[int, int]] = field(default=frozenset(), compare=False)
 
     def arrangement(self, *, pack: bool) -> Arrangement:
-        """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.row_plan`."""
+        """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.packing`."""
         if not pack:
             return "rows"
         return "packed" if self.packs else "grouped"
