@@ -6,7 +6,7 @@ Give the same command again after a crash, a kill or a power cut: it goes on beh
 the same bits. GRPO on one process: transformers samples and the same model learns, one after the other. It starts from
 the small checkpoint of the quick start; in 60 steps, about two minutes on a laptop's CPU, the reward rises from 0.73
 to 0.84. `rl` is this loop as three processes, with an engine that samples while the trainer trains, and much else:
-read `src/holdfast/trainer/rl/learner.py` and `src/holdfast/orchestrator/main.py` next.
+read `src/holdfast/trainer/rl/train_step.py` and `src/holdfast/orchestrator/main.py` next.
 
 Shape legend: G rollouts of a problem, B of a step, T tokens of the longest rollout, N sampled tokens of all of them.
 """

@@ -25,7 +25,7 @@ from holdfast.trainer.model.logprobs import plain_head, token_logprobs
 from holdfast.trainer.model.parity_check import check_model
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.publish import WeightPublisher
-from holdfast.trainer.programs.sft import supervised_step
+from holdfast.trainer.supervised import supervised_step
 from tests.gpu.gpu_place import LARGE, Place
 from tests.models.families import FAMILIES, random_samples, reference_outcome, trainer_outcome, write_model
 

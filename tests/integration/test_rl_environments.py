@@ -18,7 +18,7 @@ from tests.runs.rl import CompletedRun, RlRun, complete
 pytestmark = pytest.mark.launch
 
 _STEPS = 2
-_VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/environments/verifiers_player.py"
+_VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/env/verifiers_player.py"
 _REASONS = ("environment_error", "crash", "timeout", "memory")
 _ENVIRONMENTS = """
 [[environments]]

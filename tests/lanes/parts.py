@@ -8,22 +8,22 @@ from collections.abc import Iterable
 from tests.lanes.durations import ROOT
 
 PARTS = {
-    "src/holdfast/trainer/checkpoints": (
+    "src/holdfast/trainer/checkpoint": (
         "tests/faults/test_kill_during_save.py",
         "tests/faults/test_damage.py",
         "tests/faults/test_storage.py",
         "tests/faults/test_power_cut.py",
     ),
-    "src/holdfast/commands/launcher": (
-        "tests/unit/commands/launcher",
+    "src/holdfast/launcher": (
+        "tests/unit/launcher",
         "tests/faults/test_kill_during_start.py",
         "tests/integration/test_rl_heals.py",
     ),
-    "src/holdfast/commands/resume": (
+    "src/holdfast/launcher/resume": (
         "tests/faults/test_kill_during_start.py",
         "tests/faults/test_refusals.py",
     ),
-    "src/holdfast/shared/files": (
+    "src/holdfast/run": (
         "tests/faults/test_kill_orchestrator.py",
         "tests/faults/test_power_cut.py",
         "tests/faults/test_damage.py",

@@ -10,7 +10,7 @@ from tests.lanes.durations import seconds_of_files
 
 @dataclass(frozen=True)
 class Share:
-    """Some directories of tests.
+    """Some directories and files of tests.
 
     Attributes:
         light: torch, transformers and vLLM must not be imported in its process.
@@ -44,9 +44,17 @@ class Share:
 SHARES = (
     Share("trainer", ("tests/unit/trainer",), 270),
     Share("orchestrator", ("tests/unit/orchestrator", "tests/unit/inference"), 180, light=True),
-    Share("commands", ("tests/unit/commands",), 200, light=True),
+    Share("launcher", ("tests/unit/launcher", "tests/unit/view", "tests/unit/commands"), 190, light=True),
     Share("runs", (), 160),
-    Share("shared", ("tests/unit/shared",), 45, light=True),
+    Share(
+        "run",
+        (
+            *(f"tests/unit/{package}" for package in ("chat", "config", "process", "protocol", "remote", "run")),
+            *(f"tests/unit/test_{name}.py" for name in ("cli", "commands", "errors", "installation", "output")),
+        ),
+        55,
+        light=True,
+    ),
 )
 
 

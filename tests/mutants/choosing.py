@@ -19,7 +19,7 @@ _MOST_FILES = 12
 
 
 def rounds_of(module: str) -> list[list[str]]:
-    """Return files of tests for a module such as `holdfast/trainer/session/stop.py`, in rounds; the fastest first."""
+    """Return files of tests for a module such as `holdfast/trainer/saving.py`, in rounds; the fastest first."""
     name = _dotted(Path(module))
     near = _tests_that_import({name})
     far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})

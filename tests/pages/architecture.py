@@ -1,8 +1,8 @@
 """The generated parts of docs/architecture.md, and the ways through the code that its lists tell.
 
 `uv run python -m tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the
-tree of the packages from their docstrings, the picture of the houses and their rooms from the layers in
-pyproject.toml and the imports as they are, and the contracts that forbid something.
+floors from the layers in pyproject.toml and the imports as they are, the contracts that forbid something, the packages
+from their docstrings, and the files that the way of a batch passes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class House:
 
 
 def contracts(kind: str) -> list[dict[str, Any]]:
-    """Return the import contracts of one type, `layers` or `forbidden`, in the order of pyproject.toml."""
+    """Return the import contracts of one type, such as `layers`, in the order of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     return [contract for contract in settings["contracts"] if contract["type"] == kind]
 
@@ -100,7 +100,12 @@ def _reached(start: str) -> set[str]:
 
 def page_with(text: str) -> str:
     """Return the page with its generated parts as they must be."""
-    for name, part in (("tree", _tree()), ("picture", _picture()), ("forbidden", _forbidden())):
+    for name, part in (
+        ("tree", _tree()),
+        ("picture", _picture()),
+        ("forbidden", _forbidden()),
+        ("files", _files(text)),
+    ):
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
         assert found and end in rest, f"docs/architecture.md has no {start.strip()} ... {end}"
@@ -215,8 +220,19 @@ def _picture() -> str:
     return "\n".join([*lines, "```"]) + "\n"
 
 
+def _files(text: str) -> str:
+    """Return the files of the way of a batch, each once."""
+    batch = text[text.index("## The way of a batch") : text.index("## The way of a checkpoint")]
+    files = list(dict.fromkeys(step.file for way in ways(batch) for step in way))
+    text = f"On its way it passes these {len(files)} files: {', '.join(f'`{file}`' for file in files)}."
+    return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False)) + "\n"
+
+
 def _forbidden() -> str:
-    lines = list[str]()
+    lines = [
+        f"- {contract['name']}: {', '.join(f'`{module}`' for module in contract['modules'])}"
+        for contract in contracts("independence")
+    ]
     for contract in contracts("forbidden"):
         sources, targets = (
             ", ".join(f"`{module}`" for module in contract[key]) for key in ("source_modules", "forbidden_modules")

@@ -17,7 +17,7 @@ from holdfast.config.training import ParallelConfig, SftDataConfig, TrainedModel
 from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.policy import build_policy
-from holdfast.trainer.programs.sft import supervised_step
+from holdfast.trainer.supervised import supervised_step
 from tests.models.families import random_samples
 from tests.ranks.two import run_on_two_ranks
 

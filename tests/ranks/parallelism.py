@@ -25,7 +25,7 @@ from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_p
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
-from holdfast.trainer.programs.sft import supervised_step
+from holdfast.trainer.supervised import supervised_step
 from tests.models.families import random_samples
 from tests.ranks.policy_metrics import measured, ragged_samples, statistics_of, taught
 from tests.ranks.two import run_on_ranks

@@ -22,7 +22,6 @@ from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError
-from holdfast.launcher.cluster.placement import Placed, placed
 from holdfast.launcher.cluster.slurm_job import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Machine,
@@ -44,6 +43,7 @@ from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, r
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.nodes import launch_on_nodes, process_name, trainer_command, with_outer_nodes
 from holdfast.launcher.outputs import Listeners, check_tracking, listening_for
+from holdfast.launcher.placement import Placed, placed
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff
 from holdfast.launcher.preflight import (
     check_in_child,

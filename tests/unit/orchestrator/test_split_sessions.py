@@ -25,7 +25,7 @@ from tests.servers.orchestrator_fakes import (
     run_until,
     serving,
 )
-from tests.unit.orchestrator.engines.test_teacher import FakeTeacher, expected_logprob
+from tests.unit.orchestrator.client.test_teacher import FakeTeacher, expected_logprob
 
 STEPS = 3
 TURNS = 3

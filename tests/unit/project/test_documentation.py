@@ -233,8 +233,8 @@ def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
     from prices import Prices  # type: ignore[import-not-found]
 
     from holdfast.orchestrator.env.interface import TaskSeed
-    from tests.unit.orchestrator.environments.test_environment_tools import called
-    from tests.unit.orchestrator.environments.test_environment_tools import play as play_with_tools
+    from tests.unit.orchestrator.env.test_environment_tools import called
+    from tests.unit.orchestrator.env.test_environment_tools import play as play_with_tools
 
     task = Prices().make_task(TaskSeed(0, "adds", 0))
     words = task.prompt[0].content.split()
@@ -282,7 +282,7 @@ def test_batches_and_logs_are_read_by_the_programs_of_the_journals_page(checkout
     from holdfast.run.journal import publish_batch
     from holdfast.run.record_log import RecordLog
     from holdfast.run.run_dir import RunDir
-    from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
+    from tests.unit.commands.test_rollouts_cli import make_batch, state_after
 
     checkout.save_files(ROOT / "docs" / "journal.md")
     run_dir = RunDir(checkout.path / "run")

@@ -143,11 +143,11 @@ def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).is_dir() and all((ROOT / test).exists() for test in tests)
-    writer, launcher = "src/holdfast/trainer/checkpoints/writer.py", "src/holdfast/commands/launcher/watch.py"
+    writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/watch.py"
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
-    assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
-    resume = "src/holdfast/commands/resume/plan.py"
-    both = parts.tests_of([writer, launcher, resume, "src/holdfast/shared/files/journal.py"])
+    assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoint"])
+    resume = "src/holdfast/launcher/resume/plan.py"
+    both = parts.tests_of([writer, launcher, resume, "src/holdfast/run/journal.py"])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
 
 

@@ -37,7 +37,6 @@ from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import reward_objective
-from holdfast.trainer.programs.sft import supervised_step
 from holdfast.trainer.rl import auxiliary_models
 from holdfast.trainer.rl.auxiliary_models import Critic
 from holdfast.trainer.rl.batch import (
@@ -55,6 +54,7 @@ from holdfast.trainer.rl.batch import (
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import policy_step
+from holdfast.trainer.supervised import supervised_step
 
 META = torch.device("meta")
 LENGTHS = (9, 4, 12, 7, 3)

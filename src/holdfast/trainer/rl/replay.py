@@ -17,7 +17,7 @@ from holdfast.protocol.rollouts import Rollout, Sampling, decode_packed, encode_
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
-from holdfast.trainer.programs.sft import supervised_step
+from holdfast.trainer.supervised import supervised_step
 
 
 class _Group(msgspec.Struct, frozen=True):

@@ -23,8 +23,8 @@ from holdfast.orchestrator.env.tools import Tool
 from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
 from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_chat_tokenizer, make_tokenizer
 from tests.models.tool_templates import tool_templates
-from tests.unit.orchestrator.environments.test_environment_session import BASE, Message, make_lines_tokenizer
-from tests.unit.orchestrator.environments.test_environment_tools import WITH_TOOLS, add, block
+from tests.unit.orchestrator.env.test_environment_session import BASE, Message, make_lines_tokenizer
+from tests.unit.orchestrator.env.test_environment_tools import WITH_TOOLS, add, block
 
 _WORDS = ["a", "fox", "The dog", "It is 12.", "  ", "\n", "é", "東京", "😀", "###", "12", *SPECIAL[3:6], "</s>"]
 _TEXTS = st.lists(st.sampled_from(_WORDS), max_size=5).map("".join) | st.text(max_size=6)

@@ -18,7 +18,7 @@ from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample, build_micro_batch, first_fit_decreasing
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.programs.sft import cross_entropy
+from holdfast.trainer.supervised import cross_entropy
 
 CPU = torch.device("cpu")
 

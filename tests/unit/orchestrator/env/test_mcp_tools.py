@@ -29,7 +29,7 @@ from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line
-from tests.unit.orchestrator.environments.test_environment_tools import called, tokenizer_of
+from tests.unit.orchestrator.env.test_environment_tools import called, tokenizer_of
 
 NO_TOOLS = "from mcp.server.mcpserver import MCPServer\nMCPServer('empty').run('stdio')\n"
 STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "mcp_server.py")]}

@@ -19,7 +19,7 @@ from holdfast.run.run_dir import RunDir
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
-from tests.unit.commands.rollouts.test_rollouts_cli import make_batch, state_after
+from tests.unit.commands.test_rollouts_cli import make_batch, state_after
 
 RunCommand = Callable[..., tuple[int, str, str]]
 

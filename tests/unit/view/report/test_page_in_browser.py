@@ -19,8 +19,8 @@ from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import make_run
 from tests.conftest import BASE
 from tests.runs.browser import browser_command
-from tests.unit.commands.report.test_report import figures_of
-from tests.unit.commands.rollouts.test_rollouts_cli import state_after
+from tests.unit.commands.test_rollouts_cli import state_after
+from tests.unit.view.report.test_report import figures_of
 
 RunCommand = Callable[..., tuple[int, str, str]]
 

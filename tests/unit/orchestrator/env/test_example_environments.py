@@ -18,8 +18,8 @@ from holdfast.orchestrator.env.interface import Environment, Message, Score, Ses
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Logprobs, TokenIds, VersionSpan
-from tests.unit.orchestrator.environments.test_environment_tools import called
-from tests.unit.orchestrator.environments.test_environment_tools import play as play_with_tools
+from tests.unit.orchestrator.env.test_environment_tools import called
+from tests.unit.orchestrator.env.test_environment_tools import play as play_with_tools
 
 BASE = "examples/reverse_text/base"
 TASKS = 200

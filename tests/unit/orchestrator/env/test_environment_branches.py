@@ -15,7 +15,7 @@ from holdfast.orchestrator.env.session import HistoryRewritten
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 from tests.builders.scripted_sessions import Asked, scripted_session
-from tests.unit.orchestrator.environments.test_environment_tools import Adds, called, tokenizer_of
+from tests.unit.orchestrator.env.test_environment_tools import Adds, called, tokenizer_of
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 AGAIN = {"role": "user", "content": "Really?"}

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.report import make_journal, measure
 from tests.builders.shown_runs import make_run
-from tests.unit.commands.report.test_report import figures_of, text_of
+from tests.unit.view.report.test_report import figures_of, text_of
 
 
 @pytest.mark.clock

@@ -8,10 +8,10 @@ import torch
 from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.programs.sft import cross_entropy
 from holdfast.trainer.rl.advantages import assign_advantages
 from holdfast.trainer.rl.batch import ADVANTAGE, AGE, SAMPLER_LOGPROB, to_samples
 from holdfast.trainer.rl.kl import k3
+from holdfast.trainer.supervised import cross_entropy
 
 
 def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:

@@ -30,7 +30,7 @@ from holdfast.view.monitor import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.conftest import ROOT
-from tests.unit.commands.launcher.test_placement import machine
+from tests.unit.launcher.test_placement import machine
 
 RunCommand = Callable[..., tuple[int, str, str]]
 MODEL = str(ROOT / "examples" / "reverse_text" / "model")

@@ -16,7 +16,7 @@ from holdfast.view.report.serve import Builds, Dashboard, listening_for_browsers
 from tests.builders.shown_runs import make_run
 from tests.runs.browser import OpenPage
 from tests.runs.ports import free_port
-from tests.unit.commands.dashboard.test_dashboard_endpoint import train
+from tests.unit.view.report.test_dashboard_endpoint import train
 
 _LINE = "document.getElementById('live').textContent"
 _LAST = "document.querySelector('[data-figure=reward]').data[0].x.at(-1)"

@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.processes import command_line
 from tests.servers.orchestrator_fakes import played
-from tests.unit.orchestrator.environments.test_harness import session_of
+from tests.unit.orchestrator.env.test_harness import session_of
 
 STEPS = 3
 
