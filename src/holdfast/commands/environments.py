@@ -1,11 +1,8 @@
-"""The command `environments`: list environments, begin a new one, and check one.
+"""The command `environments`: `ls` lists environments, `init NAME` creates a new one, and `check ID` checks one.
 
-`ls`, `init NAME` and `check ID`. ID is what `id` is in `[[orchestrator.environments]]`.
+ID is the value of `id` in `[[orchestrator.environments]]`. `ls` prints the first line of each docstring. `init` writes
+a single-turn environment, a test that passes as written, and settings for `rl`.
 """
-
-# Merged here, to be said in the docstring above:
-# - listing: `environments ls`: what an `id` may be, and the first line of each docstring.
-# - scaffold: `environments init`: a module with an environment of one turn, a test that passes as it stands, settings for `rl`.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From the command line to an evaluation, or to a comparison of two."""
-
-# Merged here, to be said in the docstring above:
-# - launch: Evaluates one policy, or follows a run: the command from its settings to its table.
+"""The command `evaluate`: evaluates one policy, follows a run, or compares two evaluations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which weights an evaluation is about: a directory, or a step of a run as one."""
+"""Evaluates one policy for `evaluate`: finds its weights, runs the inference server and the evaluation, and reports.
 
-# Merged here, to be said in the docstring above:
-# - report: What `evaluate` shows: the numbers of one evaluation, or of two side by side.
-# - serving: One evaluation with the server that it needs: checked, started, watched to its end, and stopped.
+The policy is a model directory or a step of a run. A step without published weights is exported first. The report shows
+the numbers of one evaluation, or of two side by side.
+"""
 
 from __future__ import annotations
 

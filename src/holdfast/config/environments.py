@@ -1,8 +1,7 @@
-"""Configuration of environments, and of how rollouts of each are made: the run's settings, or its own."""
+"""Settings of environments, judges, MCP servers and curricula, and how an environment samples its rollouts.
 
-# Merged here, to be said in the docstring above:
-# - judge: Configuration of a judge: a model behind an OpenAI-compatible endpoint that scores completions.
-# - mcp: Configuration of MCP servers, whose tools a policy may call.
+An environment uses the run's sampling settings unless it sets its own.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which settings decide what is computed, and a fingerprint of them."""
+"""Fills in settings that depend on the device, and computes a fingerprint of the settings that decide the result.
 
-# Merged here, to be said in the docstring above:
-# - device_defaults: Filling in the settings that a user left to the device, before anything is started.
+Settings are filled in before any process starts. A free setting does not change what is computed, so the fingerprint
+leaves it out.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Which step `ckpt.resume_step` means: by number, or the newest intact one."""
+"""Resolves `ckpt.resume_step` to a step, and moves away everything that a start from this step supersedes.
 
-# Merged here, to be said in the docstring above:
-# - superseded: What a start moves out of its way, to `discarded/attempt_K`: later steps than its own, and damaged checkpoints.
-# - kept_batches: Which journaled batches an attempt trains again instead of making them again.
+The step is a number, or the newest intact step. Later steps and damaged checkpoints move to `discarded/attempt_K`;
+batches that were never published are deleted. The attempt trains on journaled batches that it can keep, instead of
+sampling them again.
+"""
 
 from __future__ import annotations
 
