@@ -1,7 +1,7 @@
-"""Makes batches: chooses the problems, runs their groups, and moves the counters on."""
+"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, and advances the counters.
 
-# Merged here, to be said in the docstring above:
-# - selection: Which of the groups that were drawn for a batch go into it, and what becomes of the others.
+Groups that were drawn but not selected are counted, each with its reason.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One problem, a group of rollouts: play the sessions, score them together."""
+"""Plays one prompt group: runs the sessions of one task, and scores them together.
 
-# Merged here, to be said in the docstring above:
-# - sampler: Between sessions and engines: gathers equal prompts into one request, and keeps what comes back.
+`Sampler` stands between sessions and engines. It gathers equal prompts into one request, and keeps every answer, so
+that a killed run samples nothing twice.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A teacher for distillation: a fixed model behind inference servers of its own, which judges or samples."""
+"""A teacher for distillation: a fixed model on its own inference servers, which judges or samples.
 
-# Merged here, to be said in the docstring above:
-# - fixed_weights: Engines of a model that stays the same as long as the run lasts: nothing is pushed to them.
+Nothing is pushed to a teacher's engines: their model stays the same for the whole run.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What is known of one run: its steps, what its processes do, what went wrong."""
+"""State of one run, from its files: steps, phases, alarms, checkpoints, bottleneck and time left.
 
-# Merged here, to be said in the docstring above:
-# - time_left: How long the steps that are left will take.
-# - bottleneck: Who holds up a run, in words: from the shares of time that trainer and engines spend waiting.
-# - checkpoint_state: Which checkpoints a run has, looked at again and again while others write and remove them.
+The bottleneck is named in words, from the shares of time that trainer and engines spend waiting. Other processes write
+and remove checkpoints meanwhile, so `CheckpointWatch` looks at them again and again.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Plays held-out tasks with one exact policy, and keeps every rollout."""
+"""Plays held-out tasks with one exact policy, and keeps every rollout.
 
-# Merged here, to be said in the docstring above:
-# - tasks: What an evaluation asks: environments, held-out tasks, samples of each, and how they are drawn.
+An evaluation has environments, held-out tasks of each, and several samples of each task. Tasks of the training run are
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`metrics.jsonl` as columns, and curves of at most so many points."""
+"""Data of a report: `metrics.jsonl` as columns, thinned to a bounded number of points, and charts as plain data.
 
-# Merged here, to be said in the docstring above:
-# - charts: What the charts of a report show, apart from who draws them: the page (plotly) and the pictures (matplotlib).
+The page (plotly) and the pictures (matplotlib) both draw these charts.
+"""
 
 from __future__ import annotations
 
