@@ -1,12 +1,14 @@
-"""Where this process stands among the ranks: rank, device, process groups, and every collective of the trainer.
+"""One rank among all ranks: its device, its process groups, and every collective of the trainer.
 
 `Mesh` is the place of one rank in training, with reductions of numbers and tensors. `RankGroup` is a second group of
-the same ranks, for Python objects, in which one rank's failure is every rank's: what saves and loads stands on it.
-"""
+the same ranks, for Python objects. A failure of one rank in it is a failure of every rank; saving and loading rely on
+that.
 
-# Merged here, to be said in the docstring above:
-# - sums: Sums over the micro-batches of a step, which stay on the device until they are read.
-# - cuda: CUDA as a rank needs it: there or refused, and computing what the settings say.
+Reading a number from a GPU waits for all queued work. Between two micro-batches, the GPU would idle while the next
+micro-batch is prepared. So `Sums` adds numbers up on the device, over the micro-batches of a step, and reads them once.
+
+`require_cuda` and `set_numerics` refuse a missing GPU, and make CUDA compute as the settings say.
+"""
 
 from __future__ import annotations
 

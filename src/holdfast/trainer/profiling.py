@@ -1,12 +1,16 @@
-"""Profiles of some steps: what every rank computed, by torch's profiler, beside what all processes did meanwhile.
+"""Profiles some steps: the computation of every rank, by torch's profiler, and the timeline of all processes.
 
-The step before the first one warms the profiler up, which takes seconds the first time. What is recorded is written
-where the step behind the last one begins, and its timeline once more at the end of the run, with what went on until
-then. No number of the run depends on it, and where it fails, the run goes on without.
+The step before the first profiled step warms up the profiler, which takes seconds the first time. The profiler writes
+the profile when the step after the last profiled step begins. It writes the timeline again at the end of the run, with
+everything until then. No result of the run depends on a profile; if profiling fails, the run continues without it.
+
+The file has Chrome's trace events (JSON), of all ranks and all processes. Every rank converts its own trace into a
+part: a gzip member of events, each followed by a comma. Consecutive gzip members are one gzip file. So rank 0 only
+joins a beginning, the parts and an end, and many ranks compress a profile of gigabytes at the same time, once.
+
+- https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace event format)
+- https://www.rfc-editor.org/rfc/rfc1952#section-2.2 (members)
 """
-
-# Merged here, to be said in the docstring above:
-# - profile_file: The file of a profile: the traces of all ranks and the timeline of all processes, as Chrome's trace events (JSON).
 
 from __future__ import annotations
 

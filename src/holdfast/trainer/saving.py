@@ -1,8 +1,10 @@
-"""When a training program saves: every so many steps or minutes, at the end, and when it is asked to stop."""
+"""Saving in a training program: every N steps or minutes, at the end, and on a request to stop.
 
-# Merged here, to be said in the docstring above:
-# - stop: A request to stop that every rank sees: SIGTERM and SIGUSR1 ask for a save of the current step first.
-# - checkpointing: How a run of ours uses the library of checkpoints: its storage, what manifests say of it, and where it goes on.
+It connects a run to the checkpoint library: its storage, the identity in its manifests, and the step to resume from.
+SIGTERM and SIGUSR1 ask for a save of the current step before the stop. Ranks are forked from one process, so a page of
+shared memory from before the fork carries the request. A scheduler may signal any process, and all ranks of this
+machine notice; ranks of other machines do not share the page.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every training program starts with: ranks, model, optimizer, counters, checkpoints, weights, metrics."""
+"""Start of every training program (ranks, model, optimizer, counters, checkpoints, weights), and its metrics per step.
 
-# Merged here, to be said in the docstring above:
-# - measurements: What every program measures of its steps: where the time goes, throughput, memory.
+`Stopwatch` measures where the time of a step goes; other metrics are throughput and memory.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`.
 
-One optimizer step trains `data.batch_size` samples, taken in an order that is a pure function of
-seed and position, packed into micro-batches that are dealt to the ranks. The loss is the mean
-negative log-likelihood of the completion tokens of the whole step.
-"""
+One optimizer step trains `data.batch_size` samples, in an order that is a pure function of seed and position. Samples
+are packed into micro-batches, and the ranks share the micro-batches. The loss is the mean negative log-likelihood of
+the completion tokens of the whole step, over all ranks. `supervised_step` also serves the pretraining mix of `rl`.
 
-# Merged here, to be said in the docstring above:
-# - loss: The loss of supervised training. Policy losses: `holdfast.trainer.rl.losses`.
-# - step: Forward and backward of one supervised update: the cross-entropy of `sft`, and of the pretraining mix of `rl`.
+Shape legend: N predicted tokens of the forward pass.
+"""
 
 from __future__ import annotations
 
