@@ -1,7 +1,6 @@
 """`environments check`: finds reasons why a run with an environment would not resume exactly, by asking it repeatedly.
 
-The check asks for the same tasks and scores in several ways, in this process and in child processes, and compares the
-digests. An environment that cannot be loaded is an error in the user's input.
+The check asks for the same tasks and scores in several ways, here and in child processes, and compares the digests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Evaluates one policy for `evaluate`: finds its weights, runs the inference server and the evaluation, and reports.
-
-The policy is a model directory or a step of a run. A step without published weights is exported first. The report shows
-the numbers of one evaluation, or of two side by side.
-"""
+"""Evaluates one policy (a model directory or a step of a run): finds its weights, serves them, plays, reports."""
 
 from __future__ import annotations
 

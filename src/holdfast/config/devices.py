@@ -1,8 +1,7 @@
 """Settings that depend on the hardware: GPUs of trainer and engines, and defaults for each kind of device.
 
-On CUDA, float32 means float32. TensorFloat-32 has products with ten bits of mantissa, so it stays off in trainer and
-engine. Otherwise the two would disagree by more than `trainer.mismatch_limit` allows for float32. The fast dtype is
-bfloat16.
+On CUDA, float32 means float32. TensorFloat-32 (products with ten bits of mantissa) stays off in trainer and engine;
+otherwise the two would disagree by more than `trainer.mismatch_limit` allows for float32. The fast dtype is bfloat16.
 """
 
 from __future__ import annotations

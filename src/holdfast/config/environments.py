@@ -1,7 +1,4 @@
-"""Settings of environments, judges, MCP servers and curricula, and how an environment samples its rollouts.
-
-An environment uses the run's sampling settings unless it sets its own.
-"""
+"""Settings of environments, judges, MCP servers and curricula, and how an environment samples its rollouts."""
 
 from __future__ import annotations
 

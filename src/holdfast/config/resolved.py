@@ -1,7 +1,6 @@
-"""Fills in settings that depend on the device, and computes a fingerprint of the settings that decide the result.
+"""Fills in settings that depend on the device, before any process starts, and computes a fingerprint of the settings.
 
-Settings are filled in before any process starts. A free setting does not change what is computed, so the fingerprint
-leaves it out.
+The fingerprint leaves out free settings, which do not change what is computed.
 """
 
 from __future__ import annotations

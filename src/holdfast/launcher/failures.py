@@ -1,7 +1,7 @@
 """Decides what to do when a process dies or hangs: restart it or not, when, and what to tell the user.
 
-It says how each process and run ended, what died of what, and what a stopped run has saved. It reads the reason of an
-engine failure from the log of the inference server, since vLLM's engine is another process and tells nobody else.
+The reason of an engine failure is in the log of the inference server: vLLM's engine is another process and tells nobody
+else.
 """
 
 from __future__ import annotations

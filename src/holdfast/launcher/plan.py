@@ -1,7 +1,7 @@
 """The processes of one attempt as `watch` gets them, and the rules for restarting dead processes.
 
-The rules say which processes restart, how often, and after which delay. A storage that cannot be written (a full disk)
-does not count as a crash: everything that was committed is intact, so the launcher waits for the storage.
+A storage that cannot be written (a full disk) does not count as a crash: everything that was committed is intact, so
+the launcher waits for the storage.
 """
 
 from __future__ import annotations

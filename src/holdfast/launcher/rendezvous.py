@@ -1,9 +1,8 @@
 """Rendezvous of the launchers of one multi-node run: the head node prepares the run, and all nodes follow it.
 
 The head node is the host of `parallel.rdzv_endpoint`. Only the head node looks at the run directory, takes its lock,
-and decides about the attempt and the step to resume from. It sends these decisions to the other nodes, which never
-decide anything. If a trainer dies on any node, the attempt ends on all nodes. The next attempt begins when all nodes
-are back.
+and decides about the attempt and the step to resume from. The other nodes never decide anything. If a trainer dies on
+any node, the attempt ends on all nodes. The next attempt begins when all nodes are back.
 
 `Meeting` exchanges short messages through a torch store on the head node, which speaks to all; the other nodes speak
 only to the head node. A thread does this, so a host that is switched off blocks nobody else. A node counts as lost by

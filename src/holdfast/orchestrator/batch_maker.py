@@ -1,7 +1,4 @@
-"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, and advances the counters.
-
-Groups that were drawn but not selected are counted, each with its reason.
-"""
+"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, advances the counters."""
 
 from __future__ import annotations
 

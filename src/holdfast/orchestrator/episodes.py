@@ -1,7 +1,6 @@
 """Plays one prompt group: runs the sessions of one task, and scores them together.
 
-`Sampler` stands between sessions and engines. It gathers equal prompts into one request, and keeps every answer, so
-that a killed run samples nothing twice.
+`Sampler` gathers equal prompts into one request to the engines. It keeps every answer, so no answer is sampled twice.
 """
 
 from __future__ import annotations

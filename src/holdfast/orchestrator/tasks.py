@@ -1,7 +1,6 @@
-"""Runs several coroutines so that the first failure, or a signal, stops the others.
+"""Runs several coroutines so that the first failure, or a signal, stops the others; names the current phase.
 
-`phase` names the current phase and policy version, for heartbeats and for errors about engines or a trainer that miss a
-deadline.
+`phase` serves heartbeats, and errors about engines or a trainer that miss a deadline.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A teacher for distillation: a fixed model on its own inference servers, which judges or samples.
-
-Nothing is pushed to a teacher's engines: their model stays the same for the whole run.
-"""
+"""A teacher for distillation: a fixed model on its own inference servers. Nothing is ever pushed to these servers."""
 
 from __future__ import annotations
 

@@ -6,16 +6,14 @@ A policy version takes three steps. Only the way its bytes travel depends on the
     stage     an engine reads and checks it, while the old version serves    `inference.weight_files`
     swap      the engine pauses, and its model takes the staged weights      `inference.worker`
 
-The orchestrator waits until a version is published, and has every engine stage and swap it by one
-`POST /update_weights`. Then it reads version and digest back. A lost engine gets its weights again (`push`). Each
-engine proves once, by the parity check, that it computes the trainer's log-probabilities with these weights
-(`check_canary`).
+The orchestrator waits for a version, and has every engine stage and swap it by one `POST /update_weights`. Then it
+reads version and digest back. A lost engine gets its weights again (`push`). Each engine proves once, by the parity
+check, that it computes the trainer's log-probabilities with these weights (`check_canary`).
 
-`WeightTransport` is the interface of a transport. The only transport is the directory: every version is a directory of
-safetensors that trainer and engines both see. It appears by one rename, with a manifest, so its digest is known before
-an engine has read it. A second transport needs a class on each side and the line that names it: here (named in
-`orchestrator.main`), in `inference.weight_files` (named in the worker), and in the trainer's publisher. Reasons:
-docs/decisions/0020-one-seam-for-weight-transports.md.
+The only transport is a directory of safetensors per version, which trainer and engines both see. It appears by one
+rename, with a manifest, so its digest is known before an engine has read it. A second transport is a class here (named
+in `orchestrator.main`), one in `inference.weight_files` (named in the worker), and one in the trainer's publisher.
+Reasons: docs/decisions/0020-one-seam-for-weight-transports.md.
 """
 
 from __future__ import annotations

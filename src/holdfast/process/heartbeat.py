@@ -7,11 +7,8 @@ long that may stand still. `holdfast.launcher.liveness` listens. The files lie i
 be written makes no process look dead.
 
 After `docker pause`, SIGSTOP of everything or a suspended job, `time.monotonic` says that every deadline has passed,
-though nobody could meet one. `awake_s` is a clock that leaves out such freezes. A process that only waits, or whose
-event loop is blocked, is not frozen: a thread looks at the clock each second, and only a very late look shows a freeze.
-`BusyClock` counts only the time in which there is work.
-
-Before the launcher kills a stuck process, the process writes the stacks of its threads into its log.
+though nobody could meet one. `awake_s` leaves out such freezes. A process that only waits, or whose event loop is
+blocked, is not frozen: a thread looks at the clock each second, and only a very late look shows a freeze.
 """
 
 from __future__ import annotations

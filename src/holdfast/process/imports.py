@@ -5,12 +5,9 @@ holdfast, Python or its packages, in any process of a run; still, `module:functi
 So every process starts without that directory on its path (`python -P`), and entries of PYTHONPATH move to the end of
 the path. The directory comes after them, when a user's module is loaded.
 
-Libraries that move files draw from Python's global random generator too, in threads of their own and as often as the
-network fails. Botocore draws for pauses between tries, and aiohttp for its choice of a connection. In a trainer the
-generator belongs to the run: checkpoints hold its state, and a user's loss may draw from it. `keep_uploads_apart` keeps
-the libraries away from it.
-
-If a library that only some environments need is missing, the error says what installs it.
+Libraries that move files draw from Python's global random generator, in threads of their own and as often as the
+network fails (botocore for pauses, aiohttp to choose a connection). In a trainer the generator belongs to the run:
+checkpoints hold its state, and a user's loss may draw from it. `keep_uploads_apart` keeps the libraries away from it.
 """
 
 from __future__ import annotations

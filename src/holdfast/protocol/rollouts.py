@@ -8,12 +8,8 @@ below. Numbers per token are packed bytes, not lists of Python numbers; docs/jou
     LossMask    uint8, 0 or 1
     Rewards     float64, so that an environment's rewards stay exact
 
-On the wire and on disk each array is the bytes of its items, little-endian, as a msgpack `bin`. In memory each is an
-`array.array`, which numpy and torch read without copying.
-
-Engine, batch and trainer must agree on `Sampling`, the distribution that tokens are sampled from. The checks refuse
-anything that no policy can have sampled: ids must be in the vocabulary, log-probabilities must be finite and not
-positive. Nothing else is ever trained on.
+On the wire and on disk each array is its items, little-endian, as a msgpack `bin`. In memory each is an `array.array`,
+which numpy and torch read without copying. The checks refuse anything that no policy can have sampled.
 """
 
 from __future__ import annotations

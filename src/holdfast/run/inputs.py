@@ -1,14 +1,12 @@
 """Checks models and data with local paths before anything loads them, so that mistakes show in a second.
 
 The launcher checks before it starts a process, and each loader checks again; hub ids pass. Of files, the checks only
-read what identifies them: first and last bytes, and the headers of weights.
+read what identifies them: first and last bytes, and the headers of weights. The trainer compares every tensor of
+weights to start from again when it fills the model (`holdfast.trainer.checkpoint.init_from`).
 
-`check_max_len` knows how many positions a model has, since vLLM serves no longer sequences. The rule is vLLM's
+`check_max_len`: vLLM serves no longer sequences than its model has positions. The rule is vLLM's
 (`_get_and_verify_max_len` in `vllm/config/model.py` of 0.32), repeated here to know the number before vLLM is imported.
 If the number needs transformers or vLLM, nothing is refused here: vLLM itself checks later.
-
-`check_warm_start` compares names and shapes of weights to start from, without loading them. The trainer compares every
-tensor again when it fills the model (`holdfast.trainer.checkpoint.init_from`).
 """
 
 from __future__ import annotations

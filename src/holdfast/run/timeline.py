@@ -1,8 +1,8 @@
 """Timelines: each process records when it does what, and readers such as `report` load the records.
 
 Each process of a run appends to its own file, `logs/attempt_K/timeline_<process>.jsonl`, since several hosts could not
-append to one file of a network filesystem. A process writes a line when its span has ended, by one `write`. Readers
-take whole lines only. No result of a run depends on the timeline: if it cannot be written, the process logs that once.
+append to one file of a network filesystem. A process writes a line when its span has ended, by one `write`; readers
+take whole lines only. No result depends on the timeline: if it cannot be written, the process logs that once.
 """
 
 from __future__ import annotations

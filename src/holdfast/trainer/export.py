@@ -1,12 +1,8 @@
 """Converts checkpoints to Hugging Face directories and back, for `ckpt export`, `promote` and `import`.
 
-`export` writes the weights of a checkpoint as a directory that from_pretrained and vLLM load. `export_adapter` writes a
-LoRA adapter alone, as peft loads it, or merged into the weights that it belongs to. `import_weights` turns weights of
-any kind into a directory to start from.
-
-The code reads torch.distributed.checkpoint directories tensor by tensor, with any number of writing ranks. It describes
-a model without weights: names and shapes of tensors, config and tokenizer files. It also decides the dtype, and commits
-the directory as a whole.
+`export` writes weights that from_pretrained and vLLM load. `export_adapter` writes a LoRA adapter alone, as peft loads
+it, or merged into the weights that it belongs to. `import_weights` turns weights of any kind into a directory to start
+from. Reading goes tensor by tensor, for any number of writing ranks.
 
 An import runs in one process, which holds the whole model in float32. float32 keeps every value of 16-bit files, and is
 the dtype of the trainer's master weights.

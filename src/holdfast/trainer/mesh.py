@@ -2,12 +2,8 @@
 
 `Mesh` is the place of one rank in training, with reductions of numbers and tensors. `RankGroup` is a second group of
 the same ranks, for Python objects. A failure of one rank in it is a failure of every rank; saving and loading rely on
-that.
-
-Reading a number from a GPU waits for all queued work. Between two micro-batches, the GPU would idle while the next
-micro-batch is prepared. So `Sums` adds numbers up on the device, over the micro-batches of a step, and reads them once.
-
-`require_cuda` and `set_numerics` refuse a missing GPU, and make CUDA compute as the settings say.
+that. `Sums` adds numbers up on the device, over the micro-batches of a step, and reads them once: each read waits for
+all queued work, and would leave the GPU idle while the next micro-batch is prepared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Profiles some steps: the computation of every rank, by torch's profiler, and the timeline of all processes.
 
 The step before the first profiled step warms up the profiler, which takes seconds the first time. The profiler writes
-the profile when the step after the last profiled step begins. It writes the timeline again at the end of the run, with
-everything until then. No result of the run depends on a profile; if profiling fails, the run continues without it.
+the profile when the step after the last profiled step begins, and its timeline again at the end of the run. No result
+of the run depends on a profile; if profiling fails, the run continues without it.
 
-The file has Chrome's trace events (JSON), of all ranks and all processes. Every rank converts its own trace into a
-part: a gzip member of events, each followed by a comma. Consecutive gzip members are one gzip file. So rank 0 only
-joins a beginning, the parts and an end, and many ranks compress a profile of gigabytes at the same time, once.
+The file has Chrome's trace events (JSON). Every rank converts its own trace into a part: a gzip member of events, each
+followed by a comma. Consecutive gzip members are one gzip file, so rank 0 only joins a beginning, the parts and an end.
 
 - https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace event format)
 - https://www.rfc-editor.org/rfc/rfc1952#section-2.2 (members)

@@ -1,9 +1,8 @@
 """Saving in a training program: every N steps or minutes, at the end, and on a request to stop.
 
-It connects a run to the checkpoint library: its storage, the identity in its manifests, and the step to resume from.
 SIGTERM and SIGUSR1 ask for a save of the current step before the stop. Ranks are forked from one process, so a page of
-shared memory from before the fork carries the request. A scheduler may signal any process, and all ranks of this
-machine notice; ranks of other machines do not share the page.
+shared memory from before the fork carries the request: all ranks of this machine notice, whichever process is
+signalled.
 """
 
 from __future__ import annotations

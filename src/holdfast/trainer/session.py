@@ -1,7 +1,4 @@
-"""Start of every training program (ranks, model, optimizer, counters, checkpoints, weights), and its metrics per step.
-
-`Stopwatch` measures where the time of a step goes; other metrics are throughput and memory.
-"""
+"""Start of every training program (ranks, model, optimizer, counters, checkpoints), and its metrics per step."""
 
 from __future__ import annotations
 

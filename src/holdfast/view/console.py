@@ -1,8 +1,8 @@
 """Prints a run as lines of text or as JSON lines: for a user beside a run, for log files, and for `monitor`.
 
-The lines are the same in a file, in a pipe and on a terminal. A terminal also shows a spinner while something is
-pending. The console reads what the processes write (`events.jsonl`, `metrics.jsonl`), so it can neither slow them down
-nor disagree with the files. With `--log-format json` every line on stdout is one JSON object, whatever prints it.
+The console reads what the processes write (`events.jsonl`, `metrics.jsonl`), so it can neither slow them down nor
+disagree with the files. The lines are the same in a file, in a pipe and on a terminal. With `--log-format json` every
+line on stdout is one JSON object, whatever prints it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The command `monitor`: shows runs that other commands started, from their files. It writes nothing and takes no lock.
-
-A run is observed from its files and from whether its launcher lives.
-"""
+"""The command `monitor`: shows runs that other commands started, from their files, without writes and locks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""State of one run, from its files: steps, phases, alarms, checkpoints, bottleneck and time left.
-
-The bottleneck is named in words, from the shares of time that trainer and engines spend waiting. Other processes write
-and remove checkpoints meanwhile, so `CheckpointWatch` looks at them again and again.
-"""
+"""State of one run, from its files: steps, phases, alarms, checkpoints, time left, and the process that holds it up."""
 
 from __future__ import annotations
 

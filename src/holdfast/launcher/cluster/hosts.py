@@ -1,9 +1,8 @@
 """Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
 
-`LocalHost` starts processes here. `RemoteHost` talks to a `Place` on another host, over any `Wire`. A `Place` starts
-one process after the other there, watches it and ends it. The `Place` is a Ray actor, or a SLURM step that reads its
-stdin. Everything that a `Place` starts dies with it. `PipeWire` is the launcher's end of a command such as `srun`, with
-its two pipes.
+`RemoteHost` talks to a `Place` on another host, over any `Wire`. A `Place` is a Ray actor, or a SLURM step that reads
+its stdin. It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
+`PipeWire` is the launcher's end of a command such as `srun`, with its two pipes.
 """
 
 from __future__ import annotations

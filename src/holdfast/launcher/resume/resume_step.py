@@ -1,8 +1,7 @@
-"""Resolves `ckpt.resume_step` to a step, and moves away everything that a start from this step supersedes.
+"""Resolves `ckpt.resume_step` to a step by number or to the newest intact step, and moves away what it supersedes.
 
-The step is a number, or the newest intact step. Later steps and damaged checkpoints move to `discarded/attempt_K`;
-batches that were never published are deleted. The attempt trains on journaled batches that it can keep, instead of
-sampling them again.
+Later steps and damaged checkpoints move to `discarded/attempt_K`; unpublished batches are deleted. The attempt trains
+on journaled batches that it can keep, instead of sampling them again.
 """
 
 from __future__ import annotations

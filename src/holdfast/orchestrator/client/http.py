@@ -1,6 +1,6 @@
 """HTTP to the inference servers: connections, deadlines, the meaning of error answers, and checks of good answers.
 
-The checks accept only numbers that a policy can have sampled. Nothing else is ever trained on.
+The checks only pass numbers that a policy can have sampled. Nothing else is ever trained on.
 """
 
 from __future__ import annotations

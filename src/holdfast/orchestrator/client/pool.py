@@ -2,11 +2,7 @@
 
 An engine is lost if a connection to it breaks, if it is busy or fails, or if it serves the wrong weights. From then on
 the pool only asks for its health. A healthy engine must first pass the checks of every engine: the right model, and the
-right weights, read back. Only then does it get rollouts again.
-
-`Engine` is one server: its health, its weights, its owner. `Lease` keeps the engines owned by this run:
-`holdfast.inference.access` says what ownership gives. `RetryPolicy` bounds how long a client asks a failing server
-again, with growing pauses.
+right weights, read back. Only then does it get rollouts again. `holdfast.inference.access` says what `Lease` gives.
 """
 
 from __future__ import annotations

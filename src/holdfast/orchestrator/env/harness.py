@@ -13,15 +13,14 @@
 The endpoint keeps the exact token ids of every turn. A rollout is one conversation: each request extends the messages
 of the last request and its answer. So a rollout is one sample with one mask, as in any other environment.
 
-An event loop has one server, on a port of this machine. It starts with the first rollout of its process and ends with
-the event loop. Every rollout has its own address while it is played:
+An event loop has one server, from the first rollout of its process until the loop ends. Every rollout has its own
+address while it is played:
 
     POST /<rollout>/v1/chat/completions     one turn of the rollout
     GET  /<rollout>/v1/models               the only model
 
-A request is one turn. The server refuses by name every parameter that would sample from another distribution than the
-run's. If the trainer reads tokens differently from how they were sampled, that is worse than a harness without a
-setting.
+The server refuses by name every parameter that would sample from another distribution than the run's: the trainer would
+read the tokens differently from how they were sampled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Environment `jsonl`: prompts and right answers from a JSON-lines file, a prompt template, and a choice of scorers.
-
-A scorer compares a completion with the right answer, and returns a reward between 0 and 1.
-"""
+"""Environment `jsonl`: prompts and right answers from a JSON-lines file, with a choice of scorers (reward 0 to 1)."""
 
 from __future__ import annotations
 

@@ -11,17 +11,15 @@
 
 Name, docstring and annotations become the schema that chat templates take, in the form of OpenAI's functions. A
 parameter annotated with `Session` is left out: the tool gets the session that called it. Schema and check come from
-pydantic, since `transformers.utils.get_json_schema` imports torch and checks nothing.
-
-Each family of models writes its calls in its own form:
+pydantic, since `transformers.utils.get_json_schema` imports torch and checks nothing. Forms of calls, by vLLM's names:
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     (Hermes, Qwen 2.5, Qwen 3)
     qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>     (Qwen 3 Coder, 3.5)
     llama3_json   {"name": "add", "parameters": {"a": 1}}; ...     (Llama 3.1 and later)
     mistral       [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add{"a": 1}     (Mistral)
 
-The names are those of vLLM's parsers. vLLM's parsers need torch and vLLM, and drop a call that they cannot read. The
-parsers here return such a call with an `error`, so that the policy is told.
+vLLM's parsers need torch and vLLM, and drop a call that they cannot read. The parsers here return such a call with an
+`error`, so that the policy is told.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Plays held-out tasks with one exact policy, and keeps every rollout.
-
-An evaluation has environments, held-out tasks of each, and several samples of each task. Tasks of the training run are
-refused.
-"""
+"""Plays held-out tasks with one exact policy and keeps every rollout; refuses tasks that the run trains on."""
 
 from __future__ import annotations
 

@@ -14,10 +14,8 @@ A step is one directory with a manifest of checksums, written last:
     step_N/manifest.json   sizes and checksums of all of it: the commit
 
 The directory has a temporary name until it is whole, and is then renamed. So a step exists completely or not at all.
-
 `save` returns when the state is copied to CPU memory; the rest happens in the background. Optimizers update in place,
-so the background must write a copy. `Stager` makes the buffers once and reuses them for every save: allocating
-gigabytes costs more than copying them.
+so the background must write a copy. Every save reuses the buffers: allocating gigabytes costs more than copying them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sharded tensors on disk in the format of torch.distributed.checkpoint.
 
 Each rank writes its shards into one file, `__R_0.distcp`, and rank 0 writes the index, `.metadata`. Stock
-`torch.distributed.checkpoint.load` reads them. This writer differs from the stock save in four points. It computes the
-checksum of a file while it writes the file. It raises an error for an item that was not written. It keeps the real
-reason of a failed write. It makes the plan once, because every save of a run has the same plan.
+`torch.distributed.checkpoint.load` reads them. Differences to the stock save: the checksum of a file is computed while
+the file is written; an item that was not written is an error; the real reason of a failed write is kept; the plan is
+made once, because every save of a run has the same plan.
 
 The index is a pickle, and torch unpickles everything that an index names. `IndexReader` only allows the classes that an
 index consists of. So somebody else's directory cannot run any code.

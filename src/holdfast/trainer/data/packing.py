@@ -1,9 +1,8 @@
 """Packing: decides which samples share a micro-batch on which rank, and builds the tensors of one forward pass.
 
-Every rank computes the same plan from the same samples and takes its own part, so ranks need no messages. Every forward
-pass is a collective, so ranks work in rounds of one micro-batch each. A round takes as long as its costliest
-micro-batch. So the plan has as few rounds as the token budget allows, and balances the cost of samples over all
-micro-batches of all rounds.
+Every rank computes the same plan from the same samples, so ranks need no messages. Every forward pass is a collective,
+so ranks work in rounds of one micro-batch each, and a round takes as long as its costliest micro-batch. So the plan has
+as few rounds as the token budget allows, and balances the cost of samples over all micro-batches.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded batch
 of its samples: S samples, L tokens of the longest.

@@ -1,8 +1,7 @@
 """Reads the rows of a dataset, and recognises their format: chats, prompt and completion, ShareGPT, Alpaca, pairs.
 
-Sources are files of JSON or Parquet, directories, output of `save_to_disk`, and hub datasets. JSON files are read
-directly: `datasets` would give all rows the same keys, also inside of messages and tools, and fill them with null. A
-row format says which columns make a sample or a pair; docs/data.md describes the formats for users.
+JSON files are read directly: `datasets` would give all rows the same keys, also inside of messages and tools, and fill
+them with null. docs/data.md describes the formats for users.
 """
 
 from __future__ import annotations

@@ -5,13 +5,10 @@ the order of the rows. So the samples do not depend on the number of cores or ra
 at once. A row that cannot be used ends the work; of several such rows, the error names the first.
 
 The name of a cache directory is a digest of everything that its tokens depend on: the bytes of the data, the tokenizer
-with its templates, the settings, and the code that makes tokens of rows. So a change of any of these needs no clean-up.
-If two runs make the same directory at once, they make the same bytes; the first to finish names the directory, and the
-other run uses it. A digest finds damage, and a damaged directory is made again. If the disk cannot take the cache, the
-run continues without it.
-
-Samples lie in an Arrow file with one record batch per chunk of rows and one column per field. Reading maps the file and
-holds nothing else in memory. Other programs read it with `pyarrow.ipc.open_file`.
+with its templates, the settings, and the code that makes tokens of rows. If two runs make the same directory at once,
+they make the same bytes; the first to finish names the directory, and the other run uses it. A damaged directory is
+made again. If the disk cannot take the cache, the run continues without it. Samples lie in an Arrow file, with one
+record batch per chunk of rows and one column per field (`pyarrow.ipc.open_file` reads it).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the parts of a transformers model: decoder, layers, attention, head and rotary embeddings.
 
 Most heads are a matrix, perhaps with a bias and a soft cap; `token_logprobs` computes these. Other heads scale or cap
-inputs or outputs, under names of their own. So the model's own forward decides: it gets hidden states in place of its
-decoder's output. If `token_logprobs` would compute other logits, the model's own logits are used, also in chunks.
+under names of their own. So the model's own forward decides, on hidden states given in place of its decoder's output.
+If `token_logprobs` would compute other logits, the model's own logits are used, also in chunks.
 
 Two kinds of rotary embeddings change their frequencies for samples longer than the training length: `longrope` (Ding et
 al. 2024, https://arxiv.org/abs/2402.13753) and `dynamic` NTK scaling. transformers uses the largest position of a whole

@@ -3,10 +3,8 @@
 KTO compares the log-ratio of each answer with the policy's divergence from the reference. Every step begins with a pass
 without gradients that estimates this divergence, on prompts with answers to other prompts. The estimate is the mean
 log-ratio of the whole step, over all ranks and micro-batches. It is a function of weights and batch, so checkpoints
-keep only the log-probabilities of the reference.
-
-Only the data decides which answer goes with which other prompt. So the reference's log-probabilities of both are
-computed once, like those of a pair.
+keep only the log-probabilities of the reference. Only the data decides which answer goes with which other prompt, so
+the reference's log-probabilities of both are computed once.
 
 Shape legend: A answers of a micro-batch.
 """

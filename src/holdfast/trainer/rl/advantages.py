@@ -1,12 +1,8 @@
 """Advantages: how much better a rollout, or a token, was than expected.
 
 `build_advantage` chooses an advantage for the rollouts of a batch: the choice of their environment, a built-in one, or
-a user's function. Most advantages compare a rollout with other rollouts of the same prompt group. REINFORCE++
-normalises rewards-to-go over all sampled tokens of the batch. Online DPO pairs the best and the worst rollout of each
-problem, with advantages that give DPO's gradient. A rollout has one advantage, or one per token, or those of a critic
-(`holdfast.trainer.rl.gae`).
-
-To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.base`.
+a user's function. A rollout has one advantage, or one per token, or those of a critic (`holdfast.trainer.rl.gae`). To
+add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.base`.
 
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """

@@ -1,9 +1,6 @@
-"""Models beside the policy: critic, average of the weights, reference and reward model.
+"""Models beside the policy: critic (value of the rest of a sequence), average of the weights, reference, reward model.
 
-The critic of PPO estimates for each token the value of the rest of its sequence. `Ema` is an exponential moving average
-of the weights.
-
-Frozen models (reference, reward model) are the same at every step, so checkpoints hold only their digest. So a resumed
+Frozen models (reference, reward model) are the same at every step, so checkpoints hold only their digest, and a resumed
 run never continues with another model. A reference that follows the policy changes at every refresh, so checkpoints
 hold it.
 """

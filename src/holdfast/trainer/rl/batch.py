@@ -1,14 +1,12 @@
 """Turns the rollouts of a batch into samples, and the samples of a step into minibatches and micro-batches.
 
-`Sample.per_token[KEY]` holds the arrays of RL, with one number per token. The constants below list every key and the
-code that sets it. A missing key means that this run does not need it; the readers of a key say what replaces it.
+`Sample.per_token[KEY]` holds one number per token. The constants below list every key and the code that sets it. A
+missing key means that this run does not need it; the readers of a key say what replaces it.
 
 A minibatch is one optimizer update, packed and dealt to the ranks. Passes that only measure (log-probabilities before
 the step, under the reference, values) use the same plan as the training. Equal rows give equal bits, so a ratio that
-should be 1 is 1.
-
-The tokens of a step may come from several distributions. Environments may set their own temperatures and cuts, and
-replayed rollouts keep the distribution of their batch.
+should be 1 is 1. The tokens of a step may come from several distributions: environments may set their own temperatures
+and cuts, and replayed rollouts keep the distribution of their batch.
 
 Shape legend: T targets (trained tokens) of one sample or minibatch, N those of one forward pass, K measured names.
 """

@@ -6,16 +6,12 @@ it counts the whole optimizer update, over all ranks and micro-batches. So the s
 loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work on
 sequences.
 
-    clipped surrogate of a ratio       per token: PPO, GRPO, Dr.GRPO, DAPO; per sequence: GSPO
-    log-probability times a ratio      without gradient of the ratio: CISPO, REINFORCE, DPPO, likelihood
-
 The correction handles sampler and trainer that disagree about the same tokens. Without a correction, the ratio of a
 loss is pi / mu: trained policy over sampler. With a correction, the ratio splits in two, pi / mu = (pi / pi_old) *
 (pi_old / mu), where pi_old is the trainer's policy at the start of the step. The loss clips the first factor. The
 optimizer cannot change the second factor; `correction_factors` bounds it.
 
-Terms that are added to a loss: KL from the reference, divergence from a teacher, entropy bonus. To add a loss, write
-its function here, and its line in `POLICY_LOSSES` of `holdfast.config.base`.
+To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.base`.
 
 Shape legend: N predicted tokens of the forward pass.
 """

@@ -1,7 +1,4 @@
-"""Data of a report: `metrics.jsonl` as columns, thinned to a bounded number of points, and charts as plain data.
-
-The page (plotly) and the pictures (matplotlib) both draw these charts.
-"""
+"""Data of a report: `metrics.jsonl` as columns of bounded length, and the charts that page and pictures draw."""
 
 from __future__ import annotations
 

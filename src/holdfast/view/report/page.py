@@ -1,7 +1,6 @@
 """Renders a report: one self-contained HTML file drawn by plotly.js, pictures for `report --png DIR`, sample rollouts.
 
-The HTML file holds plotly.js and loads nothing. The samples show a few rollouts of an RL run, token by token, from
-batches that are still in its journal.
+The HTML file holds plotly.js and loads nothing. The sample rollouts come from batches that are still in the journal.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One process at a time makes the page. The process dies with the launcher, has the lowest priority, and hands the page
 over in a pipe: no file is written. `/` is the page of `report` with a line that says that it is live. Its script polls
-`/state` and loads changes from `/update`. No other path exists, and no path leads to a file.
+`/state` and loads changes from `/update`. No path leads to a file.
 """
 
 from __future__ import annotations

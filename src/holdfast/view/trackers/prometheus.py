@@ -3,12 +3,10 @@
 A resume can take back steps, tokens and losses, so they are gauges. A counter counts from 0 what this launcher has seen
 happen. To Prometheus a new launcher is a process restart, so no step counts twice and none appears from nowhere.
 
-The endpoint answers `/metrics`, and a file leads Prometheus to it. It listens before anything of the run starts, so the
-launcher reports a taken port at once. It stays for as long as the launcher lives, through all attempts. A few threads
-answer requests.
-
-One rule turns each name in `metrics.jsonl` into a series, see docs/prometheus.md. `/` and other characters that
-Prometheus does not allow become `_`. Units are base units in full. The parts in `<>` in docs/metrics.md become labels.
+The endpoint listens before anything of the run starts, so the launcher reports a taken port at once. It stays for as
+long as the launcher lives, through all attempts. One rule turns each name in `metrics.jsonl` into a series, see
+docs/prometheus.md: characters that Prometheus does not allow become `_`, units are base units in full, and the parts in
+`<>` in docs/metrics.md become labels.
 """
 
 from __future__ import annotations
