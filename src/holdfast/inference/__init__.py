@@ -1,4 +1,4 @@
-"""The inference server: vLLM behind routes of our own, whose weights are swapped while it runs.
+"""The inference server: vLLM with our own routes, and weights that can be swapped while it runs.
 
     main, preflight       the program, and the checks before vLLM is imported
     server                starts, serves and ends the engine and the web server in front of it

@@ -2,7 +2,7 @@
 
 No two processes of a run share a GPU by accident. The trainer has one rank on each of its GPUs, which are the first
 ones. An engine gets neighbouring GPUs from the end. The choices are made once, written into the run's settings and
-printed. A resumed run keeps its dtype on any device, because no other device setting changes the training result.
+printed. A resumed run keeps its dtype on any device: dtype is the only device setting that changes the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the launcher provides beside the run: the Prometheus endpoint, the live page, and one process per tracker.
+"""Side services of the launcher: the Prometheus endpoint, the live page, and one process per tracker.
 
 A tracker's process may die, hang or be slow without any effect on training.
 """

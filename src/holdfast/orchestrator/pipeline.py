@@ -1,8 +1,8 @@
 """Makes and publishes one batch after another: policy version, rollouts, metrics, journal.
 
-`StrictSchedule` decides which policy version samples a batch: batch N is sampled wholly by version max(0, N - 1 -
-async_level). So timing never decides which policy made a batch. The schedule is its own backpressure: batch N cannot
-begin before the trainer has published that version.
+`StrictSchedule` decides which policy version samples a batch: batch N is sampled wholly by version
+`max(0, N - 1 - async_level)`. So timing never decides which policy made a batch. The schedule is its own backpressure:
+batch N cannot begin before the trainer has published that version.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checkpoints in an object store: upload behind the training, listing, and download for a resume."""
+"""Checkpoints in an object store: upload in the background, listing, and download for a resume."""

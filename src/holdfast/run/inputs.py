@@ -1,8 +1,8 @@
 """Checks models and data with local paths before anything loads them, so that mistakes show in a second.
 
-The launcher checks before it starts a process, and each loader checks again; hub ids pass. Of files, the checks only
-read what identifies them: first and last bytes, and the headers of weights. The trainer compares every tensor of
-weights to start from again when it fills the model (`holdfast.trainer.checkpoint.init_from`).
+The launcher checks before it starts a process, and each loader checks again; hub ids pass. In files, the checks only
+read what identifies them: first and last bytes, and the headers of weights. When the trainer fills the model, it
+compares every tensor again (`holdfast.trainer.checkpoint.init_from`).
 
 `check_max_len`: vLLM serves no longer sequences than its model has positions. The rule is vLLM's
 (`_get_and_verify_max_len` in `vllm/config/model.py` of 0.32), repeated here to know the number before vLLM is imported.

@@ -1,8 +1,8 @@
 """Client of all inference servers of one model: waits for them, generates, and continues if a server is lost.
 
 Generation is idempotent, because every request carries its seeds. If a connection breaks, or a server is busy or fails,
-the client asks another server at once. With only one server, it asks again, after growing pauses, when the server is
-back with the right weights. So a killed and restarted server costs time, not the run.
+the client asks another server at once. If all servers have failed, it asks again after growing pauses, once a server
+is back with the right weights. So a killed and restarted server costs time, not the run.
 
 Every request names the weights that it is for, and every answer names the weights that sampled it. A server with other
 weights (it was restarted, or somebody else pushed to it) counts as lost too, whenever that happened.

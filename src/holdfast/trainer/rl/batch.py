@@ -8,7 +8,7 @@ the step, under the reference, values) use the same plan as the training. Equal 
 should be 1 is 1. The tokens of a step may come from several distributions: environments may set their own temperatures
 and cuts, and replayed rollouts keep the distribution of their batch.
 
-Shape legend: T targets (trained tokens) of one sample or minibatch, N those of one forward pass, K measured names.
+Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass, K measured names.
 """
 
 from __future__ import annotations
