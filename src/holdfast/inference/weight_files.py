@@ -4,8 +4,8 @@ Place in the flow: the trainer publishes a Hugging Face directory, and `/update_
 reads it with `read_weights` and applies it only after `read_weights` returned. The digest is computed from the same
 bytes that the tensors are made of.
 
-With LoRA the trainer publishes only the adapter for engines. The worker adds the adapter to the weights of the engine's model
-directory, with the same sums as the trainer. Then it swaps in the result like whole weights.
+With LoRA the trainer publishes only the adapter for engines. The worker adds the adapter to the weights of the engine's
+model directory, with the same sums as the trainer. Then it swaps in the result like whole weights.
 
 `DirectorySource` is the engine's side of the transport by directory; `holdfast.orchestrator.weight_sync` describes the
 whole way.

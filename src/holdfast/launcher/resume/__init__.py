@@ -1,1 +1,1 @@
-"""Decides where an attempt of a run starts: from scratch, from a checkpoint, from another run, or from an object store."""
+"""Decides where an attempt of a run starts: from scratch, a checkpoint, another run, or an object store."""
