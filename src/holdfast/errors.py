@@ -1,4 +1,4 @@
-"""The exceptions of the project.
+"""The exceptions of the project with their exit codes, and functions that make foreign text fit for a log.
 
     HoldfastError               anything a user can be told in one message
     ├── ConfigError             a key, type or value that cannot be used           exit 2
@@ -26,21 +26,19 @@
     │   └── GraceOver           not within the time that a stop leaves             exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
 
-The inference server has two more codes, by which `rl` starts it again: 70 where a swap of weights broke off, 75 where
-its engine died.
+The inference server has two more codes, after which `rl` restarts it: 70 if a swap of weights broke off, 75 if its
+engine died. A run that a signal stops exits with 128 + signal. If checkpoints are on and the save of that stop fails,
+the run exits with `NOT_SAVED`.
 
-A run that a signal stops exits with 128 + signal, or with `NOT_SAVED` when the save that checkpoints
-ask for then did not land.
+    2                       fix the input. Nothing was trained. Nothing was started either, unless the fault lies in
+                            the data or on a hub, which only the trainer reads
+    3                       the run was going
+    5 (`STORAGE_FAILED`)    whatever the class: the run was going and could not write or read its files
+    6 (`STUCK`)             a process made no progress; `rl` starts it again
 
-Every message says what failed, the value received, what is allowed and what to do.
-Exit code 2 means: fix the input; nothing was trained, and nothing was started either unless the fault lies in the
-data or on a hub, which only the trainer reads. 3 means: it was running. 5 (`STORAGE_FAILED`),
-whatever the class: it was running and could not write or read its files. 6 (`STUCK`): it came no further;
-`rl` starts such a process again.
+Every message says what failed, the value received, what is allowed and what to do. Text of others (servers,
+environments) loses its control characters and its excess length before it goes into a log.
 """
-
-# Merged here, to be said in the docstring above:
-# - printable: Text of others, servers and environments, made fit for a log: no control characters, and not too long.
 
 from __future__ import annotations
 

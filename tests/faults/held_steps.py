@@ -23,7 +23,7 @@ def held_after(step: int, *, until: str) -> str:
     return (
         "import os, time\n"
         "from holdfast.run.metrics import MetricsWriter\n"
-        "from holdfast.trainer.saving import STOP_REQUEST\n"
+        "from holdfast.trainer.stop import STOP_REQUEST\n"
         "write = MetricsWriter.write\n"
         "def held(writer, step, metrics):\n"
         "    write(writer, step, metrics)\n"

@@ -30,7 +30,8 @@ from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_wi
 from holdfast.trainer.checkpoint.state import ObjectsState
 from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.saving import Saver, StopRequest
+from holdfast.trainer.saving import Saver
+from holdfast.trainer.stop import StopRequest
 from tests.builders.train_states import NotifyingStorage, copied, held_writes, same
 from tests.ranks.two import run_on_two_ranks
 from tests.runs.processes import HANG_S

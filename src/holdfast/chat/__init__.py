@@ -2,10 +2,9 @@
 
     messages.py    what a message may hold, and the form in which a template reads it
     template.py    a chat template, with what transformers promises to every template
-    tokenizer.py   text, prompts and continuations as token ids
+    tokenizer.py   loads a tokenizer; text, prompts and continuations as token ids
     masking.py     whole chats and texts as token ids, with a mask of what is trained
-    files.py       a tokenizer from its directory or from the hub
 
-Uses `tokenizers` and `jinja2` directly: transformers would load torch, which costs seconds of start-up
-and hundreds of megabytes for a process that never touches a tensor.
+The package uses `tokenizers` and `jinja2` directly. transformers would load torch, which costs seconds of start-up and
+hundreds of megabytes in a process that never touches a tensor.
 """

@@ -1,7 +1,4 @@
-"""Text to token ids and back, prompts, and what follows a sampled turn."""
-
-# Merged here, to be said in the docstring above:
-# - files: A tokenizer from the files of a model, local or on the hub.
+"""Loads a tokenizer from a directory or a hub, and turns texts, prompts and continuations into token ids and back."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What users type: the commands, and the launcher behind them. Nothing else imports it."""
+"""The commands that users type beside training: `ckpt`, `rollouts`, `environments` and `evaluate`."""

@@ -1,9 +1,8 @@
-"""From the command line to one action, its report and an exit code."""
+"""The command `ckpt`: parses the command line, runs one action, prints its report and returns an exit code.
 
-# Merged here, to be said in the docstring above:
-# - arguments: Subcommands and flags of `ckpt`.
-# - listing: `ckpt ls`: what lies in the directories of a run.
-# - ckpt: The command `ckpt`: look into checkpoints, check, export, thin out and import them.
+`ls` lives here. `commands.ckpt_dirs` has `verify` and `show`; `commands.ckpt_export` has `export`, `promote`, `import`
+and `prune`. No action imports torch before an action needs tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where the steps and exports of a run lie, and which step an argument means."""
+"""Finds the steps and exports of a run for `ckpt`, resolves a STEP argument, and has `ckpt verify` and `ckpt show`.
 
-# Merged here, to be said in the docstring above:
-# - tensor_work: The part of `ckpt` that needs torch: its errors and its output, around calls of `holdfast.trainer.conversion`.
-# - inspecting: `ckpt verify` and `ckpt show`: whether a step is whole, and what it holds.
+`tensor_work` surrounds every call that needs torch: it turns errors into messages and keeps stdout clean. Callers
+import torch code inside the function that needs it. So every action without tensors starts without torch's seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""The command `environments`: list environments, begin a new one, and check one.
+"""The command `environments`: `ls` lists environments, `init NAME` creates a new one, and `check ID` checks one.
 
-`ls`, `init NAME` and `check ID`. ID is what `id` is in `[[orchestrator.environments]]`.
+ID is the value of `id` in `[[orchestrator.environments]]`. `ls` prints the first line of each docstring. `init` writes
+a single-turn environment, a test that passes as written, and settings for `rl`.
 """
-
-# Merged here, to be said in the docstring above:
-# - listing: `environments ls`: what an `id` may be, and the first line of each docstring.
-# - scaffold: `environments init`: a module with an environment of one turn, a test that passes as it stands, settings for `rl`.
 
 from __future__ import annotations
 
@@ -15,15 +12,14 @@ import inspect
 import json
 import keyword
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.arguments import Subcommands, add_json
 from holdfast.errors import ConfigError, HoldfastError, RunDirError, printable
 from holdfast.installation import is_checkout
-from holdfast.orchestrator.env.reasoning_gym import PREFIX
-from holdfast.orchestrator.env.registry import BUILT_IN, find_class, find_plugins
-from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
-from holdfast.view.tables import Grid, Report
+
+if TYPE_CHECKING:
+    from holdfast.view.tables import Report
 
 _EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."
 
@@ -108,6 +104,12 @@ def _positive(text: str) -> int:
 
 def listing() -> Report:
     """Return every environment that has a name; what cannot be used says why, and stops nothing."""
+    # Not at the top: `--help` would wait for them.
+    from holdfast.orchestrator.env.reasoning_gym import PREFIX
+    from holdfast.orchestrator.env.registry import BUILT_IN, find_plugins
+    from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
+    from holdfast.view.tables import Grid, Report
+
     rows = [(name, "holdfast", *_about(name)) for name in BUILT_IN]
     missing = "" if importlib.util.find_spec("reasoning_gym") else "not installed: the extra 'reasoning-gym' has it"
     rows.append((f"{PREFIX}NAME", "holdfast", *_about(f"{PREFIX}NAME")[:1], missing))
@@ -124,6 +126,10 @@ def listing() -> Report:
 
 def _about(name: str) -> tuple[str, str]:
     """Return the first line of the docstring, and why the environment cannot be used, empty where it can."""
+    from holdfast.orchestrator.env.reasoning_gym import PREFIX
+    from holdfast.orchestrator.env.registry import find_class
+    from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
+
     if ":" in name and not name.startswith((PREFIX, VERIFIERS)):
         return "", "a name with ':' is read as module:Class"
     try:
@@ -280,4 +286,6 @@ def create(name: str, directory: Path) -> Report:
         f"  {run}environments check {name}:{cls}",
         f"  {run}rl @ {name}.toml",
     ]
+    from holdfast.view.tables import Report
+
     return Report({}, lines)

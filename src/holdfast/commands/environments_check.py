@@ -1,7 +1,7 @@
-"""`environments check`: what would keep a run with an environment from resuming exactly, found by asking it again."""
+"""`environments check`: finds reasons why a run with an environment would not resume exactly, by asking it repeatedly.
 
-# Merged here, to be said in the docstring above:
-# - loading: The environment that `check` and `play` ask: one that cannot be loaded is a mistake in what was given.
+The check asks for the same tasks and scores in several ways, here and in child processes, and compares the digests.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""What an environment does when it is asked: its tasks, sessions with scripted answers, their scores, as digests.
+"""Plays an environment with scripted answers, and records its tasks, sessions and scores as digests.
 
     python -m holdfast.commands.environments_probe FINDINGS < request.json
 
-`check` does the same several times in several ways, in processes of their own too, and compares.
+`environments check` runs this probe several times, also in processes of its own, and compares the findings. A digest
+covers the parts of a task and is equal in every process. The probe needs no model: it brings a byte tokenizer with its
+own chat template.
 """
-
-# Merged here, to be said in the docstring above:
-# - plain_chat: A tokenizer of bytes with a chat template of its own, for environments that are tried without a model.
-# - fingerprint: Tasks as digests of their parts that are the same in every process, so that two of them can be compared.
 
 from __future__ import annotations
 

@@ -1,32 +1,13 @@
-"""From the command line to an evaluation, or to a comparison of two."""
-
-# Merged here, to be said in the docstring above:
-# - launch: Evaluates one policy, or follows a run: the command from its settings to its table.
+"""The command `evaluate`: evaluates one policy, follows a run, or compares two evaluations."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from holdfast.arguments import Parser
-from holdfast.commands.ckpt_dirs import TensorWorkFailed
-from holdfast.commands.evaluate_follow import follow
-from holdfast.commands.evaluated_policy import (
-    check_servable,
-    prepare_directory,
-    run_evaluation,
-    served_model,
-    step_of_run,
-    tell_result,
-    weights_of_step,
-    with_settings_of_run,
-    write_settings,
-)
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import parse_command_line
-from holdfast.launcher.supervise import Supervisor
-from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.process.child import make_output_lossy
-from holdfast.run.run_dir import RunDir
 
 _COMPARE = "--compare"
 
@@ -73,6 +54,24 @@ def launch(config: EvaluateConfig) -> int:
     Raises:
         HoldfastError: what cannot be used, or what ended the evaluation.
     """
+    # Not at the top: `--help` would wait for them.
+    from holdfast.commands.ckpt_dirs import TensorWorkFailed
+    from holdfast.commands.evaluate_follow import follow
+    from holdfast.commands.evaluated_policy import (
+        check_servable,
+        prepare_directory,
+        run_evaluation,
+        served_model,
+        step_of_run,
+        tell_result,
+        weights_of_step,
+        with_settings_of_run,
+        write_settings,
+    )
+    from holdfast.launcher.supervise import Supervisor
+    from holdfast.orchestrator.evaluation.statistics import summary_in
+    from holdfast.run.run_dir import RunDir
+
     if config.follow:
         return follow(config)
     config = with_settings_of_run(config)

@@ -1,8 +1,4 @@
-"""Which weights an evaluation is about: a directory, or a step of a run as one."""
-
-# Merged here, to be said in the docstring above:
-# - report: What `evaluate` shows: the numbers of one evaluation, or of two side by side.
-# - serving: One evaluation with the server that it needs: checked, started, watched to its end, and stopped.
+"""Evaluates one policy (a model directory or a step of a run): finds its weights, serves them, plays, reports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""The command `rollouts`: look into the batches of an RL run, and export them.
+"""The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines or Parquet.
 
-`show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. Every batch is verified
-against its manifest before anything of it is shown or written.
+`show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies every batch against
+its manifest before it shows or writes anything. An export has one rollout per line or row, with the step and the policy
+version of its batch.
 """
-
-# Merged here, to be said in the docstring above:
-# - export: Writing rollouts as JSON lines or Parquet: one rollout per line or row, with step and version of its batch.
 
 from __future__ import annotations
 

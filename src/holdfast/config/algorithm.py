@@ -1,7 +1,4 @@
-"""Configuration of what an RL trainer has beside policy and loss: KL control, critic, rewards, replay and averages."""
-
-# Merged here, to be said in the docstring above:
-# - losses: Configuration of the policy loss of `rl`.
+"""Settings of the RL algorithm: policy loss, KL control, critic, rewards, updates, replay, averages, distillation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,16 @@
-"""Bases of all configuration models, and the sections that several processes share."""
+"""Base classes of all settings, sections that several processes share, URL checks, and tables of built-in algorithms.
 
-# Merged here, to be said in the docstring above:
-# - urls: What the URL of a server may be, and which names are this machine's.
-# - registry: What a run chooses by name and is built in: policy losses, advantages, preference losses. One line here adds one.
+A run chooses policy losses, advantages and preference losses by name. The settings take names, defaults and help from
+the tables below and know no torch. The trainer imports the function behind a name when a run asks for it. So a new one
+needs only its function and one line here:
+
+    POLICY_LOSSES      a function `(PolicyLossConfig) -> Objective` in `holdfast.trainer.rl.losses`
+    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages`
+    PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
+
+A test asks for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source.
+`holdfast.orchestrator.env.registry` has the table of environments.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which GPUs of a machine the processes of `rl` get."""
+"""Settings that depend on the hardware: GPUs of trainer and engines, and defaults for each kind of device.
 
-# Merged here, to be said in the docstring above:
-# - by_device: What is taken for settings that a user leaves unset because their good value depends on the device.
+On CUDA, float32 means float32. TensorFloat-32 (products with ten bits of mantissa) stays off in trainer and engine;
+otherwise the two would disagree by more than `trainer.mismatch_limit` allows for float32. The fast dtype is bfloat16.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Configuration of environments, and of how rollouts of each are made: the run's settings, or its own."""
-
-# Merged here, to be said in the docstring above:
-# - judge: Configuration of a judge: a model behind an OpenAI-compatible endpoint that scores completions.
-# - mcp: Configuration of MCP servers, whose tools a policy may call.
+"""Settings of environments, judges, MCP servers and curricula, and how an environment samples its rollouts."""
 
 from __future__ import annotations
 

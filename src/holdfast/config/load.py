@@ -1,15 +1,15 @@
-"""From the command line to a validated configuration: TOML files, then flags.
+"""Turns a command line into validated settings: TOML files first, then flags.
 
     sft @ base.toml @ more.toml --max-steps 20 --ckpt
     rl --trainer @ train.toml --orchestrator @ orch.toml --ckpt.interval 5
 
-Files compose from left to right; `--section @ file` fills one section; flags win over files. Every
-error is one message that names the file or flag, the dotted key, the value and what is allowed.
-"""
+Files compose from left to right; `--section @ file` fills one section; flags win over files. Every error is one message
+that names the file or flag, the dotted key, the value and what is allowed.
 
-# Merged here, to be said in the docstring above:
-# - flags: Which flag was meant by one that there is not: by its spelling, its last part, or its name in another system.
-# - misplaced: Files that were given to another part of a configuration than they are for, such as trainer and orchestrator swapped.
+An unknown flag gets a suggestion: by spelling, by its last part, or by its name in another system. If a whole file
+belongs to another section (trainer and orchestrator swapped), pydantic reports one error per key. `misplaced` reports
+the swap instead.
+"""
 
 from __future__ import annotations
 

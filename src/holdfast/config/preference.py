@@ -1,7 +1,4 @@
-"""Configuration of preference optimisation: `dpo`."""
-
-# Merged here, to be said in the docstring above:
-# - reward_training: Configuration of reward model training: `reward-model`.
+"""Settings of preference training: `dpo` and `reward-model`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which settings decide what is computed, and a fingerprint of them."""
+"""Fills in settings that depend on the device, before any process starts, and computes a fingerprint of the settings.
 
-# Merged here, to be said in the docstring above:
-# - device_defaults: Filling in the settings that a user left to the device, before anything is started.
+The fingerprint leaves out free settings, which do not change what is computed.
+"""
 
 from __future__ import annotations
 

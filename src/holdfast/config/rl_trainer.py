@@ -1,8 +1,8 @@
-"""Configuration of the trainer of `rl`."""
+"""Settings of the trainer of `rl`, and the checks of advantages and rewards.
 
-# Merged here, to be said in the docstring above:
-# - advantages: What the advantages of `rl` cannot be combined with. Which there are: `holdfast.config.base`.
-# - rl_rewards: What of rewards and advantages trainer and orchestrator must agree on; `rl` knows the settings of both.
+The checks refuse advantages that cannot be combined with other settings. `rl` knows the settings of trainer and
+orchestrator, so it also checks what the two must agree on. `holdfast.config.base` lists the advantages.
+"""
 
 from __future__ import annotations
 

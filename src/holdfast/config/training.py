@@ -1,8 +1,7 @@
-"""Configuration of what every training program has, and of `sft`."""
+"""Settings that every training program has, settings of `sft` and LoRA, and the learning-rate schedule.
 
-# Merged here, to be said in the docstring above:
-# - lora: Configuration of LoRA adapters.
-# - schedule: The learning-rate schedule: a pure function of configuration and step, so there is no state to save.
+The schedule is a pure function of settings and step, so a checkpoint holds no scheduler state.
+"""
 
 from __future__ import annotations
 

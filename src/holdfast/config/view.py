@@ -1,10 +1,4 @@
-"""Configuration of the alerts of `rl`."""
-
-# Merged here, to be said in the docstring above:
-# - prometheus: Configuration of the endpoint that Prometheus reads a run from.
-# - dashboard: Configuration of the page that shows a run while it goes on.
-# - tracking: Configuration of experiment trackers, which get what `metrics.jsonl` says.
-# - profile: Which steps of the trainer a run profiles: `FIRST:LAST`.
+"""Settings of what people see of a run: alerts, the live page, Prometheus, experiment trackers and profiled steps."""
 
 from __future__ import annotations
 

@@ -1,18 +1,20 @@
-"""Who may use which routes, looked at before anything of a request is used.
+"""Guards the routes of the inference server: access rules, ownership by one run, decoding of bodies, error answers.
 
     reading, generating                     everyone who can connect
-    what changes the server (`ADMIN`)       with the token, where one is set; JSON only; no page of a browser
+    what changes the server (`ADMIN`)       with the token, if one is set; JSON only; no page of a browser
     vLLM's own routes that change it        nobody: they are not part of this server
 
-A server for this machine alone is not safe from browsers on it: any page that is open there may send it forms, and
-may give its own name the address 127.0.0.1. So such a server answers only requests that are addressed to this machine
-by its own names, and admin routes refuse what a page of another origin sent.
-"""
+Access is checked before anything in a request is used. A loopback server is not safe from browsers on its machine: any
+open page may send forms to the server, and may point its own name at 127.0.0.1. So a loopback server only answers
+requests that are addressed to this machine by its own names. Admin routes refuse requests from a page of another
+origin.
 
-# Merged here, to be said in the docstring above:
-# - request_error: The error that becomes an HTTP answer.
-# - ownership: Whose weights this server may serve: a server has one owner at a time.
-# - request_bodies: Decoding the bodies of requests to the project's routes: what cannot be right is refused with 400.
+A server has at most one owner. A run owns a server from its first push of weights on, and the server then refuses
+weights from anybody else. Ownership ends when the run gives the server back, or stays silent for a lease. Every request
+with the run's id in the header `OWNER_HEADER` counts as a heartbeat. The same run may claim its server again at any
+time. So may a new run in the same directory, since only one run can hold the directory. If a launcher starts a server
+for its own run, the run owns the server for good, and both end together.
+"""
 
 from __future__ import annotations
 

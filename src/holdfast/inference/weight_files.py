@@ -1,14 +1,15 @@
-"""Reading a directory of weights, whole and checked, before any of it comes near the model.
+"""Reads a directory of published weights or a LoRA adapter, and checks all of it before anything reaches the model.
 
-Place in the flow: the trainer publishes a Hugging Face directory, `/update_weights` names it, the
-engine's worker reads it with `read_weights` and applies it only when that returned. The digest is
-taken from the very bytes that the tensors are made of.
+Place in the flow: the trainer publishes a Hugging Face directory, and `/update_weights` names it. The engine's worker
+reads it with `read_weights` and applies it only after `read_weights` returned. The digest is computed from the same
+bytes that the tensors are made of.
+
+With LoRA the trainer publishes only the adapter for engines. The worker adds the adapter to the weights of the engine's
+model directory, with the same sums as the trainer. Then it swaps in the result like whole weights.
+
+`DirectorySource` is the engine's side of the transport by directory; `holdfast.orchestrator.weight_sync` describes the
+whole way.
 """
-
-# Merged here, to be said in the docstring above:
-# - transport: The engine's side of a weight transport: see `holdfast.orchestrator.weight_sync` for the whole way.
-# - adapters: LoRA adapters: reading one, and the model that it makes of the engine's own weights.
-# - directory: The transport by directory, the engine's side: safetensors of whole weights, or of an adapter to the engine's own.
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Who gets which GPUs of this machine: decided before anything starts, so that no two processes meet on one.
+"""Decides which GPUs of this machine each process gets, and which device settings follow, before anything starts.
 
-A trainer has one rank on each of its GPUs, the first ones; an engine has neighbours, of the last ones.
+No two processes of a run share a GPU by accident. The trainer has one rank on each of its GPUs, which are the first
+ones. An engine gets neighbouring GPUs from the end. The choices are made once, written into the run's settings and
+printed. A resumed run keeps its dtype on any device: dtype is the only device setting that changes the result.
 """
-
-# Merged here, to be said in the docstring above:
-# - device_choices: What a run computes on, and the settings that follow from it: chosen once, written into its configuration, and told.
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Which inference servers an `rl` run uses: one that is there and free for it, those it was told, or one of its own.
+"""Chooses the inference servers of an `rl` run: free servers that already answer, servers given by URL, or its own.
 
-Decided before anything is touched, and claimed, so that two launchers that look at the same moment never take the
-same server or port.
+The launcher chooses and claims servers before it touches anything. So two launchers that look at the same moment never
+take the same server or port. A port reservation is an abstract Unix socket with the port in its name. The kernel gives
+a name to one process at a time, frees it however that process ends, and separates names by network namespace, as it
+separates ports. A loading server does not listen yet, so nothing else could show that its port is taken.
 """
-
-# Merged here, to be said in the docstring above:
-# - ports: Ports for inference servers: every launcher of this machine takes another one, also at the same moment.
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What has died or hangs, and what follows from that: whether it is started again, when, and what is told of it."""
+"""Decides what to do when a process dies or hangs: restart it or not, when, and what to tell the user.
 
-# Merged here, to be said in the docstring above:
-# - engine_log: Why an engine failed, by the log of its inference server: vLLM's engine is another process and tells nobody else.
-# - endings: How processes and runs ended: what died of what, and what a stopped run has saved.
+The reason of an engine failure is in the log of the inference server: vLLM's engine is another process and tells nobody
+else.
+"""
 
 from __future__ import annotations
 

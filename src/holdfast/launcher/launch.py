@@ -1,11 +1,9 @@
 """The launcher: prepares the run directory, starts the processes, watches them and stops them.
 
-`rl` decides once which step to resume from and hands the same number to all processes. It starts
-everything at the same time; whoever is ready first waits for the others through the run directory.
+`rl` decides once which step to resume from, and gives the same number to all processes. It starts everything at the
+same time; a process that is ready first waits for the others through the run directory. For evaluations beside
+training, it checks them and places their process before anything starts.
 """
-
-# Merged here, to be said in the docstring above:
-# - evaluation: Evaluations beside a trainer: the process that makes them, checked before anything starts, and where it computes.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether two nodes can train one run: the same code, settings and directory."""
+"""Messages between the launchers of a multi-node run, and the check that two nodes can train one run together.
 
-# Merged here, to be said in the docstring above:
-# - node_words: What the commands of one run on several nodes say to one another, and what follows from it for one of them.
+Two nodes must have the same code, settings and run directory.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
-"""Starting one training run on several nodes: what the command does on each of them."""
+"""Starts one training run on several nodes: what the command does on each node.
 
-# Merged here, to be said in the docstring above:
-# - outer: What an outer launcher (`torchrun`, `srun`, a Kubernetes job) that starts a command on every node says of the nodes.
+An outer launcher (`torchrun`, `srun`, a Kubernetes job) may start one command per node; the command forks its ranks
+itself. The command reads these variables, all of one row or none:
+
+torchrun         GROUP_RANK, GROUP_WORLD_SIZE, LOCAL_WORLD_SIZE (1), MASTER_ADDR, MASTER_PORT
+others           RANK, WORLD_SIZE (of nodes), MASTER_ADDR, MASTER_PORT, as PyTorchJobs set them
+srun             SLURM_NODEID, SLURM_STEP_NUM_NODES, SLURM_STEP_NUM_TASKS (the same), SLURM_STEP_NODELIST, SLURM_JOB_ID;
+                 MASTER_ADDR and MASTER_PORT if they are set
+"""
 
 from __future__ import annotations
 

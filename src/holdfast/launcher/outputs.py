@@ -1,7 +1,7 @@
-"""What a launcher serves of its run: the numbers to Prometheus, the page to browsers."""
+"""Side services of the launcher: the Prometheus endpoint, the live page, and one process per tracker.
 
-# Merged here, to be said in the docstring above:
-# - tracking: Trackers beside a run: one process each, which may die, hang or be slow without any effect on training.
+A tracker's process may die, hang or be slow without any effect on training.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `watch` is given: the processes of one attempt, and what keeps a run going whose processes die."""
+"""The processes of one attempt as `watch` gets them, and the rules for restarting dead processes.
 
-# Merged here, to be said in the docstring above:
-# - restarts: Which dead processes are started again, how often, and after which delay.
-# - storage_backoff: Waiting for a storage that cannot be written: a full disk is no crash, and what was committed is whole.
+A storage that cannot be written (a full disk) does not count as a crash: everything that was committed is intact, so
+the launcher waits for the storage.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Restarts:
         """Return the seconds to wait before process `name` is started again; None: it is not.
 
         Deaths by a signal, crashes and a dead engine are worth another try. Errors that were told (bad input,
-        numbers that broke) would only come again. A storage that failed is no crash: see `storage_backoff`.
+        numbers that broke) would only come again. A failed storage is not a crash: see `StorageBackoff`.
 
         Args:
             stuck_at: the step at which it came no further. That takes longer to notice than any window, so it may

@@ -1,13 +1,9 @@
-"""What is checked before anything starts, by a real run and by --dry-run alike.
+"""Checks that a real run and `--dry-run` make before anything starts, and the table of processes of `--dry-run`.
 
-Models and data by their paths, what `rl`'s processes must agree on, and the code of the user: environments,
-losses and advantages are imported in a child process, so that the launcher stays light and free of their side
-effects. Not checked here: models and data of hubs, the rows of data, and what a constructor of a user's environment
-does.
+The checks cover models and data with local paths, settings that the processes of `rl` must share, and the user's code.
+A child process imports environments, losses and advantages, so that the launcher stays light and free of their side
+effects. Nothing here checks models and data on hubs, rows of data, or the constructor of a user's environment.
 """
-
-# Merged here, to be said in the docstring above:
-# - plan_table: What `--dry-run` shows: every process of a run, where it would run, and what it would get there.
 
 from __future__ import annotations
 

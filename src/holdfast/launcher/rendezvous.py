@@ -1,12 +1,13 @@
-"""The commands of one training run on several nodes: one of them prepares, all agree on what follows.
+"""Rendezvous of the launchers of one multi-node run: the head node prepares the run, and all nodes follow it.
 
-The command on the host of `parallel.rdzv_endpoint` leads. It alone looks at the run directory, takes its lock, decides
-about the attempt and the step to go on from, and says so to the others, which never decide by themselves. When a
-trainer dies on any node the attempt is over on all; when all nodes are there again, the next one begins.
+The head node is the host of `parallel.rdzv_endpoint`. Only the head node looks at the run directory, takes its lock,
+and decides about the attempt and the step to resume from. The other nodes never decide anything. If a trainer dies on
+any node, the attempt ends on all nodes. The next attempt begins when all nodes are back.
+
+`Meeting` exchanges short messages through a torch store on the head node, which speaks to all; the other nodes speak
+only to the head node. A thread does this, so a host that is switched off blocks nobody else. A node counts as lost by
+the time of its last message.
 """
-
-# Merged here, to be said in the docstring above:
-# - meeting: The exchange of short messages between the commands of one run on several nodes, through a store of torch.
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """The orchestrator: turns environments and inference servers into batches of scored rollouts.
 
-    main           the program, from the resolved configuration to the last batch
-    batches        which version makes which batch, which groups are in it, and publishing it
-    rollouts       the sessions of one problem, what is sampled for them, and the teacher that judges them
-    weight_push    from published weights to weights that the engines serve
-    engines        the inference servers: asking them, owning them, mending what was lost
-    environments   what users write, what is built in, and calling either
+    main                                    the program, from the settings to the last batch
+    pipeline, batch_maker, curriculum       one batch after another: its policy version, its groups, its tasks
+    episodes, worker, workers               plays and scores one prompt group, here or in worker processes
+    generation_log, state                   what the orchestrator keeps to resume exactly
+    weight_sync, teacher, judge_client      brings weights to the engines; a teacher; judges
+    client                                  asks the inference servers, and copes with lost ones
+    env                                     what users write, what is built in, and calls of either
+    evaluation                              the policy on held-out tasks
 
-Imports `shared` only.
+The orchestrator never imports torch, the trainer or the inference server.
 """

@@ -1,7 +1,4 @@
-"""Makes batches: chooses the problems, runs their groups, and moves the counters on."""
-
-# Merged here, to be said in the docstring above:
-# - selection: Which of the groups that were drawn for a batch go into it, and what becomes of the others.
+"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, advances the counters."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Which level of its curriculum an environment's next problem is of: by how the groups of whole batches went.
+"""Chooses the next task: its environment by the configured mix, and its level by the curriculum.
 
-What is drawn for batch N follows from the state after batch N - 1, and that from the groups of the batches before in
-the order of their draw: neither timing nor workers nor a kill have a part in it.
+The choice for batch N follows only from the state after batch N - 1. That state follows from the groups of earlier
+batches, in the order of their draw. So timing, workers and kills cannot change the choice. The mix is deterministic and
+exact, and resumes from counters.
 """
-
-# Merged here, to be said in the docstring above:
-# - environment_mix: Which environment gives the next problem: deterministic, exact, and resumable from counters.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One problem, a group of rollouts: play the sessions, score them together."""
+"""Plays one prompt group: runs the sessions of one task, and scores them together.
 
-# Merged here, to be said in the docstring above:
-# - sampler: Between sessions and engines: gathers equal prompts into one request, and keeps what comes back.
+`Sampler` gathers equal prompts into one request to the engines. It keeps every answer, so no answer is sampled twice.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The desk at which a process asks judges: a reply that is there is returned, else the judge is asked, once.
+"""Asks judges for the environments of a process and of all its workers, and keeps every reply.
 
-One desk serves the environments of its process and of all their workers, so what two of them ask at the same time is
-asked once, and a limit of requests per minute holds for the run. See
-docs/decisions/0035-judges-are-asked-in-one-place.md.
+One `Desk` per process returns a kept reply, or else asks the judge once. So two environments that ask the same thing at
+the same time cause one request, and a limit of requests per minute holds for the run. See
+docs/decisions/0035-judges-are-asked-in-one-place.md. `JudgeQueue` holds the limits of one judge.
+
+`ReplyLog` stores replies by request: `judgements.log` of a run, `answers.log` of an evaluation. The file has a header
+and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. Every later attempt finds a reply by
+its request alone, at any step, so nobody pays for a reply twice. A reply is in the page cache before anything uses it,
+so a killed process loses none. A power cut may lose the replies of the last moments; the run asks for them again.
 """
-
-# Merged here, to be said in the docstring above:
-# - chat: One chat completion of a server that speaks OpenAI's chat protocol: `POST <url>/chat/completions`.
-# - queue: The way to one judge: how many requests at once, how fast they begin, and for how long they are made again.
-# - reply_log: Every reply of servers, by what they were asked: `judgements.log` of a run, `answers.log` of an evaluation.
 
 from __future__ import annotations
 

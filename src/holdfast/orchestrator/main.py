@@ -1,10 +1,8 @@
 """The orchestrator's program: `python -m holdfast.orchestrator.main <resolved.toml>`.
 
-Consumes published weights and inference servers; produces one journaled batch per optimizer step.
+It reads published weights, samples from inference servers, and writes one journaled batch per train step. It starts
+after the last batch in the journal, or after the newest checkpoint.
 """
-
-# Merged here, to be said in the docstring above:
-# - run_start: Where a run begins: behind the batches that the journal holds, or behind the newest checkpoint.
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""One batch after another: the weights of its version, its rollouts, its numbers, the journal."""
+"""Makes and publishes one batch after another: policy version, rollouts, metrics, journal.
 
-# Merged here, to be said in the docstring above:
-# - batch_publisher: Publishes batches behind the back of the event loop, in order.
-# - schedule: Which policy version makes which batch.
+`StrictSchedule` decides which policy version samples a batch: batch N is sampled wholly by version
+`max(0, N - 1 - async_level)`. So timing never decides which policy made a batch. The schedule is its own backpressure:
+batch N cannot begin before the trainer has published that version.
+"""
 
 from __future__ import annotations
 

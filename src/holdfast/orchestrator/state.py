@@ -1,10 +1,8 @@
-"""What the orchestrator must remember to go on after a kill: counters, nothing else.
+"""State that the orchestrator needs to resume after a kill: only counters, and seeds that are hashes of counters.
 
-Seeds are hashes of counters, so there is no random-generator state to keep.
+Every random choice of a run has a seed of its own: the xxh3-64 of the parts that identify the choice, cut to 63 bits.
+So no choice depends on timing, and no random-generator state has to be kept.
 """
-
-# Merged here, to be said in the docstring above:
-# - seeds: Seeds: every random choice of a run is a hash of what it is for, so that none depends on timing.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Running several things at once so that the first failure, or a signal, stops the rest."""
+"""Runs several coroutines so that the first failure, or a signal, stops the others; names the current phase.
 
-# Merged here, to be said in the docstring above:
-# - current_phase: Names the phase and the policy version in what the engines and the trainer do not do in time, and in heartbeats.
+`phase` serves heartbeats, and errors about engines or a trainer that miss a deadline.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A teacher for distillation: a fixed model behind inference servers of its own, which judges or samples."""
-
-# Merged here, to be said in the docstring above:
-# - fixed_weights: Engines of a model that stays the same as long as the run lasts: nothing is pushed to them.
+"""A teacher for distillation: a fixed model on its own inference servers. Nothing is ever pushed to these servers."""
 
 from __future__ import annotations
 

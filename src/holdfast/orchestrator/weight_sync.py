@@ -1,10 +1,20 @@
-"""Pushing published weights to the engines, and reading back what they serve."""
+"""Weight push: brings policy weights from the trainer to the engines, and checks what the engines serve.
 
-# Merged here, to be said in the docstring above:
-# - canary_check: The proof that engines compute with the weights that they report what the trainer computes with them.
-# - transport: What the orchestrator needs of the way by which published weights come to the engines.
-# - directory: The transport by directory: every version is a directory of safetensors that trainer and engines both see.
-# - weight_push: From weights that the trainer published to weights that the engines serve: the weight push.
+A policy version takes three steps. Only the way its bytes travel depends on the transport.
+
+    publish   the trainer writes a version and makes it visible as a whole   `trainer.model.publish`
+    stage     an engine reads and checks it, while the old version serves    `inference.weight_files`
+    swap      the engine pauses, and its model takes the staged weights      `inference.worker`
+
+The orchestrator waits for a version, and has every engine stage and swap it by one `POST /update_weights`. Then it
+reads version and digest back. A lost engine gets its weights again (`push`). Each engine proves once, by the parity
+check, that it computes the trainer's log-probabilities with these weights (`check_canary`).
+
+The only transport is a directory of safetensors per version, which trainer and engines both see. It appears by one
+rename, with a manifest, so its digest is known before an engine has read it. A second transport is a class here (named
+in `orchestrator.main`), one in `inference.weight_files` (named in the worker), and one in the trainer's publisher.
+Reasons: docs/decisions/0020-one-seam-for-weight-transports.md.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The workers of an environment: processes that play its groups, and what follows when one of them dies.
+"""Worker processes of an environment: they play its prompt groups, and groups of dead workers are played again.
 
-A worker that dies takes the groups along that it played. They are played again in another one, where everything that
-was sampled for them comes from the log of generations, so nothing is sampled twice and the result is the same. Whose
-fault it was is read from memory that the worker shares: the group whose code ran last.
+`WorkerLink` is one worker as the orchestrator sees it: started, given groups, watched, ended. If a worker dies, another
+worker plays its groups again. The log of generations has everything that was sampled for them, so nothing is sampled
+twice and the result is the same. Memory shared with the worker shows whose code ran last, and so which group is at
+fault.
 
     how a worker dies                    the group whose code ran               the others
     it blocks beyond `timeout_s`         fails: timeout                         played again
@@ -11,9 +12,6 @@ fault it was is read from memory that the worker shares: the group whose code ra
     nobody's code ran                    all are played again, each alone
     SIGKILL, which is somebody else's    all are played again
 """
-
-# Merged here, to be said in the docstring above:
-# - worker_link: One worker process as the orchestrator sees it: started, asked to play groups, watched, ended.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What every child process does at its start and its end: logging, threads, dying with its parent."""
-
-# Merged here, to be said in the docstring above:
-# - descriptors: How many files and connections this process may have open, and whether that is enough.
+"""Start and end of every child process: logging, threads, death with its parent, exit codes, limits on open files."""
 
 from __future__ import annotations
 

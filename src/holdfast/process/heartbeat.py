@@ -1,16 +1,15 @@
-"""Heartbeats: a process that is stopped, or comes no further in its work, is noticed from outside.
+"""Heartbeats: show from outside that a process is frozen, or that its work is stuck.
 
-The launcher names a file in the environment; a thread of the process writes it anew every second. What counts is that
-it changes, not when, so clocks may jump. That thread lives on while the work itself is stuck, so the beat also says how
-often the work has moved on (an event loop that turns, a phase of a step, a micro-batch), what is being done, and
-for how long that may stand still. `vitals` is the side that listens.
+The launcher names a file in the environment; a thread of the process writes the file every second. Only a change of the
+content counts, not its time, so clocks may jump. The thread lives on while the work is stuck. So a beat also says how
+often the work has moved on (an event loop that turns, a phase of a step, a micro-batch), what the process does, and how
+long that may stand still. `holdfast.launcher.liveness` listens. The files lie in memory, so a run directory that cannot
+be written makes no process look dead.
 
-The files lie in memory, so that a run directory that cannot be written makes nobody look dead.
+After `docker pause`, SIGSTOP of everything or a suspended job, `time.monotonic` says that every deadline has passed,
+though nobody could meet one. `awake_s` leaves out such freezes. A process that only waits, or whose event loop is
+blocked, is not frozen: a thread looks at the clock each second, and only a very late look shows a freeze.
 """
-
-# Merged here, to be said in the docstring above:
-# - clock: A clock that stands still while this process is frozen, and one that counts the time in which there is work.
-# - stacks: Where the threads of a process are, written into its log before it is killed for coming no further.
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Whose modules come first: ours and those installed, then those of the directory that a run is started in.
+"""Import order and user code: holdfast and installed packages come first, then the directory where a run starts.
 
-A user's directory may hold a `trainer.py`, a `config.py` or a `logging.py`. They must neither replace ours nor those
-of Python and its packages, in any process of a run; still `module:function` in a setting names a module there. So the
-processes are started without that directory on their path (`python -P`), what PYTHONPATH names moves to the end of
-it, and the directory comes behind that where a user's module is loaded.
+A user's directory may hold a `trainer.py`, a `config.py` or a `logging.py`. These files must not replace modules of
+holdfast, Python or its packages, in any process of a run; still, `module:function` in a setting names a module there.
+So every process starts without that directory on its path (`python -P`), and entries of PYTHONPATH move to the end of
+the path. The directory comes after them, when a user's module is loaded.
+
+Libraries that move files draw from Python's global random generator, in threads of their own and as often as the
+network fails (botocore for pauses, aiohttp to choose a connection). In a trainer the generator belongs to the run:
+checkpoints hold its state, and a user's loss may draw from it. `keep_uploads_apart` keeps the libraries away from it.
 """
-
-# Merged here, to be said in the docstring above:
-# - global_random: Python's global generator, kept for those who are to draw from it.
-# - user_functions: Functions that a setting names: losses and advantages, the user's as `module:function` and built-in ones.
-# - extras: Libraries that only some environments need: imported when one is made, or refused with what installs them.
 
 from __future__ import annotations
 

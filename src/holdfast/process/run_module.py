@@ -1,6 +1,6 @@
 """Run a module as a program, `python -P run_module.py MODULE ...`, as `python -m MODULE ...` does.
 
-Unlike that, nothing of it is imported before modules of the user are behind all others: see `import_path`.
+Unlike `-m`, it imports nothing before the user's modules come after all others: see `holdfast.process.imports`.
 This file imports nothing that Python has not imported at its start.
 """
 

@@ -1,16 +1,17 @@
 """The HTTP API of the inference server: routes, headers, bodies, answers, error codes and limits, for both sides.
 
-The server (`holdfast.inference`) and whoever asks it (`holdfast.orchestrator.client`, the launcher) import them
-from here alone. Bodies and answers are JSON. What a body may hold is bounded here, and the server refuses the rest;
-an answer is decoded with the same types, and then checked as anything that comes from outside: see
+The server (`holdfast.inference`) and its callers (`holdfast.orchestrator.client`, the launcher) take the API only from
+this file. Bodies and answers are JSON. The types here bound each body, and the server refuses anything else. A caller
+decodes an answer with the same types, and then checks it as input from outside: see
 `holdfast.orchestrator.client.http`.
-"""
 
-# Merged here, to be said in the docstring above:
-# - canary: The canary: log-probabilities of a fixed text, by which trainer and engine show that they hold the same policy.
-# - keys: Keys that go with requests: read from the environment, and never shown.
-# - admin_token: The admin token of inference servers: read from the environment, the same on both sides, and never shown.
-# - chat_reply: What a server that speaks OpenAI's chat protocol says to a request.
+`Canary` holds log-probabilities of the parity prompt, by which trainer and engine show that they hold the same policy.
+A digest proves that an engine read the right bytes. The parity check proves that the engine computes the right thing
+from them: it finds another architecture detail, a stale cache or a wrong dtype.
+
+The admin token and API keys come from the environment, are the same on both sides, and are never printed. `ChatCall`
+and `ChatReply` describe requests to servers that speak OpenAI's chat protocol.
+"""
 
 from __future__ import annotations
 

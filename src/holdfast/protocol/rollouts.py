@@ -1,13 +1,16 @@
-"""What the orchestrator hands to the trainer: batches of rollouts.
+"""Batches of rollouts, as the orchestrator hands them to the trainer: fields, packed arrays, and checks.
 
-A batch is one msgpack map (https://msgpack.org), readable with any msgpack library; field names
-are the attribute names below. Numbers per token are bytes: see `holdfast.protocol.rollouts` and docs/journal.md.
+A batch is one msgpack map (https://msgpack.org), readable with any msgpack library. Field names are the attribute names
+below. Numbers per token are packed bytes, not lists of Python numbers; docs/journal.md describes them:
+
+    TokenIds    int32
+    Logprobs    float32, the precision that engines compute them in and trainers read them in
+    LossMask    uint8, 0 or 1
+    Rewards     float64, so that an environment's rewards stay exact
+
+On the wire and on disk each array is its items, little-endian, as a msgpack `bin`. In memory each is an `array.array`,
+which numpy and torch read without copying. The checks refuse anything that no policy can have sampled.
 """
-
-# Merged here, to be said in the docstring above:
-# - arrays: Numbers per token, packed: they travel and are kept as bytes, not as lists of Python numbers.
-# - sampling: The distribution that tokens are sampled from: what engine, batches and trainer must agree on.
-# - sampled_checks: What a policy can have sampled: ids that it has, log-probabilities that are some. Nothing else is ever trained on.
 
 from __future__ import annotations
 

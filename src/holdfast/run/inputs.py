@@ -1,12 +1,13 @@
-"""Whether the models and data that a configuration names by a local path are there, before anything reads them.
+"""Checks models and data with local paths before anything loads them, so that mistakes show in a second.
 
-The launcher checks them before it starts a process, and whoever loads them checks again; hub ids pass. Of files it
-looks at what tells whether they are what they are taken for: first and last bytes, and the headers of weights.
+The launcher checks before it starts a process, and each loader checks again; hub ids pass. In files, the checks only
+read what identifies them: first and last bytes, and the headers of weights. When the trainer fills the model, it
+compares every tensor again (`holdfast.trainer.checkpoint.init_from`).
+
+`check_max_len`: vLLM serves no longer sequences than its model has positions. The rule is vLLM's
+(`_get_and_verify_max_len` in `vllm/config/model.py` of 0.32), repeated here to know the number before vLLM is imported.
+If the number needs transformers or vLLM, nothing is refused here: vLLM itself checks later.
 """
-
-# Merged here, to be said in the docstring above:
-# - model_length: How many tokens a model has positions for, by its config.json: vLLM serves no longer sessions.
-# - warm_start: Weights for a warm start, as far as they can be judged without loading them: bytes, names and shapes.
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Reading what the processes of a run recorded of their time: `logs/attempt_K/timeline_<process>.jsonl`."""
+"""Timelines: each process records when it does what, and readers such as `report` load the records.
 
-# Merged here, to be said in the docstring above:
-# - timeline: What a process does when: one JSON line for every span of its time, for `report` and other lookers-on.
+Each process of a run appends to its own file, `logs/attempt_K/timeline_<process>.jsonl`, since several hosts could not
+append to one file of a network filesystem. A process writes a line when its span has ended, by one `write`; readers
+take whole lines only. No result depends on the timeline: if it cannot be written, the process logs that once.
+"""
 
 from __future__ import annotations
 

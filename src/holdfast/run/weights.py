@@ -1,11 +1,17 @@
-"""One digest for the weights in a directory, so that trainer, orchestrator and engine can compare them.
+"""Weights and LoRA adapters as files: their names and formats, and one digest that all processes compare.
 
-It covers the `*.safetensors` files by name, size and content, in the order of their names, and of an adapter how
-often its factors count (rank and alpha). Nothing else: a tokenizer or a manifest beside them does not change it.
+The digest covers the `*.safetensors` files by name, size and content, in the order of their names. For an adapter it
+also covers the scaling of its factors (rank and alpha). It covers nothing else: a tokenizer or a manifest in the same
+directory does not change it.
+
+An adapter is a directory that peft loads as well; trainer and inference agree on it:
+
+    adapter_model.safetensors   A and B of every adapted matrix, float32, by peft's names
+    adapter_config.json         peft's settings, such as rank and alpha
+    base.json                   the weights that the adapter was trained on, and belongs to
+
+An adapted matrix is W + alpha / rank * B A (LoRA, Hu et al. 2021, section 4.1), computed in float32.
 """
-
-# Merged here, to be said in the docstring above:
-# - adapter: LoRA adapters as files, which peft loads as well: what trainer and inference agree on.
 
 from __future__ import annotations
 

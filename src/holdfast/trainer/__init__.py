@@ -1,1 +1,1 @@
-"""The trainer: `launch` forks one process for every rank, and each runs a program of `programs`."""
+"""The trainer: `launch` forks one process for every rank, and each rank runs a program of `programs`."""

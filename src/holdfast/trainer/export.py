@@ -1,11 +1,12 @@
-"""The adapter of a checkpoint as a directory: alone, as peft loads it, or merged into the weights it belongs to."""
+"""Converts checkpoints to Hugging Face directories and back, for `ckpt export`, `promote` and `import`.
 
-# Merged here, to be said in the docstring above:
-# - models: What a model is without its weights: names and shapes of tensors, config and tokenizer files.
-# - reading: Reading torch.distributed.checkpoint directories tensor by tensor, whoever wrote them with how many ranks.
-# - writing: Hugging Face directories: what to write, in which dtype, and how a directory of weights is committed.
-# - exporting: Weights of a checkpoint as a Hugging Face directory that from_pretrained and vLLM load.
-# - importing: Weights of any kind as a Hugging Face directory for a warm start.
+`export` writes weights that from_pretrained and vLLM load. `export_adapter` writes a LoRA adapter alone, as peft loads
+it, or merged into the weights that it belongs to. `import_weights` turns weights of any kind into a directory to start
+from. Reading goes tensor by tensor, for any number of writing ranks.
+
+An import runs in one process, which holds the whole model in float32. float32 keeps every value of 16-bit files, and is
+the dtype of the trainer's master weights.
+"""
 
 from __future__ import annotations
 

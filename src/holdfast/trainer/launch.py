@@ -1,17 +1,17 @@
 """Start one training program on all ranks: `python -m holdfast.trainer.launch {sft,dpo,reward-model,rl} resolved.toml`.
 
-Uses torchrun's launcher (torch.distributed.launcher) with forked workers: the imports, which take
-seconds, are paid once however many ranks there are. When a rank ends early the others are stopped,
-and the exit code is that of the rank that failed first.
+It uses torchrun's launcher (torch.distributed.launcher) with forked workers. So the imports, which take seconds, run
+once for any number of ranks. If a rank ends early, the launcher stops the other ranks, and exits with the code of the
+rank that failed first.
 
-With `parallel.nodes` above 1 this is started on every node, with the same file. Environment:
-    HOLDFAST_NODE_RANK       which of the nodes this one is, from 0; node 0 is the host of `parallel.rdzv_endpoint`
-    HOLDFAST_RDZV_ENDPOINT   HOST:PORT to meet at instead
-Where another node is lost, it ends with exit code 1.
+With `parallel.nodes` above 1, every node runs this command with the same file. Environment:
+    HOLDFAST_NODE_RANK       the rank of this node, from 0; node 0 is the host of `parallel.rdzv_endpoint`
+    HOLDFAST_RDZV_ENDPOINT   HOST:PORT of the rendezvous instead
+
+Every node writes heartbeats to the store of the rendezvous, and passes on a request to stop. So a signal to one node
+reaches the ranks of all nodes, even while they wait for a batch, where no collective runs. A node that fails or falls
+silent ends the others with exit code 1, since their ranks may hang in a collective that nobody ends.
 """
-
-# Merged here, to be said in the docstring above:
-# - nodes: What the processes that start the ranks on several nodes tell one another while the ranks run.
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.process.heartbeat import awake_s, does, start_heartbeat
 from holdfast.process.imports import protect_children
 from holdfast.process.scratch import scratch_directory
-from holdfast.trainer.saving import SIGNALS, STOP_REQUEST, StopRequest
+from holdfast.trainer.stop import SIGNALS, STOP_REQUEST, StopRequest
 
 NODE_RANK_ENV = "HOLDFAST_NODE_RANK"
 """Which of the nodes this one is, from 0."""

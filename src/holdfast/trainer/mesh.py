@@ -1,12 +1,10 @@
-"""Where this process stands among the ranks: rank, device, process groups, and every collective of the trainer.
+"""One rank among all ranks: its device, its process groups, and every collective of the trainer.
 
 `Mesh` is the place of one rank in training, with reductions of numbers and tensors. `RankGroup` is a second group of
-the same ranks, for Python objects, in which one rank's failure is every rank's: what saves and loads stands on it.
+the same ranks, for Python objects. A failure of one rank in it is a failure of every rank; saving and loading rely on
+that. `Sums` adds numbers up on the device, over the micro-batches of a step, and reads them once: each read waits for
+all queued work, and would leave the GPU idle while the next micro-batch is prepared.
 """
-
-# Merged here, to be said in the docstring above:
-# - sums: Sums over the micro-batches of a step, which stay on the device until they are read.
-# - cuda: CUDA as a rank needs it: there or refused, and computing what the settings say.
 
 from __future__ import annotations
 

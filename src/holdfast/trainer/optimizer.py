@@ -1,10 +1,11 @@
-"""Optimizers, clipping, and the check of a step before it is applied.
+"""Optimizers (AdamW, Muon), gradient clipping, and the check of a train step before it is applied.
 
-The learning rate of a step comes from `holdfast.config.training`.
+The learning rate of a step comes from `holdfast.config.training`. Muon takes the matrices of the hidden layers, AdamW
+everything else. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon
+is Scalable for LLM Training": its scaling of updates lets AdamW's learning rates and weight decay carry over.
+
+Shape legend: O outputs, I inputs of a linear layer.
 """
-
-# Merged here, to be said in the docstring above:
-# - muon: Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
 
 from __future__ import annotations
 

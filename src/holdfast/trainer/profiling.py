@@ -1,12 +1,15 @@
-"""Profiles of some steps: what every rank computed, by torch's profiler, beside what all processes did meanwhile.
+"""Profiles some steps: the computation of every rank, by torch's profiler, and the timeline of all processes.
 
-The step before the first one warms the profiler up, which takes seconds the first time. What is recorded is written
-where the step behind the last one begins, and its timeline once more at the end of the run, with what went on until
-then. No number of the run depends on it, and where it fails, the run goes on without.
+The step before the first profiled step warms up the profiler, which takes seconds the first time. The profiler writes
+the profile when the step after the last profiled step begins, and its timeline again at the end of the run. No result
+of the run depends on a profile; if profiling fails, the run continues without it.
+
+The file has Chrome's trace events (JSON). Every rank converts its own trace into a part: a gzip member of events, each
+followed by a comma. Consecutive gzip members are one gzip file, so rank 0 only joins a beginning, the parts and an end.
+
+- https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace event format)
+- https://www.rfc-editor.org/rfc/rfc1952#section-2.2 (members)
 """
-
-# Merged here, to be said in the docstring above:
-# - profile_file: The file of a profile: the traces of all ranks and the timeline of all processes, as Chrome's trace events (JSON).
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ def _raw(args: dict[str, Any]) -> msgspec.Raw:
 
 def span_events(spans: Iterable[Span]) -> Iterator[Event]:
     """Yield the events of a timeline: a process for each process, and a thread for each of its lanes."""
-    key = lambda span: (_rank(span.process), span.process, span.lane)  # noqa: E731 - it sorts and groups
+    key = lambda one: (_rank(one.process), one.process, one.lane)  # noqa: E731 - it sorts and groups
     pids: dict[str, int] = {}
     tids = itertools.count(1)
     for (_, process, lane), group in itertools.groupby(sorted(spans, key=key), key):
@@ -133,16 +136,16 @@ def span_events(spans: Iterable[Span]) -> Iterator[Event]:
             name = lane or "main work"
             yield _metadata("thread_name", pids[process], tid, name=f"{name} ({number + 1})" if number else name)
             yield _metadata("thread_sort_index", pids[process], tid, sort_index=tid)
-            for span in track:
-                args = {"step": span.step, "version": span.version, "count": span.count if span.count > 1 else None}
+            for one in track:
+                args = {"step": one.step, "version": one.version, "count": one.count if one.count > 1 else None}
                 yield Event(
                     "X",
-                    span.name,
+                    one.name,
                     "timeline",
                     pids[process],
                     tid,
-                    round((span.begin - BASE_S) * 1e6, 3),
-                    round(max(0.0, span.end - span.begin) * 1e6, 3),
+                    round((one.begin - BASE_S) * 1e6, 3),
+                    round(max(0.0, one.end - one.begin) * 1e6, 3),
                     args=_raw({name: value for name, value in args.items() if value is not None}),
                 )
 
@@ -155,17 +158,17 @@ def _tracks(spans: list[Span]) -> list[list[Span]]:
     """Divide the spans of a lane: of two in one thread, one has to end before the other begins, or to enclose it."""
     tracks: list[list[Span]] = []
     enclosing: list[list[Span]] = []  # of each track, those that are open still, the inner ones behind
-    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
+    for one in sorted(spans, key=lambda each: (each.begin, -each.end)):
         for open_spans in enclosing:
-            while open_spans and open_spans[-1].end <= span.begin:
+            while open_spans and open_spans[-1].end <= one.begin:
                 open_spans.pop()
-        fits = [not open_spans or open_spans[-1].end >= span.end for open_spans in enclosing]
+        fits = [not open_spans or open_spans[-1].end >= one.end for open_spans in enclosing]
         if not any(fits):
             tracks.append([])
             enclosing.append([])
         number = fits.index(True) if any(fits) else -1
-        tracks[number].append(span)
-        enclosing[number].append(span)
+        tracks[number].append(one)
+        enclosing[number].append(one)
     return tracks
 
 

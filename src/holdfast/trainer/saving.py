@@ -1,16 +1,12 @@
-"""When a training program saves: every so many steps or minutes, at the end, and when it is asked to stop."""
+"""Saving in a training program: every N steps or minutes, at the end, and on a request to stop.
 
-# Merged here, to be said in the docstring above:
-# - stop: A request to stop that every rank sees: SIGTERM and SIGUSR1 ask for a save of the current step first.
-# - checkpointing: How a run of ours uses the library of checkpoints: its storage, what manifests say of it, and where it goes on.
+SIGTERM and SIGUSR1 ask for a save of the current step before the stop: see `trainer.stop`.
+"""
 
 from __future__ import annotations
 
-import functools
 import logging
-import mmap
 import signal
-import struct
 import time
 from collections.abc import Mapping, Sequence
 
@@ -35,45 +31,7 @@ from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout
 from holdfast.trainer.state import TrainState
-
-_TIME = struct.Struct("d")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-class StopRequest:
-    """Which signal asked to stop, shared by the process that makes it and its forks."""
-
-    @functools.cached_property
-    def _memory(self) -> mmap.mmap:
-        """The page, made by the process that listens and then forks the ranks; else by whoever asks first."""
-        return mmap.mmap(-1, 1 + _TIME.size)
-
-    def listen(self) -> None:
-        """Take SIGTERM and SIGUSR1 of this process and its forks as requests, instead of dying by them."""
-        _ = self._memory  # now: a page that is made after the fork is not shared
-        for number in SIGNALS:
-            signal.signal(number, lambda received, _: self.ask(received))
-
-    def ask(self, number: int) -> None:
-        """Ask all ranks to stop, as signal `number` does."""
-        # The first signal counts: the launcher measures the grace from it, too.
-        if not self._memory[0]:
-            _TIME.pack_into(self._memory, 1, time.monotonic())
-        # After the time: who sees a number finds when it came.
-        self._memory[0] = number
-
-    def signal_number(self) -> int:
-        """The signal that asked to stop; 0 when none did."""
-        return self._memory[0]
-
-    def asked_s(self) -> float:
-        """When the first signal came, by the monotonic clock of this machine; now if none did here."""
-        return _TIME.unpack_from(self._memory, 1)[0] if self._memory[0] else time.monotonic()
-
-
-STOP_REQUEST = StopRequest()
-"""The request of this process and its forks."""
-
+from holdfast.trainer.stop import STOP_REQUEST, StopRequest
 
 _LONGER_S = 60.0
 _log = logging.getLogger("trainer")

@@ -1,7 +1,4 @@
-"""What every training program starts with: ranks, model, optimizer, counters, checkpoints, weights, metrics."""
-
-# Merged here, to be said in the docstring above:
-# - measurements: What every program measures of its steps: where the time goes, throughput, memory.
+"""Start of every training program (ranks, model, optimizer, counters, checkpoints), and its metrics per step."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What `monitor` prints: lines about one run, and a table of several."""
+"""Prints a run as lines of text or as JSON lines: for a user beside a run, for log files, and for `monitor`.
 
-# Merged here, to be said in the docstring above:
-# - plain: Lines of text about what goes on, the same in a file, in a pipe and on a terminal.
-# - output: `--log-format json`: every line on stdout is one JSON object, whatever prints it.
-# - console: What a user sees while a run goes on: one line per phase and per step, and on a terminal what is waited for.
+The console reads what the processes write (`events.jsonl`, `metrics.jsonl`), so it can neither slow them down nor
+disagree with the files. The lines are the same in a file, in a pipe and on a terminal. With `--log-format json` every
+line on stdout is one JSON object, whatever prints it.
+"""
 
 from __future__ import annotations
 

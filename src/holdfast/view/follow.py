@@ -1,7 +1,4 @@
-"""Following a run from its files: every look takes in what its processes have written since the last one."""
-
-# Merged here, to be said in the docstring above:
-# - tails: Files that others append to, read as they grow: `metrics.jsonl` and `events.jsonl`.
+"""Follows a run: each look reads what its processes have appended to `metrics.jsonl` and `events.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command `monitor`: what runs elsewhere are doing, from their files alone. It writes nothing and takes no lock."""
-
-# Merged here, to be said in the docstring above:
-# - observe: One run as somebody sees it who has nothing to do with it: its files, and whether its launcher lives.
+"""The command `monitor`: shows runs that other commands started, from their files, without writes and locks."""
 
 from __future__ import annotations
 

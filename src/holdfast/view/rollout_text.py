@@ -1,7 +1,4 @@
-"""Which batches the STEP arguments of `rollouts` mean, and what lies in them."""
-
-# Merged here, to be said in the docstring above:
-# - text: The text of rollouts: which tokens belong together, and what they say.
+"""Finds the batches that STEP arguments of `rollouts` mean, and turns their rollouts into text."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What is known of one run: its steps, what its processes do, what went wrong."""
-
-# Merged here, to be said in the docstring above:
-# - time_left: How long the steps that are left will take.
-# - bottleneck: Who holds up a run, in words: from the shares of time that trainer and engines spend waiting.
-# - checkpoint_state: Which checkpoints a run has, looked at again and again while others write and remove them.
+"""State of one run, from its files: steps, phases, alarms, checkpoints, time left, and the process that holds it up."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, Store, meeting_point, node_rank
-from holdfast.trainer.saving import StopRequest
+from holdfast.trainer.stop import StopRequest
 from tests.runs.processes import HANG_S
 
 

@@ -21,11 +21,12 @@ from holdfast.remote.uploader import CLOSE_S
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer import saving
-from holdfast.trainer import saving as stop_module
+from holdfast.trainer import stop as stop_module
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.storage import ObjectStorage
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.saving import GraceOver, Saver, StopRequest
+from holdfast.trainer.saving import GraceOver, Saver
+from holdfast.trainer.stop import StopRequest
 from tests.builders.train_states import held_writes
 from tests.runs.processes import HANG_S
 

@@ -1,1 +1,1 @@
-"""cluster."""
+"""Runs whose processes are spread over several hosts: this machine, SLURM allocations and Ray clusters."""

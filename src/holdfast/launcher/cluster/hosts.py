@@ -1,10 +1,9 @@
-"""What the launcher needs of a host, and of a process on it: the same of this machine and of any other."""
+"""Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
 
-# Merged here, to be said in the docstring above:
-# - local: Processes on this machine.
-# - place: What is done on a host for the launcher of another: start one process after the other, watch it, end it.
-# - remote: Processes on other hosts, as the launcher sees them: each through a `Place` there, whatever leads to it.
-# - pipe: The launcher's end of an agent: a command that reaches one on another host, such as `srun`, and its two pipes.
+`RemoteHost` talks to a `Place` on another host, over any `Wire`. A `Place` is a Ray actor, or a SLURM step that reads
+its stdin. It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
+`PipeWire` is the launcher's end of a command such as `srun`, with its two pipes.
+"""
 
 from __future__ import annotations
 

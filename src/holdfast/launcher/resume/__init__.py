@@ -1,1 +1,1 @@
-"""resume."""
+"""Decides where an attempt of a run starts: from scratch, a checkpoint, another run, or an object store."""

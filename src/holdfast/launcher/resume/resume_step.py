@@ -1,8 +1,8 @@
-"""Which step `ckpt.resume_step` means: by number, or the newest intact one."""
+"""Resolves `ckpt.resume_step` to a step by number or to the newest intact step, and moves away what it supersedes.
 
-# Merged here, to be said in the docstring above:
-# - superseded: What a start moves out of its way, to `discarded/attempt_K`: later steps than its own, and damaged checkpoints.
-# - kept_batches: Which journaled batches an attempt trains again instead of making them again.
+Later steps and damaged checkpoints move to `discarded/attempt_K`; unpublished batches are deleted. The attempt trains
+on journaled batches that it can keep, instead of sampling them again.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""client."""
+"""Client of the inference servers: asks several engines of one model, retries, and copes with lost engines."""

@@ -1,15 +1,14 @@
-"""All inference servers of one model: readiness, generation, and going on with the others when one was lost.
+"""Client of all inference servers of one model: waits for them, generates, and continues if a server is lost.
 
-Generation is idempotent, because every request carries its seeds. So when a connection breaks, or a server is busy or
-fails, the client asks another one at once, or the same one, with growing pauses, when it is back and serves the right
-weights: a killed and restarted server costs time, not the run.
+Generation is idempotent, because every request carries its seeds. If a connection breaks, or a server is busy or fails,
+the client asks another server at once. If all servers have failed, it asks again after growing pauses, once a server
+is back with the right weights. So a killed and restarted server costs time, not the run.
 
-Every request also names the weights that it is for, and every answer those that sampled it. A server that serves
-others (it was restarted, or somebody else pushed to it) counts as lost as well, whenever that came to pass.
+Every request names the weights that it is for, and every answer names the weights that sampled it. A server with other
+weights (it was restarted, or somebody else pushed to it) counts as lost too, whenever that happened.
+
+A request goes to the engine that holds its prefix, unless that engine has clearly more work than another.
 """
-
-# Merged here, to be said in the docstring above:
-# - routing: Which engine a request goes to: the one that holds its prefix, unless that has clearly more to do than another.
 
 from __future__ import annotations
 

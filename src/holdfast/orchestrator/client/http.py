@@ -1,7 +1,7 @@
-"""HTTP to the inference servers: connections, deadlines, and what an error answer means."""
+"""HTTP to the inference servers: connections, deadlines, the meaning of error answers, and checks of good answers.
 
-# Merged here, to be said in the docstring above:
-# - answers: What an engine may answer: numbers that a policy can have sampled, and nothing else is ever trained on.
+The checks only pass numbers that a policy can have sampled. Nothing else is ever trained on.
+"""
 
 from __future__ import annotations
 

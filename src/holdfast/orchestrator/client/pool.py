@@ -1,14 +1,9 @@
-"""Which engines of a client are there, and how those that are not come back, while the others are asked.
+"""The pool of engines of a client: which engines are usable, and how lost engines come back.
 
-An engine is lost when a connection to it breaks, when it is busy or fails, or when it serves other weights than it
-should. From then on it is asked for its health alone, until it is well and has gone through what every engine must:
-the right model, and the right weights, read back. Only then is it asked for rollouts again.
+An engine is lost if a connection to it breaks, if it is busy or fails, or if it serves the wrong weights. From then on
+the pool only asks for its health. A healthy engine must first pass the checks of every engine: the right model, and the
+right weights, read back. Only then does it get rollouts again. `holdfast.inference.access` says what `Lease` gives.
 """
-
-# Merged here, to be said in the docstring above:
-# - retry: How long a client goes on asking a server that does not answer well: with growing pauses, and an end to them.
-# - engine: One inference server: whether it is there, what it serves, and whose it is.
-# - lease: Owning the engines of a run: see `holdfast.inference.access` for what that gives it.
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""env."""
+"""Environments: the interface that users implement, built-in environments, tools, judges, sandboxes and harnesses."""

@@ -1,7 +1,10 @@
-"""Write a Python function; it is run on inputs that the policy does not see, in a sandbox."""
+"""Environment `python_code`: the policy writes a Python function, which runs on hidden inputs in a sandbox.
 
-# Merged here, to be said in the docstring above:
-# - sandbox: Runs Python programs that nobody has read, such as those of a policy, where they can do no harm.
+The sandbox runs programs that nobody has read, so that they can do no harm. A program sees an interpreter with its
+standard library, read-only, and 16 MiB of its own files in memory. It has no network, no other processes and no rights.
+Time, memory, processes and output are bounded. Its printed output is all that remains. `sandbox_inside.py` says how;
+the sandbox needs Linux 5.12 and user namespaces, and no root.
+"""
 
 from __future__ import annotations
 

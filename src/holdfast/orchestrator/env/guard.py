@@ -1,13 +1,14 @@
-"""Calls into environments: what they raise, and what takes too long, is reported with its environment, task and place.
+"""Guards calls into environments: converts errors, enforces time limits, checks results, and names silent calls.
 
-Environments are other people's code. Whatever they raise, `sys.exit` included, becomes one `EnvironmentFailure`.
-The time in which a call waits for the engine is not the environment's: it counts neither for `timeout_s` nor as
-silence.
+Environments are other people's code. Everything that they raise, `sys.exit` included, becomes one `EnvironmentFailure`
+with environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them.
+Time in which a call waits for the engine counts neither for `timeout_s` nor as silence.
+
+A thread looks at all calls every second. It names a call that awaits anything but the engine after `silent_s` seconds,
+and again whenever the silence has doubled. A call that blocks the event loop stops everybody's work; asyncio can
+neither see nor cancel it. The thread names it the same way, and ends the process when `timeout_s` is over; the process
+is then started again. The event loop sends heartbeats, and the launcher ends a process that anything else blocks.
 """
-
-# Merged here, to be said in the docstring above:
-# - contract: What environments hand over, tasks, messages and scores, checked and converted before anything relies on it.
-# - watchdog: Names the calls of environments that nothing has been heard of for a while, waiting or blocking.
 
 from __future__ import annotations
 

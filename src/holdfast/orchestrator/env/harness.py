@@ -1,4 +1,4 @@
-"""Environments that a harness plays: any program that asks an OpenAI-compatible endpoint for what the policy says.
+"""Environments that a harness plays: any program that asks an OpenAI-compatible endpoint for the policy's answers.
 
     class Ask(HarnessEnvironment):
         def make_task(self, seed: TaskSeed) -> Task:
@@ -10,14 +10,18 @@
                 answer = await client.chat.completions.create(model=endpoint.model, messages=chat)
             return float(answer.choices[0].message.content == task.answer)
 
-The endpoint keeps the exact token ids of every turn. A rollout is one conversation: each request goes on behind the
-messages of the one before and what was answered to it, so it is one sample with one mask, as that of any other
-environment.
-"""
+The endpoint keeps the exact token ids of every turn. A rollout is one conversation: each request extends the messages
+of the last request and its answer. So a rollout is one sample with one mask, as in any other environment.
 
-# Merged here, to be said in the docstring above:
-# - chat_protocol: OpenAI's chat protocol as harnesses speak it to the policy: what a request may ask for, and what answers it.
-# - chat_server: The server at which harnesses ask for what the policy says: one for an event loop, on a port of this machine.
+An event loop has one server, from the first rollout of its process until the loop ends. Every rollout has its own
+address while it is played:
+
+    POST /<rollout>/v1/chat/completions     one turn of the rollout
+    GET  /<rollout>/v1/models               the only model
+
+The server refuses by name every parameter that would sample from another distribution than the run's: the trainer would
+read the tokens differently from how they were sampled.
+"""
 
 from __future__ import annotations
 

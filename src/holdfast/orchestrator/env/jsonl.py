@@ -1,8 +1,4 @@
-"""Prompts and right answers from a JSON-lines file, with a choice of scorers."""
-
-# Merged here, to be said in the docstring above:
-# - scorers: Scorers: compare a completion with the right answer, and give a reward between 0 and 1.
-# - prompts: What built-in environments ask: the user's own words around what is different in each task.
+"""Environment `jsonl`: prompts and right answers from a JSON-lines file, with a choice of scorers (reward 0 to 1)."""
 
 from __future__ import annotations
 

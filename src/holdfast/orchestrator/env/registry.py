@@ -1,7 +1,8 @@
-"""Built-in environments, and how an environment of the config is loaded."""
+"""The built-in environments, and how the `id` of an environment in the settings becomes an environment.
 
-# Merged here, to be said in the docstring above:
-# - plugins: Environments of other packages: entry points of the group `holdfast.environments`, `name = "module:Class"`.
+Other packages bring environments as entry points of the group `holdfast.environments`, `name = "module:Class"`. Nothing
+of such a package is imported before a run asks for its environment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inside of the sandbox: a script of the standard library alone, run by `sandbox.py` with a bare interpreter.
+"""The inside of the sandbox: a script of the standard library alone, run by `code.py` with a bare interpreter.
 
 Three processes: this one, the first of new namespaces, which builds the file system, gives up its rights and waits,
 and the program. When one of the first two dies, whoever killed it, the kernel ends all that the program started.

@@ -1,4 +1,4 @@
-"""Tools: functions that the policy may call. Their schema for the chat template, and the check of their arguments.
+"""Tools that the policy may call: their schema for the chat template, and parsers and checks of the calls.
 
     def add(a: int, b: int) -> int:
         '''Add two numbers.
@@ -10,12 +10,17 @@
         return a + b
 
 Name, docstring and annotations become the schema that chat templates take, in the form of OpenAI's functions. A
-parameter that is annotated with `Session` is no part of it: the tool gets the session that called it. Schema and
-check come from pydantic: `transformers.utils.get_json_schema` imports torch, and checks nothing.
-"""
+parameter annotated with `Session` is left out: the tool gets the session that called it. Schema and check come from
+pydantic, since `transformers.utils.get_json_schema` imports torch and checks nothing. Forms of calls, by vLLM's names:
 
-# Merged here, to be said in the docstring above:
-# - tool_calls: Calls of tools in what the policy sampled, in the form that each family of models writes them in.
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     (Hermes, Qwen 2.5, Qwen 3)
+    qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>     (Qwen 3 Coder, 3.5)
+    llama3_json   {"name": "add", "parameters": {"a": 1}}; ...     (Llama 3.1 and later)
+    mistral       [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add{"a": 1}     (Mistral)
+
+vLLM's parsers need torch and vLLM, and drop a call that they cannot read. The parsers here return such a call with an
+`error`, so that the policy is told.
+"""
 
 from __future__ import annotations
 

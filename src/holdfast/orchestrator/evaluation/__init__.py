@@ -1,5 +1,6 @@
-"""How good a policy is on held-out tasks: its rollouts there, estimates with intervals, and paired comparisons.
+"""Evaluates a policy on held-out tasks: rollouts, estimates with intervals, and paired comparisons.
 
-`tasks` says what is asked, `evaluator` plays it, `results` keeps every rollout, `summary` counts, `comparison` holds
-two evaluations of the same tasks against one another. `main` is the process of the command `evaluate`.
+`evaluator` draws the tasks and plays them, `results` keeps every rollout, and `statistics` computes estimates and
+compares two evaluations of the same tasks. `main` is the process of the command `evaluate`; `online` evaluates during
+an RL run; `check` checks the settings without playing.
 """

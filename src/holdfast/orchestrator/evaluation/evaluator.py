@@ -1,7 +1,4 @@
-"""Plays held-out tasks with one exact policy, and keeps every rollout."""
-
-# Merged here, to be said in the docstring above:
-# - tasks: What an evaluation asks: environments, held-out tasks, samples of each, and how they are drawn.
+"""Plays held-out tasks with one exact policy and keeps every rollout; refuses tasks that the run trains on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Estimates from several samples of several tasks, and how sure they are.
+"""Estimates of an evaluation with intervals (avg@k, pass@k), per environment, and paired comparison of two evaluations.
 
-All are means over tasks, so the tasks are what is resampled: samples of one task are not independent.
+Every estimate is a mean over tasks. Samples of one task are not independent, so intervals resample tasks. A comparison
+needs the same tasks on both sides, and tests the differences per task.
 """
-
-# Merged here, to be said in the docstring above:
-# - summary: From rollouts to numbers: avg@k, pass@k and what else environments say, by environment, with intervals.
-# - comparison: Two evaluations of the same tasks, side by side: the difference per environment, with a paired test over tasks.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are committed or absent: for our programs and for training loops of your own.
+"""Checkpoints that are committed or absent: for our programs and for your own training loops.
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
     with Checkpointer("checkpoints", state) as checkpointer:
@@ -13,12 +13,10 @@ A step is one directory with a manifest of checksums, written last:
     step_N/trainer/        torch.distributed.checkpoint, progress.json, random_rank_R.json
     step_N/manifest.json   sizes and checksums of all of it: the commit
 
-It is written under a temporary name and renamed when it is whole, so a step exists completely or not at
-all. `save` returns when the state is copied; the rest happens behind the training.
+The directory has a temporary name until it is whole, and is then renamed. So a step exists completely or not at all.
+`save` returns when the state is copied to CPU memory; the rest happens in the background. Optimizers update in place,
+so the background must write a copy. Every save reuses the buffers: allocating gigabytes costs more than copying them.
 """
-
-# Merged here, to be said in the docstring above:
-# - staging: Staging: a consistent copy of the state in CPU memory, taken before training goes on.
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Sharded tensors on disk in the format of torch.distributed.checkpoint.
 
-Each rank writes its shards into one file, `__R_0.distcp`, and rank 0 the index, `.metadata`; stock
-`torch.distributed.checkpoint.load` reads them. Differences to the stock save: the checksum of a file
-is computed while it is written; an item that was not written is an error; the real reason of a failed
-write is kept; the plan is made once, because every save of a run has the same.
-"""
+Each rank writes its shards into one file, `__R_0.distcp`, and rank 0 writes the index, `.metadata`. Stock
+`torch.distributed.checkpoint.load` reads them. Differences to the stock save: the checksum of a file is computed while
+the file is written; an item that was not written is an error; the real reason of a failed write is kept; the plan is
+made once, because every save of a run has the same plan.
 
-# Merged here, to be said in the docstring above:
-# - index: The index of a torch.distributed.checkpoint directory, `.metadata`, read without running code.
+The index is a pickle, and torch unpickles everything that an index names. `IndexReader` only allows the classes that an
+index consists of. So somebody else's directory cannot run any code.
+"""
 
 from __future__ import annotations
 

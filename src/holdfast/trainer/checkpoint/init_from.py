@@ -1,17 +1,15 @@
-"""Warm start: filling a model with the weights of a file or directory, and nothing else.
+"""Init from weights: fills a model with the weights of a file or directory, and nothing else.
 
     step_100/ (a checkpoint)        torch.distributed.checkpoint below trainer/, names `model.*`; verified
     a torch.distributed.checkpoint  names as they are, or all behind one prefix such as `app.model.`
     a LoRA adapter                  for a model with adapters: ours, or a directory of peft's
-    weights/step_100, a Hugging     *.safetensors, with an index where there are several;
+    weights/step_100, a Hugging     *.safetensors, with an index if there are several;
     Face directory                  published weights are verified
     one file                        .safetensors
 
-Tensors may be sharded; each rank reads what it holds. Optimizer and counters are never touched.
+Every rank reads only its own part, into tensors that may be sharded. Nothing runs code of the source. Optimizer and
+counters are never touched.
 """
-
-# Merged here, to be said in the docstring above:
-# - weight_sources: Where weights to start from are read: torch.distributed.checkpoint and safetensors.
 
 from __future__ import annotations
 

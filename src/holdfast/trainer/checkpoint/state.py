@@ -1,8 +1,13 @@
-"""What a checkpoint holds, as tensors by name and plain values: for any PyTorch training loop."""
+"""The state that a checkpoint holds, as named tensors and plain values: for any PyTorch training loop.
 
-# Merged here, to be said in the docstring above:
-# - plain_values: Plain Python values as JSON and back, exactly: tuples, infinities, bytes and keys that are numbers included.
-# - random_state: The random generators of one rank, for any loop: captured with every save, restored after loading.
+Plain Python values become JSON and come back exactly, including tuples, infinities, bytes and keys that are numbers.
+JSON lacks these, so each becomes an object with one key:
+
+    {"$tuple": [..]}   {"$float": "inf"}   {"$bytes": "base64"}   {"$dict": [[key, value], ..]}
+
+Each rank has its own file of random generators, captured with every save and restored after loading. If the number of
+ranks changes, the generators are derived from seed and step.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Supervised samples: rows, tokens, and the packing of micro-batches."""
+"""Supervised samples: rows of datasets, tokens, sample order, and the packing of micro-batches."""

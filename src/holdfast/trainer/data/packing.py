@@ -1,11 +1,12 @@
-"""From samples to the tensors of one forward pass. Which samples share one: `holdfast.trainer.data.packing`.
+"""Packing: decides which samples share a micro-batch on which rank, and builds the tensors of one forward pass.
 
-Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded
-batch of its samples: S samples, L tokens of the longest.
+Every rank computes the same plan from the same samples, so ranks need no messages. Every forward pass is a collective,
+so ranks work in rounds of one micro-batch each, and a round takes as long as its costliest micro-batch. So the plan has
+as few rounds as the token budget allows, and balances the cost of samples over all micro-batches.
+
+Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded batch
+of its samples: S samples, L tokens of the longest.
 """
-
-# Merged here, to be said in the docstring above:
-# - row_plan: Which rank trains which samples of a step together: micro-batches within a budget, balanced by cost.
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""The rows of a dataset: files of JSON, Parquet, directories, what `save_to_disk` wrote, and hub datasets.
+"""Reads the rows of a dataset, and recognises their format: chats, prompt and completion, ShareGPT, Alpaca, pairs.
 
-Files of JSON are read as they are. `datasets` would give all rows the same keys, also inside of messages and
-tools, and fill them with null.
+JSON files are read directly: `datasets` would give all rows the same keys, also inside of messages and tools, and fill
+them with null. docs/data.md describes the formats for users.
 """
-
-# Merged here, to be said in the docstring above:
-# - row_formats: Row formats: which columns make a sample or a pair, and what each kind of row says.
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Supervised samples: reading, tokenising, holding out, ordering.
+"""Supervised samples: reads, tokenises, splits and orders them.
 
-Order: the sample at global position p (p counts every sample ever trained) is
-`permutation(seed, p // n)[p % n]`. That is a pure function, so the position is the whole state of
-the data: exact on resume and the same for any number of ranks.
+The sample at global position p (p counts every sample ever trained) is `permutation(seed, p // n)[p % n]`. This is a
+pure function, so the position is the whole state of the data. Resumes are exact, for any number of ranks.
+
+One process of a machine makes the token cache on all its cores, and the other ranks wait. They wait in collectives that
+repeat while it works, so no deadline of a collective limits the size of the data.
 """
-
-# Merged here, to be said in the docstring above:
-# - read_samples: From a dataset to its samples: from the cache, or tokenised now.
 
 from __future__ import annotations
 

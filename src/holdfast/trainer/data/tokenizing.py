@@ -1,13 +1,15 @@
-"""Rows to tokens, on all cores: forked workers encode chunks of rows, and ranks share the work.
+"""Tokenises rows on all cores, and keeps the tokens in a cache on disk that is mapped into memory.
 
-Every chunk is encoded by the same function wherever that is, and the results come in the order of the rows, so the
-samples do not depend on how many cores or ranks there were. Only a few chunks are under way at once. A row that cannot
-be used ends it; of several the first is reported.
+Forked workers encode chunks of rows, and ranks share the work. One function encodes every chunk, and results come in
+the order of the rows. So the samples do not depend on the number of cores or ranks. Only a few chunks are in progress
+at once. A row that cannot be used ends the work; of several such rows, the error names the first.
+
+The name of a cache directory is a digest of everything that its tokens depend on: the bytes of the data, the tokenizer
+with its templates, the settings, and the code that makes tokens of rows. If two runs make the same directory at once,
+they make the same bytes; the first to finish names the directory, and the other run uses it. A damaged directory is
+made again. If the disk cannot take the cache, the run continues without it. Samples lie in an Arrow file, with one
+record batch per chunk of rows and one column per field (`pyarrow.ipc.open_file` reads it).
 """
-
-# Merged here, to be said in the docstring above:
-# - sample_table: Samples in an Arrow file that is mapped into memory: what is read is what is used, and nothing else is held.
-# - token_cache: Tokenised data, kept on disk: made once, by one process on all its cores, and mapped into memory ever after.
 
 from __future__ import annotations
 

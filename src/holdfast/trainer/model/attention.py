@@ -1,23 +1,21 @@
-"""Causal attention over packed rows, on any device.
+"""Causal attention over packed rows, on any device, registered with transformers as `packed`.
 
-A packed row holds several samples one after the other. Attention must not cross their borders, and
-a mask over the whole row would cost the square of its length. On GPUs a kernel takes samples of any
-lengths: `holdfast.trainer.model.attention`. On a CPU, and where that kernel lacks something, which the log
-names then, queries, keys and values are laid out as padded batches of samples of about the same length,
-and causal attention runs over each: a valid token never sees the padding, which lies behind it, and no
-mask is needed. The result is the one that each sample gives alone. Registered with transformers under
-the name `packed`.
+A packed row holds several samples in sequence. Attention must not cross their borders, and a mask over the whole row
+would cost the square of its length. On GPUs one kernel takes samples of any lengths, without padding or mask:
+`torch.nn.attention.varlen`, FlashAttention 2 (Dao 2023, https://arxiv.org/abs/2307.08691). `reason_against` names
+features that the kernel lacks.
 
-What models ask of attention beyond that: soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118)
-and learned sinks (gpt-oss, https://arxiv.org/abs/2508.10925) are computed with plain matrix products. An
-argument that is not known here is refused; `holdfast.trainer.model.packing_check` sees to it that no such model gets here.
+On a CPU, or if the kernel lacks a feature (the log says which), queries, keys and values become padded batches of
+samples of similar length. Causal attention runs over each batch. No mask is needed: the padding comes after the valid
+tokens, which never see it. The result equals attention over each sample alone.
 
-Shape legend: T tokens of a row, S samples of a padded batch, L the longest of them, H heads, D head dimension,
-B rows of an unpacked batch.
+Some models need more. Soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118) and learned sinks (gpt-oss,
+https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unknown arguments are refused;
+`holdfast.trainer.model.packing_check` makes sure that no such model comes here.
+
+Shape legend: T tokens of a row, S samples of a padded batch, L the longest of them, H heads, K heads of keys and
+values, D head dimension, B rows of an unpacked batch.
 """
-
-# Merged here, to be said in the docstring above:
-# - varlen: Causal attention over samples of any lengths in one kernel, without padding and without a mask.
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Making transformers models from a directory or hub name: config, empty model, weights.
+"""Builds transformers models from a directory or hub name: config, empty model, sharding, memory, weights.
 
-What is wrong with them is said in one line: transformers' own errors come from anywhere within its code.
+A model starts on the meta device; `materialize` gives a sharded model its memory and weights. Each rank reads its own
+part of every tensor from the safetensors files of `model.name`. So no rank holds the whole model or waits for another.
+Rank 0 makes tensors that cannot be read this way, or that are drawn at random, as a whole, and broadcasts them.
+
+An error is reported in one line, since transformers' own errors come from anywhere in its code.
 """
-
-# Merged here, to be said in the docstring above:
-# - initial_weights: The weights that a model begins with, put into its shards.
-# - materialize: From a model on the meta device to one that is sharded, has memory and weights, and knows how it is to be used.
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Log-probabilities and entropies of chosen tokens, without the logits of the whole batch.
+"""Log-probabilities and entropies of chosen tokens, without the logits of the whole batch in memory.
 
-Shape legend: N predicted tokens, C tokens of one chunk, H hidden size, V vocabulary.
+`truncate` cuts a distribution to its likelier tokens, as the engine did when it sampled. The rules, their order and
+their borders are those of vLLM, in vLLM's precision, so that equal logits give equal sets. The rules are min-p (Nguyen
+et al. 2024, "Turning Up the Heat"), top-k (Fan et al. 2018, "Hierarchical Neural Story Generation") and top-p (Holtzman
+et al. 2020, "The Curious Case of Neural Text Degeneration", eq. 2 and 3).
+
+Shape legend: N predicted tokens, C tokens of one chunk, H hidden size, V vocabulary; B blocks of K.
 """
-
-# Merged here, to be said in the docstring above:
-# - truncation: Cutting a distribution to its likelier tokens as the engine did when it sampled from it.
 
 from __future__ import annotations
 

@@ -1,8 +1,16 @@
-"""Finding one's way in a transformers model: its decoder, the layers in it, the attention that they look up."""
+"""Finds the parts of a transformers model: decoder, layers, attention, head and rotary embeddings.
 
-# Merged here, to be said in the docstring above:
-# - head: The head of a causal LM: from hidden states to logits.
-# - rotary: Rotary frequencies that depend on how long a sample is, for rows that hold several.
+Most heads are a matrix, perhaps with a bias and a soft cap; `token_logprobs` computes these. Other heads scale or cap
+under names of their own. So the model's own forward decides, on hidden states given in place of its decoder's output.
+If `token_logprobs` would compute other logits, the model's own logits are used, also in chunks.
+
+Two kinds of rotary embeddings change their frequencies for samples longer than the training length: `longrope` (Ding et
+al. 2024, https://arxiv.org/abs/2402.13753) and `dynamic` NTK scaling. transformers uses the largest position of a whole
+batch, and `dynamic` also earlier batches. So a sample would depend on its neighbours in a row, and would change after a
+resume. `rotate_by_sample` gives each sample the frequencies that it has alone in a fresh model.
+
+Shape legend: B rows, L tokens of a row, C tokens of a chunk, H hidden size, V vocabulary, D rotated numbers of a head.
+"""
 
 from __future__ import annotations
 

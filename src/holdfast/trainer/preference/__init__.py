@@ -1,1 +1,1 @@
-"""preference."""
+"""Preference training: pairs, labelled answers, losses, the reference, and the loop of `dpo` and `reward-model`."""

@@ -1,14 +1,13 @@
-"""KTO: the loss of labelled answers, and the divergence that it compares them with.
+"""KTO: its data (answers labelled good or bad one by one), its loss, and its estimate of the KL divergence.
 
-Every step begins with a pass without gradients over the prompts with answers to other prompts: the mean log-ratio
-of the whole step, over all ranks and micro-batches, is what each answer's own is compared with. It is a function
-of weights and batch, so there is nothing to keep in a checkpoint but what the reference said.
+KTO compares the log-ratio of each answer with the policy's divergence from the reference. Every step begins with a pass
+without gradients that estimates this divergence, on prompts with answers to other prompts. The estimate is the mean
+log-ratio of the whole step, over all ranks and micro-batches. It is a function of weights and batch, so checkpoints
+keep only the log-probabilities of the reference. Only the data decides which answer goes with which other prompt, so
+the reference's log-probabilities of both are computed once.
 
 Shape legend: A answers of a micro-batch.
 """
-
-# Merged here, to be said in the docstring above:
-# - labelled: Answers that people called good or bad one by one, without a better or worse one beside them: the data of KTO.
 
 from __future__ import annotations
 

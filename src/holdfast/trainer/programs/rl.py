@@ -29,8 +29,8 @@ from holdfast.trainer.rl.metrics import Alerts
 from holdfast.trainer.rl.mismatch import measure_canary
 from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.train_step import Learner
-from holdfast.trainer.saving import STOP_REQUEST
 from holdfast.trainer.session import Session, Stopwatch, start_program, start_session, step_metrics
+from holdfast.trainer.stop import STOP_REQUEST
 
 
 def run(config: TrainerConfig) -> None:

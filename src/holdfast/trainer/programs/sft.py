@@ -1,8 +1,8 @@
 """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`.
 
-One optimizer step trains `data.batch_size` samples, taken in an order that is a pure function of
-seed and position, packed into micro-batches that are dealt to the ranks. The loss is the mean
-negative log-likelihood of the completion tokens of the whole step.
+One optimizer step trains `data.batch_size` samples, in an order that is a pure function of seed and position. Samples
+are packed into micro-batches, and the ranks share the micro-batches. The loss is the mean negative log-likelihood of
+the completion tokens of the whole step, over all ranks.
 """
 
 from __future__ import annotations

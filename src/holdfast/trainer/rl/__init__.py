@@ -1,1 +1,1 @@
-"""Policy optimisation: from the rollouts of a batch to one step of the policy, and of its critic."""
+"""Policy optimisation: from the rollouts of a batch to one train step of the policy and its critic."""

@@ -1,17 +1,17 @@
-"""The ledger of an RL run: what the orchestrator accepted is trained once, or waits in the journal.
+"""The ledger of an RL run: every accepted rollout is trained once, or is pending in the journal.
 
-The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N, and what it
-dropped of that, by reason. So
+The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N, and counts dropped
+items by reason. So
 
     accepted = trained + pending + dropped
 
-holds if every batch holds or names as dropped exactly what lies between state N - 1 and state N, and if the
-trainer has trained exactly what state N counts, less what was dropped, when it saves step N. What is pending
-then are the batches after N.
-"""
+holds under two conditions. Every batch holds, or names as dropped, exactly the items between state N - 1 and state N.
+And when the trainer saves step N, it has trained exactly what state N counts, less the dropped items. The pending items
+are then the batches after N.
 
-# Merged here, to be said in the docstring above:
-# - provenance: Whether a batch was sampled by the weights that this trainer published, and not only by their number.
+`check_provenance` checks that a batch was sampled by the weights that this trainer published, by digest and not only by
+version number.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""What an advantage is, and what several of them share.
+"""Advantages: how much better a rollout, or a token, was than expected.
 
-Shape legend: G rollouts of one problem, T sampled tokens of one rollout.
+`build_advantage` chooses an advantage for the rollouts of a batch: the choice of their environment, a built-in one, or
+a user's function. A rollout has one advantage, or one per token, or those of a critic (`holdfast.trainer.rl.gae`). To
+add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.base`.
+
+Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """
-
-# Merged here, to be said in the docstring above:
-# - assign: Gives the tokens of samples their advantages: one of a whole rollout, one of each token, or those of a critic.
-# - group: Advantages by comparison within a group: how much better a rollout is than its siblings of the same problem.
-# - build: Which advantage the rollouts of a batch get: that of their environment, a built-in one or a function of the user.
-# - reinforce_pp: REINFORCE++: rewards to go, normalised over all sampled tokens of the batch.
-# - online_dpo: Online DPO: the best and the worst rollout of each problem as a pair, by advantages that give DPO's gradient.
-# - advantages: From rewards to advantages: how much better a rollout, or a token, was than what was to be expected.
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The critic of PPO: a model beside the policy that says what the rest of a sequence is worth, token by token."""
+"""Models beside the policy: critic (value of the rest of a sequence), average of the weights, reference, reward model.
 
-# Merged here, to be said in the docstring above:
-# - ema: An exponential moving average of the weights, kept beside them.
-# - reference: Models that a run depends on and does not train: the reference of RL, and its reward model.
-# - reward_model: The learned reward model of an RL run: frozen, beside the policy.
+Frozen models (reference, reward model) are the same at every step, so checkpoints hold only their digest, and a resumed
+run never continues with another model. A reference that follows the policy changes at every refresh, so checkpoints
+hold it.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,15 @@
-"""From the rollouts of a batch to training samples."""
+"""Turns the rollouts of a batch into samples, and the samples of a step into minibatches and micro-batches.
 
-# Merged here, to be said in the docstring above:
-# - per_token: The arrays that RL gives its samples, one number per token, as `Sample.per_token[KEY]`: every key and who sets it.
-# - minibatches: A step's samples as minibatches: one optimizer update each, packed and dealt to the ranks.
-# - distributions: The distributions that a step's tokens were sampled from, which the step changes: one, or several in a mix.
+`Sample.per_token[KEY]` holds one number per token. The constants below list every key and the code that sets it. A
+missing key means that this run does not need it; the readers of a key say what replaces it.
+
+A minibatch is one optimizer update, packed and dealt to the ranks. Passes that only measure (log-probabilities before
+the step, under the reference, values) use the same plan as the training. Equal rows give equal bits, so a ratio that
+should be 1 is 1. The tokens of a step may come from several distributions: environments may set their own temperatures
+and cuts, and replayed rollouts keep the distribution of their batch.
+
+Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass, K measured names.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Divergence of the policy from its reference: estimators per token, and the penalty of rewards that they make.
+"""KL divergence of the policy from its reference: estimators per token, the penalty of rewards, and the coefficients.
+
+The coefficients of KL penalty and entropy bonus are fixed, or steered to a target.
 
 Shape legend: N predicted tokens, T targets of one sample.
 """
-
-# Merged here, to be said in the docstring above:
-# - coefficients: The weights of KL penalty and entropy bonus, held fixed or steered to a target.
 
 from __future__ import annotations
 

@@ -1,21 +1,20 @@
-"""What every policy loss takes and gives, and what the losses share: ratios, sequences and denominators.
+"""Policy losses: pure functions of per-token tensors that return (loss, counts), chosen by name.
 
-A built-in loss is an objective per token. `build_policy_loss` makes the loss of it: minus its sum over the predicted
-tokens of this forward pass, times correction and weight. The weights carry the denominator, which is
-global: it counts the whole optimizer update over all ranks and micro-batches. So the sum over micro-batches and ranks
-is the loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work
-on sequences.
+A built-in loss is an objective per token. `build_policy_loss` makes the loss: minus the sum of the objective over the
+predicted tokens of this forward pass, times correction and weight. The weights carry the denominator, which is global:
+it counts the whole optimizer update, over all ranks and micro-batches. So the sum over micro-batches and ranks is the
+loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work on
+sequences.
+
+The correction handles sampler and trainer that disagree about the same tokens. Without a correction, the ratio of a
+loss is pi / mu: trained policy over sampler. With a correction, the ratio splits in two, pi / mu = (pi / pi_old) *
+(pi_old / mu), where pi_old is the trainer's policy at the start of the step. The loss clips the first factor. The
+optimizer cannot change the second factor; `correction_factors` bounds it.
+
+To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.base`.
 
 Shape legend: N predicted tokens of the forward pass.
 """
-
-# Merged here, to be said in the docstring above:
-# - clipped: The clipped surrogate of a ratio: of tokens in PPO, GRPO, Dr.GRPO and DAPO, of sequences in GSPO.
-# - policy_gradient: Objectives in the log-probability itself, times a ratio without gradient: CISPO, REINFORCE, DPPO, likelihood.
-# - correction: The correction of importance weights where sampler and trainer disagree about the same tokens.
-# - build: Policy losses: pure functions of per-token tensors that return (loss, counts), chosen by name.
-# - regularizers: Terms that are added to a policy loss: KL from the reference, divergence from a teacher, entropy bonus.
-# - losses: Policy losses: pure functions of per-token tensors that return (loss, counts).
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Statistics of an RL step over the trained tokens of all its updates, micro-batches and ranks.
+"""Statistics of an RL step over all trained tokens, and alerts about metrics that go wrong.
+
+The statistics cover all updates, micro-batches and ranks. An alert is reported once. Alerts follow the run through
+restarts: they read earlier steps from `metrics.jsonl`.
 
 Shape legend: N predicted tokens of one forward pass.
 """
-
-# Merged here, to be said in the docstring above:
-# - alerts: Alerts: what the metrics of an RL run say is going wrong, reported once.
 
 from __future__ import annotations
 

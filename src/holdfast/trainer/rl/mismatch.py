@@ -1,15 +1,12 @@
-"""Whether trainer and engine compute the same model: fresh rollouts are compared before anything is trained on them.
+"""Checks that trainer and engine compute the same model, before the trainer trains on fresh rollouts.
 
-Rollouts that the very weights of this step sampled (age 0) must have the log-probabilities that the trainer
-computes, but for rounding. Anything else is another model: an attention soft cap that one of the two leaves
-out, another dtype, a faulty kernel. Older rollouts differ because the policy moved, and are left to the alerts.
+If the weights of this very step sampled a rollout (age 0), its log-probabilities must equal the trainer's, except for
+rounding. A larger difference means another model: an attention soft cap that one of them leaves out, another dtype, a
+faulty kernel. Older rollouts differ because the policy moved, and only the alerts watch them.
 
-Of a run with `async_level` above 0 that is the first batch alone; the canary stands in for the rest,
-at the start of every attempt.
+With `async_level` above 0, only the first batch has age 0. For the others, the parity check (`measure_canary`) stands
+in, at the start of every attempt: see `Canary` in `holdfast.protocol.inference`.
 """
-
-# Merged here, to be said in the docstring above:
-# - canary: The trainer's side of the canary: see `holdfast.protocol.inference`.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Groups of rollouts that earlier steps trained on, kept to be trained on again."""
+"""Training data beside the fresh rollouts: replayed prompt groups of earlier steps, and supervised samples.
 
-# Merged here, to be said in the docstring above:
-# - pretraining: Supervised samples beside the rollouts of RL: PPO-ptx (Ouyang et al. 2022, "Training language models to follow
+`PretrainingMix` is PPO-ptx (Ouyang et al. 2022, "Training language models to follow instructions with human feedback").
+"""
 
 from __future__ import annotations
 

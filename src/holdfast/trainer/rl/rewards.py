@@ -1,13 +1,12 @@
-"""From the environments' rewards of a batch to those that advantages are computed from.
+"""Turns the environments' rewards of a batch into the rewards that advantages are computed from.
 
     rewards of the environments, weighed -> reward model -> length penalty, clip, scale
 
-Shape legend: P problems, G rollouts of one problem.
-"""
+`RunningMoments` keeps mean and standard deviation of all rewards of the run so far, to scale rewards. Normalising by
+group or by batch, (r - mean) / std, is an advantage, not a reward: `grpo` and `reinforce_pp`.
 
-# Merged here, to be said in the docstring above:
-# - running_moments: Mean and standard deviation of all rewards of a run so far, by which rewards can be scaled.
-# - shaping: What is done to rewards before advantages are computed from them: length penalty, clip, scale.
+Shape legend: P problems of the batch, G rollouts of one problem.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""One step of RL: from a batch of rollouts to changed weights.
+"""One train step of RL: from a batch of rollouts to changed weights.
 
     learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
 
-What is trained or measured beside the policy: `holdfast.trainer.rl.components`. With the default settings there is
-nothing to measure, and one update.
-"""
+`policy_step` is forward and backward of one update of the policy. `holdfast.trainer.rl.components` holds the models
+beside the policy. With the default settings there is nothing to measure, and one update.
 
-# Merged here, to be said in the docstring above:
-# - policy_step: Forward and backward of one update of the policy.
+Shape legend: N predicted tokens of one forward pass.
+"""
 
 from __future__ import annotations
 

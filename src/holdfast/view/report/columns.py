@@ -1,7 +1,4 @@
-"""`metrics.jsonl` as columns, and curves of at most so many points."""
-
-# Merged here, to be said in the docstring above:
-# - charts: What the charts of a report show, apart from who draws them: the page (plotly) and the pictures (matplotlib).
+"""Data of a report: `metrics.jsonl` as columns of bounded length, and the charts that page and pictures draw."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which metrics make which curves."""
-
-# Merged here, to be said in the docstring above:
-# - lanes: The timeline: what every process of a run did when, and when it was started again.
+"""Decides which metrics make which charts of a report, and builds the timeline of a run's processes and restarts."""
 
 from __future__ import annotations
 

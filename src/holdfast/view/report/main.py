@@ -1,7 +1,4 @@
-"""`report RUN [RUN...]`: what one or several runs did, on one page."""
-
-# Merged here, to be said in the docstring above:
-# - build: From what was read of runs to the page that shows it.
+"""The command `report RUN [RUN...]`: one page about one or several runs, built from what their files say."""
 
 from __future__ import annotations
 

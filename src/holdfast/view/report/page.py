@@ -1,8 +1,7 @@
-"""The page of a report: one HTML file that loads nothing, drawn by plotly.js, which is in it."""
+"""Renders a report: one self-contained HTML file drawn by plotly.js, pictures for `report --png DIR`, sample rollouts.
 
-# Merged here, to be said in the docstring above:
-# - samples: A few rollouts of an RL run, token by token, from the batches that are still in its journal.
-# - pictures: The charts of a page as pictures: `report --png DIR`.
+The HTML file holds plotly.js and loads nothing. The sample rollouts come from batches that are still in the journal.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Having the page made: when somebody asks and the run's files have changed, by one process at a time.
+"""Serves the live page of a run from the launcher, and has it made when a browser asks and the files have changed.
 
-The process dies with the launcher, has the lowest priority, and hands the page over in a pipe: nothing lies on a disk.
+One process at a time makes the page. The process dies with the launcher, has the lowest priority, and hands the page
+over in a pipe: no file is written. `/` is the page of `report` with a line that says that it is live. Its script polls
+`/state` and loads changes from `/update`. No path leads to a file.
 """
-
-# Merged here, to be said in the docstring above:
-# - built: What the process that makes a page hands to the launcher.
-# - endpoint: What one launcher answers to the browsers that look at its run.
 
 from __future__ import annotations
 

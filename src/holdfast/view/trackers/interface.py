@@ -1,7 +1,4 @@
-"""What a tracker is: the one interface behind which the built-in ones and the user's stand."""
-
-# Merged here, to be said in the docstring above:
-# - trackers: The trackers that a run may be sent to, and how one of the user's own is found.
+"""The tracker interface, the table of built-in trackers, and the loader of a user's own tracker class."""
 
 from __future__ import annotations
 

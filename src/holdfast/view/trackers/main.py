@@ -1,7 +1,4 @@
-"""`track`: send a run to trackers that have not got all of it, or none of it, yet."""
-
-# Merged here, to be said in the docstring above:
-# - temporary_files: Where the libraries of trackers have their temporary files: W&B leaves two directories behind when it is killed.
+"""`track`: send to experiment trackers the steps of a run that they lack."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What Prometheus is told of a run, from its files, at each scrape.
+"""Serves the metrics of a run to Prometheus: reads the run's files at each scrape.
 
-What a resume can take back (steps, tokens, losses) is a gauge. A counter counts what this launcher has seen happen,
-from 0: to Prometheus that is the restart of a process, so no step counts twice and none comes from nowhere.
+A resume can take back steps, tokens and losses, so they are gauges. A counter counts from 0 what this launcher has seen
+happen. To Prometheus a new launcher is a process restart, so no step counts twice and none appears from nowhere.
+
+The endpoint listens before anything of the run starts, so the launcher reports a taken port at once. It stays for as
+long as the launcher lives, through all attempts. One rule turns each name in `metrics.jsonl` into a series, see
+docs/prometheus.md: characters that Prometheus does not allow become `_`, units are base units in full, and the parts in
+`<>` in docs/metrics.md become labels.
 """
-
-# Merged here, to be said in the docstring above:
-# - endpoint: The endpoint of one launcher: `/metrics` for Prometheus, and the file that leads Prometheus to it.
-# - series: From a name in `metrics.jsonl` to the series that Prometheus gets: one rule for all, see docs/prometheus.md.
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Sending the steps of one run to one tracker, from where it was left, until the run is over."""
+"""Sends the steps, evaluations and alarms of one run to one tracker, from where it stopped until the run is over.
 
-# Merged here, to be said in the docstring above:
-# - cursor: How far one tracker has come with a run: a small file in the run directory, `tracking/<tracker>.json`.
-# - lines: The lines of `metrics.jsonl` as trackers get them, also while resumes replace the file.
-# - evaluations: Evaluations of `sft` and `dpo`, made beside the training: files of the run, not lines of `metrics.jsonl`.
-# - alarms: Alerts and warnings of a run, from the events of all its attempts.
+`Cursor` keeps how far a tracker has come, in `tracking/<tracker>.json` of the run directory. `Lines` reads
+`metrics.jsonl`, also while resumes replace the file. Evaluations of `sft` and `dpo` are files of the run, not lines of
+`metrics.jsonl`. Alarms are alerts and warnings from the events of all attempts.
+"""
 
 from __future__ import annotations
 
