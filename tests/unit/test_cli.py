@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy() -> None:
     """What makes `--help` slow is importing torch and the like, so look at the imports and not at a clock."""
     code = (
         "import sys\n"
-        "from holdfast.commands import cli\n"
+        "from holdfast import cli\n"
         "for program in sys.argv[1:]:\n"
         "    sys.argv = [program, '--help']\n"
         "    try:\n        getattr(cli, program.replace('-', '_'))()\n"
@@ -150,7 +150,7 @@ def test_resuming_from_nothing_is_refused_and_creates_no_run(wanted: str, run: R
     assert not RunDir(tmp_path).holds_run()
 
 
-CODE = "import sys; from holdfast.commands import cli; sys.argv = ['orchestrator', *sys.argv[1:]]; cli.orchestrator()"
+CODE = "import sys; from holdfast import cli; sys.argv = ['orchestrator', *sys.argv[1:]]; cli.orchestrator()"
 
 
 def test_a_dry_run_may_write_nothing_at_all(run: Run) -> None:

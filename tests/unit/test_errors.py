@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast import errors
 
-SRC = Path(errors.__file__).parents[2]
+SRC = Path(errors.__file__).parents[1]
 
 
 def _bases() -> dict[str, str]:

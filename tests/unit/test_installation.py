@@ -48,8 +48,9 @@ def test_a_label_that_cannot_be_written_is_left_and_told(
     label = _install(tmp_path, "cp26-cp26-linux_x86_64")
     monkeypatch.syspath_prepend(str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.run.atomic.write_file", fail)
+        patch.setattr(Path, "replace", fail)
         assert not correct_wheel_label("example-wheel")
+    assert [file.name for file in label.parent.glob("WHEEL*")] == ["WHEEL"]
     assert f"the label of example-wheel in {label} could not be corrected: not yours" in caplog.text
     (label.parent / "RECORD").unlink()
     assert not correct_wheel_label("example-wheel"), "which files belong to it is not known"

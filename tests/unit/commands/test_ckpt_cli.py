@@ -84,7 +84,7 @@ def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any
 @pytest.mark.parametrize("argv", [["--help"], ["ls", "-h"], ["ls"], ["verify"], ["prune", "--keep", "1", "--dry-run"]])
 def test_looking_imports_nothing_heavy(argv: list[str], finished: Path) -> None:
     code = (
-        "import sys\nfrom holdfast.commands import cli\n"
+        "import sys\nfrom holdfast import cli\n"
         "try:\n    cli.ckpt()\n"
         "except SystemExit as end:\n    assert not end.code\n"
         "print('HEAVY', sorted({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))\n"

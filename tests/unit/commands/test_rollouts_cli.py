@@ -304,7 +304,7 @@ def test_a_directory_without_a_run_is_refused_and_a_run_without_batches_is_not(
 @pytest.mark.parametrize("argv", [["--help"], ["stats"], ["show", "3"]])
 def test_looking_imports_nothing_heavy(argv: list[str], run_dir: RunDir) -> None:
     code = (
-        "import sys\nfrom holdfast.commands import cli\n"
+        "import sys\nfrom holdfast import cli\n"
         "try:\n    cli.rollouts()\n"
         "except SystemExit as end:\n    assert not end.code\n"
         "print('HEAVY', sorted({'torch', 'transformers', 'pyarrow', 'numpy', 'tokenizers'} & sys.modules.keys()))\n"

@@ -27,9 +27,10 @@ from holdfast.config.algorithm import DistillationConfig
 from holdfast.config.base import Command, ModelConfig
 from holdfast.config.load import read_toml, to_toml
 from holdfast.config.resolved import fingerprint
+from tests.conftest import ROOT
 
 COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -23,8 +23,9 @@ from holdfast.errors import ConfigError, InferenceError
 from holdfast.launcher.launch import launch_rl
 from holdfast.protocol.rollouts import Sampling
 from tests.builders.advantage_settings import ONLINE_DPO_LOSS
+from tests.conftest import ROOT
 
-ALGORITHMS = Path(__file__).resolve().parents[4] / "configs" / "reverse_text" / "algorithms"
+ALGORITHMS = ROOT / "configs" / "reverse_text" / "algorithms"
 
 
 def rl(*argv: str) -> RlConfig:

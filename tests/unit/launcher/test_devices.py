@@ -17,7 +17,7 @@ SFT = ("@", str(ROOT / "configs/reverse_text/sft.toml"))
 RL = ("@", str(ROOT / "configs/reverse_text/rl.toml"))
 # The GPU build of vLLM, as far as the launcher looks.
 GPU_VLLM = """
-from holdfast.shared.process import gpus
+from holdfast.process import gpus
 
 def version(name):
     if name != "vllm":

@@ -22,7 +22,7 @@ from tests.runs.processes import HANG_S
 
 PERIOD_S = 0.1
 _BEAT = (
-    f"import sys, time; from holdfast.shared.process import heartbeat; heartbeat.PERIOD_S = {PERIOD_S}; "
+    f"import sys, time; from holdfast.process import heartbeat; heartbeat.PERIOD_S = {PERIOD_S}; "
     "heartbeat.start_heartbeat(sys.argv[1]); time.sleep(600)"
 )
 

@@ -14,9 +14,10 @@ from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.weight_sync import check_canary, describe_weights
 from holdfast.protocol.inference import CANARY_NAME, Canary, deviation
 from holdfast.run.run_dir import RunDir
+from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
 
-MODEL = Path(__file__).parents[4] / "examples" / "reverse_text" / "model"
+MODEL = ROOT / "examples" / "reverse_text" / "model"
 
 
 @pytest.mark.parametrize(

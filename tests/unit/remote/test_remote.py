@@ -593,7 +593,7 @@ class _Away:
 
         monkeypatch.setattr(remote._store, "_once", fail)
         for module, name in (("object_store", "FIRST_DELAY_S"), ("uploader", "_FIRST_PAUSE_S")):
-            monkeypatch.setattr(f"holdfast.shared.remote.{module}.{name}", 0.001)
+            monkeypatch.setattr(f"holdfast.remote.{module}.{name}", 0.001)
         monkeypatch.setattr("holdfast.remote.uploader._LONGEST_PAUSE_S", 0.05)
 
 

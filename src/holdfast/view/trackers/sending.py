@@ -21,7 +21,6 @@ import msgspec
 
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import DataError, HoldfastError, RunDirError
-from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.run import atomic, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
@@ -175,6 +174,8 @@ class Evaluations:
 
     def but(self, sent: Collection[int]) -> list[tuple[int, dict[str, float]]]:
         """Return step and numbers of those that have ended and are not `sent`, in the order of steps."""
+        from holdfast.orchestrator.evaluation.statistics import summary_in  # NumPy, which launchers do without
+
         for path in numbered_paths(self._run_dir.evaluations) if self._are_beside else []:
             step = number_of(path)
             if step in sent or step in self._read or not self._run_dir.is_evaluated(step):

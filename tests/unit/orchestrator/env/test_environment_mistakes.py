@@ -545,9 +545,9 @@ def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sam
 def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
-    prelude = "from holdfast.orchestrator.env.registry import watchdog\n"
-    prelude += "watchdog._BENEFIT_OF_DOUBT_S = 0; watchdog.SILENT_S = 1"
-    prelude += "\nwatchdog.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
+    prelude = "from holdfast.orchestrator.env import guard\n"
+    prelude += "guard._BENEFIT_OF_DOUBT_S = 0; guard.SILENT_S = 1"
+    prelude += "\nguard.watching_calls.__wrapped__.__kwdefaults__['silent_s'] = 1"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
         config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)

@@ -59,7 +59,7 @@ def test_nobody_begins_to_save_while_prune_removes(
         another = [
             sys.executable,
             "-c",
-            f"from holdfast.shared.files import lock\nlock._DYING_S = 0.1\n{HOLD}",
+            f"from holdfast.run import lock\nlock._DYING_S = 0.1\n{HOLD}",
             str(tmp_path),
         ]
         begun.append(subprocess.run(another, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False))

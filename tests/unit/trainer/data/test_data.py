@@ -21,6 +21,7 @@ from holdfast.errors import DataError, HoldfastError
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.rows import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
 from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, load_samples, load_tokenizer
+from tests.conftest import ROOT
 
 Tokenizer = PreTrainedTokenizerBase
 USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -58,7 +59,7 @@ def load(path: Path, tokenizer: Tokenizer, **config: Any) -> list[Sample]:
 
 @given(prompt=st.text("abc ", max_size=6), completion=st.text("xyz", min_size=1, max_size=6))
 def test_the_prompt_has_the_tokens_that_it_has_at_inference(prompt: str, completion: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[4] / "examples/reverse_text/base")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/reverse_text/base")
     user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
     sample = tokenize_row({"messages": [user, assistant]}, tokenizer)
     rendered = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)

@@ -36,8 +36,8 @@ def made_whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return filler(hf_model, config, mesh, make_whole=make, **others)
 
-    for module in ("policy", "scalar_model"):
-        monkeypatch.setattr(f"holdfast.trainer.models.{module}.filler", noting)
+    for module in ("policy", "value_model"):
+        monkeypatch.setattr(f"holdfast.trainer.model.{module}.filler", noting)
     return noted
 
 

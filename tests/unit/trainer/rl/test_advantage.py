@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from holdfast.trainer.rl.advantages import (
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
 from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
+from tests.conftest import ROOT
 
 
 def test_by_hand() -> None:
@@ -355,7 +355,7 @@ def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
 
 
 def test_the_documentation_shows_the_example_and_every_name() -> None:
-    docs = Path(__file__).parents[5] / "docs"
+    docs = ROOT / "docs"
     assert inspect.getsource(shortest_of_the_best) in (docs / "extending.md").read_text()
     page = (docs / "advantages.md").read_text()
     assert all(f"\n| `{name}` |" in page for name in (*REWARD_ADVANTAGES, *MODEL_ADVANTAGES))
