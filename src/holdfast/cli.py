@@ -53,7 +53,7 @@ COMMANDS = {
     ),
     "ckpt": ("Checkpoints: list, verify, show, export, promote, thin out, import.", "commands.ckpt:main", None),
     "environments": (
-        "Environments: list, begin one, check it, play a task.",
+        "Environments: list, begin one, check one.",
         "commands.environments:main",
         None,
     ),
