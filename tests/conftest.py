@@ -144,7 +144,10 @@ def _start_imports(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     """Let a test have the resources that its marks name, and no others."""
-    marks.begin(mark.name for mark in item.iter_markers())
+    names = {mark.name for mark in item.iter_markers()}
+    marks.begin(names)
+    if item.config.option.light:
+        without.refuse_to_children(names)
 
 
 def pytest_collection_finish() -> None:

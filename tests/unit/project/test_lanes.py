@@ -124,15 +124,20 @@ def test_a_lane_that_writes_into_the_repository_fails(
     assert lanes.main([]) == is_told and (f"by you: {name}\n" in capsys.readouterr().out) == is_told
 
 
-def test_light_units_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None:
+def test_light_units_and_what_they_start_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None:
     source = (
-        "import importlib.util\n"
+        "import importlib.util, os, pytest, subprocess, sys\n"
         "def test_asks(): assert importlib.util.find_spec('torch') is not None\n"
         "def test_imports(): import torch.nn\n"
         "def test_imports_by_asking(): importlib.util.find_spec('torch.nn')\n"
+        "def start(code): subprocess.run([sys.executable, '-c', code], check=True)\n"
+        "def test_starts_what_asks(): start('import importlib.util as u; assert u.find_spec(\"torch\")')\n"
+        "def test_starts(): start('import torch')\n"
+        "@pytest.mark.launch\ndef test_may(): assert 'light_children' not in os.environ.get('PYTHONPATH', '')\n"
     )
     code, printed = pytest_run(tmp_path, source, "--light")
-    assert code == 1 and "2 failed, 1 passed" in printed, printed
+    failed = ["test_imports", "test_imports_by_asking", "test_starts"]
+    assert code == 1 and re.findall(r"^FAILED \S*::(\w+)", printed, re.MULTILINE) == failed, printed
     assert "a test of the light units imports torch: move the test" in printed
 
 
