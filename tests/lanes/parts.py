@@ -28,8 +28,28 @@ PARTS = {
         "tests/faults/test_power_cut.py",
         "tests/faults/test_damage.py",
     ),
+    "src/holdfast/trainer/session": (
+        "tests/integration/test_sft_stop.py",
+        "tests/integration/test_rl_killed.py",
+    ),
+    "src/holdfast/trainer/programs": (
+        "tests/integration/test_sft_stop.py",
+        "tests/integration/test_rl_killed.py",
+    ),
+    "src/holdfast/orchestrator": (
+        "tests/integration/test_rl_dropped.py",
+        "tests/integration/test_rl_branches.py",
+    ),
+    "src/holdfast/shared/process": (
+        "tests/integration/test_sft_stop.py",
+        "tests/integration/test_rl_stuck.py",
+    ),
+    "src/holdfast/inference": (
+        "tests/integration/test_inference_process.py",
+        "tests/integration/test_rl_side_by_side.py",
+    ),
 }
-"""The directory of a part, and its fault tests: the commit protocol, the launcher, the journal."""
+"""The directory of a part, and its fault tests: a minute or two of each, as `.ci/run` runs them with every change."""
 
 
 def changed_files(base: str) -> list[str]:

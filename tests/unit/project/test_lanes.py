@@ -206,8 +206,10 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoints"])
     resume = "src/holdfast/commands/resume/plan.py"
-    both = parts.tests_of([writer, launcher, resume, "src/holdfast/shared/files/journal.py"])
+    both = parts.tests_of([writer, launcher, resume, *(f"{part}/x.py" for part in parts.PARTS)])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`{part}`" in page for part in parts.PARTS)
 
 
 def test_new_and_moved_files_are_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
