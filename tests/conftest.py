@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from holdfast.process.scratch import drop, make_scratch
-from tests.lanes import marks, without
+from tests.lanes import marks, skips, without
 from tests.lanes.durations import NAME, Durations, recorded, seconds_of_files
 from tests.lanes.marks import LANES, lane_of
 
@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         without.refuse()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(everyday=_lane(config) == "everyday", path=config.rootpath / NAME))
+        config.pluginmanager.register(skips.Skips(config.rootpath / skips.NAME))
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
     _cache = make_scratch(Path(tempfile.gettempdir()))  # also one that was killed leaves nothing for good
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -143,7 +144,10 @@ def _start_imports(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     """Let a test have the resources that its marks name, and no others."""
-    marks.begin(mark.name for mark in item.iter_markers())
+    names = {mark.name for mark in item.iter_markers()}
+    marks.begin(names)
+    if item.config.option.light:
+        without.refuse_to_children(names)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from holdfast.config import InferenceConfig
@@ -275,3 +277,16 @@ def test_a_client_that_goes_away_is_not_generated_for(http: httpx.Client) -> Non
     before = _metric(http, name)
     _choices(http, max_tokens=100)
     assert _metric(http, name) - before < 200
+
+
+def test_killing_the_server_leaves_no_orphan_and_frees_its_port(engine: Engine, model: Path, tmp_path: Path) -> None:
+    server = _start(engine, model, tmp_path / "inference.log")
+    children = psutil.Process(server.pid).children(recursive=True)
+    assert bool(children) is (engine == "vllm")
+    assert server.kill() == -signal.SIGKILL
+    for child in children:  # orphans are reaped by init, so gone means gone
+        child.wait(HANG_S)
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were closed do not matter
+        port.bind(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        port.listen()

@@ -63,5 +63,5 @@ def test_environments_with_settings_of_their_own_are_trained_as_they_were_sample
     }  # fmt: skip
     assert [line["curriculum/cold/level"] for line in metrics] == [0.0, 0.0, 1.0, 1.0, 2.0]
     assert all(0 <= line["curriculum/sort_letters/level"] <= 1 for line in metrics)
-    killed = killed_twice(tmp_path / "killed", *flags, orchestrator=2, rank=3, held=4)
+    killed = killed_twice(tmp_path / "killed", *flags, orchestrator=2, rank=3, held=4, starts_python=True)
     assert_same_end(killed, straight, 5)

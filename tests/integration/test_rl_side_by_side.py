@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.forking.popen import Engine
+from tests.integration.conftest import UsedServer
 from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL, SMALL_BATCH, RlRun, assert_same_end, complete, succeeded
 
@@ -90,19 +92,27 @@ def test_two_quick_starts_of_the_same_moment_end_with_the_bits_of_each_alone(tmp
 
 
 def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
-    slow_tool: tuple[tuple[str, ...], dict[str, str]], foreign_model: Path, tmp_path: Path
+    engine: Engine,
+    slow_tool: tuple[tuple[str, ...], dict[str, str]],
+    foreign_model: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Version 0 is not what the server loads when it comes back: whoever trained on its answers would differ."""
     flags, environment = slow_tool
     flags = (*flags, "--ckpt.weights-only", str(foreign_model))
-    with RlRun(tmp_path / "straight", *flags, environment=environment) as run:
+    server: UsedServer = request.getfixturevalue("rl_server" if engine == "stub" else "vllm_server")
+    with RlRun(tmp_path / "straight", *server.flags, *flags, environment=environment) as run:
         straight = complete(run)
     assert straight.exit_code == 0, straight.output
     gates = Gates(tmp_path / "gates")
-    with RlRun(tmp_path / "killed", *flags, environment=environment | {"GATES": str(gates.directory)}) as run:
+    killed_in = (1, 4) if engine == "stub" else (1,)  # by version 0, and by version 2; vLLM starts for 15 s
+    with RlRun(
+        tmp_path / "killed", *flags, engine=engine, environment=environment | {"GATES": str(gates.directory)}
+    ) as run:
         for batch in range(1, _STEPS + 1):
             gates.wait(run, batch)
-            if batch in (1, 4):  # by version 0, and by version 2
+            if batch in killed_in:
                 run.find("holdfast.inference.main")[0].kill()
                 run.wait_for_match(f"inference was killed by signal 9: starting it again .restart {1 + (batch == 4)} ")
                 run.wait_for(lambda: _answers(run), "the server that came back")

@@ -22,7 +22,7 @@ from tests.faults.held_steps import ASKED_TO_STOP, NEVER, exists, held_after, he
 from tests.faults.run_states import differing, end_state
 from tests.forking.commands import Run, shared_commands
 from tests.runs.processes import HANG_S, command_line, wait_until
-from tests.runs.training import LiveSft
+from tests.runs.training import LiveSft, run_sft
 from tests.unit.trainer.programs.in_process import publish_journal
 
 pytestmark = pytest.mark.launch
@@ -100,11 +100,12 @@ def straight_on_two(model: Path, sft_data: Path, tmp_path_factory: pytest.TempPa
 @pytest.mark.ranks
 @pytest.mark.parametrize("whom", ["the command", "one rank"])
 def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_for_bit(
-    whom: str, start: Start, straight_on_two: Path, ends: Ends, tmp_path: Path
+    whom: str, start: Start, straight_on_two: Path, model: Path, sft_data: Path, ends: Ends, tmp_path: Path
 ) -> None:
     """One rank gets it from a scheduler that signals every process of a job by itself.
 
-    That rank waits in a collective for rank 0, which is held, and takes the signal when the collective is over.
+    That rank waits in a collective for rank 0, which is held, and takes the signal when the collective is over. What
+    goes on is a new Python, with another order of sets than the forks before.
     """
     live = start("--ckpt", fault=held_after(8, until=exists(tmp_path / "signalled")), ranks=2)
     live.wait_for("step  8/")
@@ -118,9 +119,10 @@ def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_f
     assert 8 <= step < STEPS and manifest.verify(live.run_dir.checkpoint(step)).world_size == 2
     assert f"stopped at step {step} of {STEPS}, which is saved" in live.run.log and "NOT saved" not in live.run.log
     if whom == "the command":
-        resumed = start("--ckpt.resume-step", "latest", ranks=2).run.wait()
-        assert resumed.code == 0 and f"resuming from step {step}" in resumed.log, resumed.log
-        assert differing(end_state(resumed.output, last=STEPS), end_state(straight_on_two, last=STEPS)) == []
+        flags = (*FLAGS, "--parallel.num-ranks", "2", "--ckpt.resume-step", "latest")
+        resumed = run_sft(live.run.output, model, sft_data, *flags, starts_python=True)
+        assert resumed.code == 0 and f"resuming from step {step}" in resumed.output, resumed.output
+        assert differing(end_state(live.run.output, last=STEPS), end_state(straight_on_two, last=STEPS)) == []
 
 
 def test_ctrl_c_saves_the_current_step_too(start: Start, ends: Ends) -> None:

@@ -7,7 +7,8 @@
     python -m tests.lanes slowest 30      the slowest tests of the last runs
 
 Which test is in which lane, its marks say: see `tests.lanes.marks`. Each run writes `.durations.json`, and the next
-one starts with what takes longest.
+one starts with what takes longest. Options that are not of this program are pytest's, such as `-k` and `-x`; a file is
+run by `uv run pytest FILE`. A lane fails if a file of the repository was written meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import Counter
 from queue import Empty, SimpleQueue
 
 from tests.coverage import __main__ as coverage
-from tests.lanes import parts
+from tests.lanes import parts, written
 from tests.lanes.durations import BOUND_S, ROOT, recorded, slowest, too_long
 from tests.lanes.shares import Share, longest_first
 
@@ -54,8 +55,9 @@ class EverydayRun:
 
     @property
     def failed(self) -> list[str]:
-        """The shares that have not passed, be it that they were not run."""
-        return sorted(name for name in self._names if self.codes.get(name) != 0)
+        """The shares that have not passed, be it that they were not run; a choice of tests may have none in a share."""
+        good = (0, _NO_TESTS) if self._words else (0,)
+        return sorted(name for name in self._names if self.codes.get(name) not in good)
 
     def wait(self) -> None:
         """Run all of them."""
@@ -121,6 +123,9 @@ def everyday(words: list[str], processes: int) -> int:
     print(f"the everyday lane took {time.monotonic() - begin:.0f} s")
     counts = run.counts
     print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped")
+    if set(run.codes.values()) == {_NO_TESTS}:
+        print(f"no test of the everyday lane matches {' '.join(words)}")
+        return _NO_TESTS
     if failed:
         return 1
     if not words:
@@ -178,25 +183,33 @@ def touched(base: str, words: list[str], processes: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what is asked for; return an exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python -m tests.lanes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "lane", nargs="?", default="everyday", choices=("everyday", "nightly", "touched", "bound", "slowest")
-    )
+        prog="python -m tests.lanes", usage="%(prog)s [LANE] [--processes N] [--base COMMIT] [options of pytest]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--processes", type=int, default=2, help="at a time (2)")
     parser.add_argument("--base", default="HEAD~1", help="what `touched` compares with (HEAD~1)")
-    arguments, words = parser.parse_known_args(argv)
-    if arguments.lane == "slowest":
+    lane, rest = (argv[0], argv[1:]) if argv and argv[0] in _WORDS else ("everyday", argv)
+    arguments, words = parser.parse_known_args(rest)
+    if lane == "slowest":
         print("\n".join(slowest(recorded(), int(words[0]) if words else 20)))
         return 0
-    if arguments.lane == "bound":
+    if words and not words[0].startswith("-"):
+        parser.error(f"{words[0]!r}: the lane comes first ({', '.join(_WORDS)}), and `uv run pytest FILE` runs a file")
+    if lane == "bound":
         return bound()
-    if arguments.lane == "everyday":
-        return everyday(words, arguments.processes)
-    if arguments.lane == "touched":
-        return touched(arguments.base, words, arguments.processes)
-    return workers("nightly", words, arguments.processes)
+    before = written.state()
+    if lane == "everyday":
+        code = everyday(words, arguments.processes)
+    elif lane == "touched":
+        code = touched(arguments.base, words, arguments.processes)
+    else:
+        code = workers("nightly", words, arguments.processes)
+    changed = written.differing(before, written.state())
+    if changed:
+        print(f"error: written in the repository while its tests ran, by a test or by you: {', '.join(changed)}")
+    return code or bool(changed)
 
 
 def _stop(number: int, frame: object) -> None:

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ BOUND_S = 10.0
 """The longest test of the everyday lane."""
 
 
-def recorded(path: Path = FILE) -> dict[str, float]:
+def recorded(path: Path = FILE) -> dict[str, Any]:
     """Return the seconds of tests by name; nothing if no run has written a file yet, or a power cut has emptied it."""
     try:
         return json.loads(path.read_text())

@@ -2,7 +2,7 @@
 
 everyday   units, and a handful of real commands: README's test command
 nightly    what needs an engine, commands, ranks, pages, TRL or seconds of real time
-slurm, gpu lanes of their own
+slurm, gpu by hand: no script of `.ci` runs them
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Literal, get_args
 
 Lane = Literal["everyday", "nightly", "slurm", "gpu"]
 LANES: tuple[Lane, ...] = get_args(Lane)
+BY_HAND: dict[Lane, str] = {"slurm": "uv run pytest --lane slurm tests", "gpu": "uv run python -m tests.gpu"}
+"""Lanes that no script of `.ci` runs, and their commands."""
 RESOURCES = frozenset({"engine", "launch", "ranks", "docs", "clock", "trl"})
 """A test with one of these marks runs at night."""
 EVERYDAY = "everyday"

@@ -28,8 +28,32 @@ PARTS = {
         "tests/faults/test_power_cut.py",
         "tests/faults/test_damage.py",
     ),
+    **dict.fromkeys(
+        (
+            "src/holdfast/trainer/session.py",
+            "src/holdfast/trainer/saving.py",
+            "src/holdfast/trainer/stop.py",
+            "src/holdfast/trainer/programs",
+        ),
+        (
+            "tests/integration/test_sft_stop.py",
+            "tests/integration/test_rl_killed.py",
+        ),
+    ),
+    "src/holdfast/orchestrator": (
+        "tests/integration/test_rl_dropped.py",
+        "tests/integration/test_rl_branches.py",
+    ),
+    "src/holdfast/process": (
+        "tests/integration/test_sft_stop.py",
+        "tests/integration/test_rl_stuck.py",
+    ),
+    "src/holdfast/inference": (
+        "tests/integration/test_inference_process.py",
+        "tests/integration/test_rl_side_by_side.py",
+    ),
 }
-"""The directory of a part, and its fault tests: the commit protocol, the launcher, the journal."""
+"""A part (a directory or a file) and its fault tests: minutes of each, as `.ci/run` runs them with every change."""
 
 
 def changed_files(base: str) -> list[str]:
@@ -55,5 +79,5 @@ def changed_files(base: str) -> list[str]:
 
 def tests_of(files: Iterable[str]) -> list[str]:
     """Return the fault tests of all parts that have one of these files."""
-    touched = [part for part in PARTS if any(file.startswith(f"{part}/") for file in files)]
+    touched = [part for part in PARTS if any(file == part or file.startswith(f"{part}/") for file in files)]
     return list(dict.fromkeys(test for part in touched for test in PARTS[part]))

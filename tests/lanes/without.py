@@ -1,13 +1,20 @@
-"""A process of tests that may not import some packages: an import of one of them fails, and names who asked."""
+"""A process of tests that may not import some packages: an import of one of them fails, and names who asked.
+
+What such a process starts may not either, unless the test that starts it is marked as one of those.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 HEAVY = ("torch", "transformers", "vllm")
+STARTING_HEAVY = frozenset({"launch", "ranks", "engine"})
+"""A test with one of these marks may start what imports them."""
+_CHILDREN = f"{__file__.rpartition('/')[0]}/light_children"
 
 
 class _Refusal:
@@ -20,7 +27,8 @@ class _Refusal:
         """Leave all other packages to the finders behind this one."""
         if name.partition(".")[0] in self._packages and not _only_asks(name):
             raise AssertionError(
-                f"a test of the light units imports {name}: move the test to tests/unit/trainer, or the import away"
+                f"a test of the light units imports {name}: move the test to tests/unit/trainer, or the import away; "
+                "if a process imports it that the test starts, mark the test `launch`"
             )
         return None
 
@@ -46,3 +54,14 @@ def refuse(packages: Iterable[str] = HEAVY) -> None:
     if imported := sorted(sys.modules.keys() & set(packages)):
         raise RuntimeError(f"{', '.join(imported)} was imported before any test, say by a plugin: pytest -p no:NAME")
     sys.meta_path.insert(0, _Refusal(packages))  # type: ignore[arg-type] - a finder needs no base class
+
+
+def refuse_to_children(marks: Iterable[str]) -> None:
+    """Put on PYTHONPATH, or take from it, what refuses them to every Python that this process starts."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _CHILDREN)]
+    if STARTING_HEAVY.isdisjoint(marks):
+        entries.insert(0, _CHILDREN)
+    if entries:
+        os.environ["PYTHONPATH"] = os.pathsep.join(entries)
+    else:
+        os.environ.pop("PYTHONPATH", None)

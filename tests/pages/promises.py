@@ -1,22 +1,27 @@
 """Every promise of docs/guarantees.md with its tests and their lanes, as one table.
 
     uv run --group dev python -m tests.pages.promises
+    uv run --group dev python -m tests.pages.promises --tried
 
-It ends with 1 if a promise has no test, or names a test that pytest does not collect.
+It ends with 1 if a promise has no test, or names a test that pytest does not collect; with `--tried`, for the end of a
+night, also if such a test was skipped when it ran last. A test that no script of `.ci` runs is one by hand.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 
-from tests.lanes.marks import LANES, Lane, lane_of
+from tests.lanes import skips
+from tests.lanes.marks import BY_HAND, LANES, Lane, lane_of
 from tests.pages import guarantees
 
 
@@ -31,6 +36,11 @@ class Row:
     promise: str
     test: str
     lanes: tuple[Lane, ...]
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether no script of `.ci` runs it."""
+        return bool(self.lanes) and not set(self.lanes) - BY_HAND.keys()
 
 
 class _Collected:
@@ -72,16 +82,37 @@ def table(page: str, lanes: dict[str, set[Lane]]) -> list[Row]:
     return rows
 
 
-def main() -> int:
+def not_tried(rows: list[Row], skipped: Mapping[str, str]) -> list[str]:
+    """Return a line for every promise with a test that was skipped for what a machine can have."""
+    reasons: dict[str, dict[str, None]] = defaultdict(dict)
+    for name, reason in skipped.items():
+        if not skips.is_excused(reason):
+            path, _, test = name.partition("::")
+            file = path.rpartition("/")[2]
+            for known in (file, f"{file}::{test.partition('[')[0]}"):
+                reasons[known][reason] = None
+    return [f"not tried: {row.promise} ({row.test}: {'; '.join(reasons[row.test])})"
+            for row in rows if row.test in reasons and not row.is_by_hand]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
     """Print the table; return 1 if a promise has no test."""
+    parser = argparse.ArgumentParser(prog="python -m tests.pages.promises")
+    parser.add_argument("--tried", action="store_true", help="end with 1 if a test was skipped when it ran last")
+    arguments = parser.parse_args(argv)
     rows = table(guarantees.PAGE.read_text(), collected_lanes())
     print("| promise | test | lane |\n|---|---|---|")
     for row in rows:
-        print(f"| {row.promise.replace('|', '/')} | {row.test or '**none**'} | {', '.join(row.lanes) or '**none**'} |")
-    without = [row for row in rows if not row.lanes]
+        lanes = ", ".join(f"by hand: `{BY_HAND[lane]}`" if lane in BY_HAND else lane for lane in row.lanes)
+        print(f"| {row.promise.replace('|', '/')} | {row.test or '**none**'} | {lanes or '**none**'} |")
+    without, by_hand = [row for row in rows if not row.lanes], [row for row in rows if row.is_by_hand]
     promises = {row.promise for row in rows}
-    print(f"\n{len(promises)} promises, {len({row.test for row in rows})} tests, {len(without)} rows without a lane")
-    return 1 if without else 0
+    lines = not_tried(rows, skips.skipped()) if arguments.tried else []
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    counts = f"{len(promises)} promises, {len({row.test for row in rows})} tests"
+    print(f"\n{counts}, {len(by_hand)} rows by hand, {len(without)} rows without a lane")
+    return 1 if without or lines else 0
 
 
 if __name__ == "__main__":

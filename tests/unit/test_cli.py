@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,15 @@ def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Run, in_ro
     assert config.max_steps == 20 and config.ckpt is not None
     assert config.optim == read_toml(SftConfig, in_root / "configs/reverse_text/sft.toml").optim
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [resolved]
+
+
+def test_a_dry_run_shows_every_node_and_what_is_offloaded(run: Run, tmp_path: Path) -> None:
+    several = ("--parallel.nodes", "3", "--parallel.rdzv-endpoint", "first:29500", "--parallel.cpu-offload")
+    code, out, _ = run("sft", "@", "configs/reverse_text/sft.toml", "--dry-run", "--output-dir", tmp_path, *several)
+    assert code == 0
+    assert re.findall(r"^trainer \((.*?)\) +(\w+) +(CPU, CPU offload) +(\d) ", out, re.MULTILINE) == [
+        ("node 0", "first", "CPU, CPU offload", "1"), ("nodes 1-2", "others", "CPU, CPU offload", "1")
+    ]  # fmt: skip
 
 
 def test_several_inference_servers_have_a_configuration_each(run: Run, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 from typing import Any
 
 import msgspec
@@ -308,19 +309,21 @@ def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
             explicit(tmp_path, port).choose(stack)
 
 
-@pytest.fixture
-def foreign() -> Iterator[int]:
-    """The port of a web server that is not ours."""
-    with HTTPServer((HOST, 0), BaseHTTPRequestHandler) as server:
+class _NoHttp(BaseRequestHandler):
+    """Says something else, as an SSH server does."""
+
+    def handle(self) -> None:
+        self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+@pytest.mark.parametrize("handler", [BaseHTTPRequestHandler, _NoHttp])
+def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[BaseRequestHandler]) -> None:
+    with TCPServer((HOST, 0), handler) as server, ExitStack() as stack:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, foreign: int) -> None:
-    with ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
+        foreign = server.server_address[1]
         launcher = Launcher(tmp_path, foreign)
         servers = launcher.choose(stack)
         assert servers.starts_own and launcher.port > foreign

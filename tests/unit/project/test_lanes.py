@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lanes import __main__ as lanes
-from tests.lanes import durations, parts
-from tests.lanes.marks import RESOURCES, lane_of
+from tests.lanes import durations, parts, skips, written
+from tests.lanes.marks import BY_HAND, LANES, RESOURCES, lane_of
 from tests.lanes.shares import SHARES
 from tests.pages import guarantees, promises
 
@@ -27,6 +29,12 @@ def pytest_run(tmp_path: Path, source: str, *words: str) -> tuple[int, str]:
     configuration.write_text(f"[pytest]\naddopts = --strict-markers\nmarkers =\n{marks}\n")
     done = subprocess.run([*command, configuration, *words, tmp_path], cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
+
+
+def git(repository: Path, *words: str) -> None:
+    """Run git, as somebody who has a name."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *who, *words], cwd=repository, check=True)
 
 
 @pytest.mark.parametrize(
@@ -70,15 +78,66 @@ def test_the_check_of_a_change_runs_the_command_of_the_readme() -> None:
     assert all("run: .ci/run\n" in text for text in workflows) and "run: .ci/nightly\n" in workflows[1]
 
 
-def test_light_units_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("base", "told"), [("HEAD~1", "this clone has no commit HEAD~1"), ("HEAD", "another .ci/run or .ci/nightly runs")]
+)
+def test_a_check_that_cannot_end_well_ends_at_once(base: str, told: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    git(tmp_path, "init", "-q"), git(tmp_path, "add", "."), git(tmp_path, "commit", "-qm", "a")
+    with open(tmp_path / ".durations.ci", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        environment = {**os.environ, "HOLDFAST_BASE": base}
+        done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and told in done.stderr and not done.stdout
+
+
+def test_options_of_pytest_are_handed_on_and_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, list[str], int]] = []
+    monkeypatch.setattr(written, "state", dict)
+    monkeypatch.setattr(lanes, "everyday", lambda words, processes: ran.append(("everyday", words, processes)) or 0)
+    monkeypatch.setattr(lanes, "workers", lambda *words: ran.append(words) or 0)
+    assert lanes.main(["-k", "nightly", "--processes", "1"]) == lanes.main(["nightly", "-x"]) == lanes.main([]) == 0
+    assert ran == [("everyday", ["-k", "nightly"], 1), ("nightly", ["-x"], 2), ("everyday", [], 2)]
+    for words in (["tests/unit/run"], ["--processes", "1", "nightly"]):
+        with pytest.raises(SystemExit):
+            lanes.main(words)
+        assert "the lane comes first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["README.md", "outputs/run/metrics.jsonl", "tests/__pycache__/x.pyc"])
+def test_a_lane_that_writes_into_the_repository_fails(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("text")
+    state = written.state
+
+    def everyday(*_: object) -> int:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("other")
+        return 0
+
+    monkeypatch.setattr(written, "state", lambda: state(tmp_path))
+    monkeypatch.setattr(lanes, "everyday", everyday)
+    is_told = "__pycache__" not in name
+    assert lanes.main([]) == is_told and (f"by you: {name}\n" in capsys.readouterr().out) == is_told
+
+
+def test_light_units_and_what_they_start_may_ask_for_torch_and_not_import_it(tmp_path: Path) -> None:
     source = (
-        "import importlib.util\n"
+        "import importlib.util, os, pytest, subprocess, sys\n"
         "def test_asks(): assert importlib.util.find_spec('torch') is not None\n"
         "def test_imports(): import torch.nn\n"
         "def test_imports_by_asking(): importlib.util.find_spec('torch.nn')\n"
+        "def start(code): subprocess.run([sys.executable, '-c', code], check=True)\n"
+        "def test_starts_what_asks(): start('import importlib.util as u; assert u.find_spec(\"torch\")')\n"
+        "def test_starts(): start('import torch')\n"
+        "@pytest.mark.launch\ndef test_may(): assert 'light_children' not in os.environ.get('PYTHONPATH', '')\n"
     )
     code, printed = pytest_run(tmp_path, source, "--light")
-    assert code == 1 and "2 failed, 1 passed" in printed, printed
+    failed = ["test_imports", "test_imports_by_asking", "test_starts"]
+    assert code == 1 and re.findall(r"^FAILED \S*::(\w+)", printed, re.MULTILINE) == failed, printed
     assert "a test of the light units imports torch: move the test" in printed
 
 
@@ -142,21 +201,22 @@ def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
 
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
-        assert (ROOT / part).is_dir() and all((ROOT / test).exists() for test in tests)
+        assert (ROOT / part).exists() and all((ROOT / test).exists() for test in tests)
     writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/watch.py"
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoint"])
     resume = "src/holdfast/launcher/resume/plan.py"
-    both = parts.tests_of([writer, launcher, resume, "src/holdfast/run/journal.py"])
+    both = parts.tests_of([writer, launcher, resume, *(f"{part}/x.py" for part in parts.PARTS)])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`{part}`" in page for part in parts.PARTS)
 
 
 def test_new_and_moved_files_are_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "old").write_text("text\n" * 9)
-    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "a"), ("mv", "part/old", "elsewhere")):
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True)
+        git(tmp_path, *words)
     (tmp_path / "part" / "new").touch()
     monkeypatch.setattr(parts, "ROOT", tmp_path)
     assert sorted(parts.changed_files("HEAD")) == ["elsewhere", "part/new", "part/old"]
@@ -175,6 +235,13 @@ def test_a_share_fails_its_lane_whatever_ends_it(
     monkeypatch.setattr(lanes, "_PYTEST", (sys.executable, "-c", share))
     assert lanes.everyday(["-x"], processes=2) == bool(failed)
     assert (f"failed: {', '.join(failed)}\n" in capsys.readouterr().out) == bool(failed)
+
+
+def test_a_choice_of_tests_need_not_be_in_every_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = "import sys; sys.exit(0 if 'tests/unit/run' in sys.argv and '-kx' in sys.argv else 5)"
+    monkeypatch.setattr(lanes, "_PYTEST", (sys.executable, "-c", share))
+    assert lanes.everyday(["-kx"], processes=2) == 0
+    assert lanes.everyday(["-ky"], processes=2) == 5 and lanes.everyday([], processes=2) != 0
 
 
 def test_a_share_that_nobody_ran_has_failed() -> None:
@@ -200,6 +267,31 @@ def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:
         promises.Row("It lives.", "test_y.py", ()),
         promises.Row("It dies.", "", ()),
     ]
+    assert not any(row.is_by_hand for row in rows)
+
+
+def test_what_no_script_runs_is_by_hand() -> None:
+    assert ("everyday", "nightly", *BY_HAND) == LANES, ".ci/run and .ci/nightly run the first two"
+    assert promises.Row("It lives.", "test_x.py::test_a", ("slurm",)).is_by_hand
+    assert not promises.Row("It lives.", "test_x.py::test_a", ("nightly", "gpu")).is_by_hand
+
+
+def test_a_promise_whose_test_was_skipped_is_named_until_it_was_tried(tmp_path: Path) -> None:
+    source = (
+        "import os, pytest\n"
+        "@pytest.mark.parametrize('x', [1, 2])\n"
+        "def test_a(x): x == 2 and 'TRY' not in os.environ and pytest.skip('no browser')\n"
+        "def test_b(): pytest.skip('this machine computes otherwise: it is another')\n"
+        "def test_c(): pass\n"
+    )
+    rows = [promises.Row(f"It {name}.", f"test_sample.py{name}", ("nightly",)) for name in ("::test_a", "::test_b", "")]
+    code, printed = pytest_run(tmp_path, source)
+    assert code == 0 and "2 skipped" in printed, printed
+    assert promises.not_tried(rows, skips.skipped(tmp_path / skips.NAME)) == [
+        "not tried: It ::test_a. (test_sample.py::test_a: no browser)", "not tried: It . (test_sample.py: no browser)"
+    ]  # fmt: skip
+    pytest_run(tmp_path, source.replace("'TRY'", "'PATH'"))
+    assert promises.not_tried(rows, skips.skipped(tmp_path / skips.NAME)) == []
 
 
 @pytest.mark.docs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -134,6 +135,26 @@ def test_a_fork_begins_with_the_other_runs_checkpoint(
     manifest.verify(new.checkpoint(5), step=5)
     del before["checkpoints/step_5/manifest.json"]
     assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
+
+
+def test_where_links_are_refused_a_fork_is_copied_and_each_copy_is_read_again(
+    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def damaging(source: Path, target: Path) -> None:
+        data = Path(source).read_bytes()
+        target.write_bytes(data if target.name == "manifest.json" else bytes(len(data)))
+
+    config = config_of(new, resume_dir=other.checkpoint(5))
+    monkeypatch.setattr(os, "link", refused)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", damaging)
+        with pytest.raises(CheckpointError, match="checksum"):
+            start(config)
+    assert new.committed_steps() == []
+    assert start(config).resume_step == 5 and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
 
 
 def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
