@@ -23,7 +23,6 @@ from holdfast.shared.config.rl import hand_down_shared
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
-from tests.runs.rl import SMALL_BATCH
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
@@ -42,10 +41,17 @@ NOT_OURS = {
 # The suite that a started page is a part of.
 _THE_SUITE = ["python", "-m", "tests.lanes"]
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
-_FORKED = (*TRAINING, "rl", "evaluate")
+_FORKED = (*TRAINING, "rl", "evaluate", "ckpt", "rollouts", "environments")
 _MODEL = "examples/reverse_text/model"
-# So that the stub engine, which is slower than vLLM at a whole batch, has less to sample.
-_SMALLER = {"rl": SMALL_BATCH, "evaluate": ("--num-tasks", "16")}
+# So that there is less to sample and to train on: the pages show no number that a test would compare.
+_FEW_ROWS = ("--data.batch-size", "8", "--parallel.threads", "1")
+_SMALLER = {
+    "rl": ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4"),
+    "sft": _FEW_ROWS,
+    "dpo": _FEW_ROWS,
+    "reward-model": _FEW_ROWS,
+    "evaluate": ("--num-tasks", "8"),
+}
 
 
 def can_be_started(command: Command) -> bool:
@@ -111,7 +117,7 @@ class Checkout:
     def start(self, command: Command, *extra: str, timeout_s: float = 1200) -> str:
         """Run a command and check its exit code, and what the page says that it prints; return what it printed.
 
-        What trains or evaluates is forked, with the stub engine: see `forking.popen`.
+        Most commands are forked, with the stub engine: see `forking.popen`.
         """
         extra = (*_smaller(command), *extra)
         code, printed = (self._fork if command.words[0] in _FORKED else self._run)(command, extra, timeout_s)
@@ -223,9 +229,12 @@ class Checkout:
 
 
 def _smaller(command: Command) -> tuple[str, ...]:
-    """Return flags with which a command has less to sample, where the page does not say how much that is."""
+    """Return flags with which a command has less to do, where the page does not say how much that is."""
+    if "--compare" in command.words:
+        return ()
     flags = _SMALLER.get(command.words[0], ())
-    return () if "--compare" in command.words or set(flags[::2]) & set(command.words) else flags
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return tuple(word for name, value in pairs if name not in command.words for word in (name, value))
 
 
 def settings_file(block: Block, directory: Path) -> Path:
