@@ -23,6 +23,7 @@ from holdfast.shared.config.rl import hand_down_shared
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
+from tests.runs.processes import WITH_STUB_ENGINE
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
@@ -130,8 +131,10 @@ class Checkout:
     def _fork(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
         log = self.path / f"printed_{len(list(self.path.glob('printed_*')))}.out"
         here = f"import os; os.chdir({str(self.path)!r})"
-        argv = [*command.words[1:], *extra]
-        run = shared_commands().start(command.words[0], self.path / "unused", argv, log=log, fault=here)
+        argv, variables = [*command.words[1:], *extra], {**os.environ, **WITH_STUB_ENGINE}
+        run = shared_commands().start(
+            command.words[0], self.path / "unused", argv, log=log, environment=variables, fault=here
+        )
         code = run.wait(timeout_s).code
         assert code is not None
         return code, run.log
