@@ -85,12 +85,9 @@ def test_inference_and_its_engine_die_and_hang(straight: CompletedRun, tmp_path:
 def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     port = ("--inference.server.port", str(free_port()))
     with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2", engine="vllm") as run:
-        for number, cpu_s in enumerate((0.0, 0.3), start=1):  # as it appears, and while it loads
-            run.wait_for(lambda: engines(run), "the engine")
-            (engine,) = engines(run)
-            run.wait_for(lambda: sum(engine.cpu_times()[:2]) >= cpu_s, "its start")  # noqa: B023
-            engine.kill()
-            run.wait_for_output(f"inference ended with exit code 75: starting it again (restart {number} of 3)")
+        run.wait_for(lambda: engines(run), "the engine")
+        engines(run)[0].kill()
+        run.wait_for_output("inference ended with exit code 75: starting it again (restart 1 of 3)")
         ended = complete(run)
     assert ended.exit_code == 0, ended.output
     assert not ended.survivors
