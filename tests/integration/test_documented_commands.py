@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.pages.documentation import commands
-from tests.pages.runs import Checkout, can_be_started
+from tests.pages.runs import RL_STEPS, Checkout, can_be_started
 
 _LOOKED_INTO = ("journal.md", "environments.md", "evaluation.md", "first_run.md", "kill_it.md")
 STARTED = {"README.md", "checkpoints.md", *_LOOKED_INTO}
@@ -36,7 +36,7 @@ def test_the_readme(tmp_path: Path) -> None:
             continue
         short = ["--max-steps", "3"] if "outputs/addition" in command.words else []
         checkout.start(command, *short)
-    weights = [tmp_path / "outputs" / name / "weights/step_50" for name in ("reverse_text_rl", "killed")]
+    weights = [tmp_path / "outputs" / name / f"weights/step_{RL_STEPS}" for name in ("reverse_text_rl", "killed")]
     first, second = ((path / "model.safetensors").read_bytes() for path in weights)
     assert first == second
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,9 +45,10 @@ _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
 _FORKED = (*TRAINING, "rl", "evaluate", "ckpt", "rollouts", "environments")
 _MODEL = "examples/reverse_text/model"
 # So that there is less to sample and to train on: the pages show no number that a test would compare.
+RL_STEPS = 20
 _FEW_ROWS = ("--data.batch-size", "8", "--parallel.threads", "1")
 _SMALLER = {
-    "rl": ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4"),
+    "rl": ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4", "--max-steps", str(RL_STEPS)),
     "sft": _FEW_ROWS,
     "dpo": _FEW_ROWS,
     "reward-model": _FEW_ROWS,
@@ -120,7 +121,7 @@ class Checkout:
 
         Most commands are forked, with the stub engine: see `forking.popen`.
         """
-        extra = (*_smaller(command), *extra)
+        extra = (*_smaller([*command.words, *extra]), *extra)
         code, printed = (self._fork if command.words[0] in _FORKED else self._run)(command, extra, timeout_s)
         refused = any(line.startswith("error: ") for line in command.output)
         assert code == (2 if refused else 0), f"{command.where}: {command.line}\n{printed}"
@@ -231,13 +232,13 @@ class Checkout:
             assert f'"{flag}"' in source, f"{command.where}: {name} has no {flag}"
 
 
-def _smaller(command: Command) -> tuple[str, ...]:
-    """Return flags with which a command has less to do, where the page does not say how much that is."""
-    if "--compare" in command.words:
+def _smaller(words: Sequence[str]) -> tuple[str, ...]:
+    """Return flags with which a command has less to do, where its words do not say how much that is."""
+    if "--compare" in words:
         return ()
-    flags = _SMALLER.get(command.words[0], ())
+    flags = _SMALLER.get(words[0], ())
     pairs = zip(flags[::2], flags[1::2], strict=True)
-    return tuple(word for name, value in pairs if name not in command.words for word in (name, value))
+    return tuple(word for name, value in pairs if name not in words for word in (name, value))
 
 
 def settings_file(block: Block, directory: Path) -> Path:
