@@ -43,9 +43,9 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
     assert vllm_server.generated_tokens() - before >= sum(rollout.loss_mask.num_sampled for rollout in rollouts) > 0
 
 
-def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServer, tmp_path: Path) -> None:
+def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun, tmp_path: Path) -> None:
+    """What is left is that of the longer run that nothing disturbs, as far as it goes."""
     steps = ("--max-steps", "6", "--ckpt.interval", "2")
-    straight = succeeded(tmp_path / "straight", *vllm_server.flags, *steps)
     flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()), *steps, "--ckpt.resume-step", "auto")
     held = at_start(held_after(5, until=NEVER))
     with RlRun(tmp_path / "run", *flags, engine="vllm", environment=held) as run:
