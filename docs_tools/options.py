@@ -195,7 +195,7 @@ def parser_of(command: str, *words: str) -> argparse.ArgumentParser:
         TypeError: it prints no help by argparse.
     """
     module, _, function = COMMANDS[command][1].partition(":")
-    action = getattr(importlib.import_module(f"holdfast.commands.{module}"), function)
+    action = getattr(importlib.import_module(f"holdfast.{module}"), function)
     asked: list[argparse.ArgumentParser] = []
     before = argparse.ArgumentParser.print_help
     argparse.ArgumentParser.print_help = lambda self, file=None: asked.append(self)

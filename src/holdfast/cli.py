@@ -112,10 +112,9 @@ def run(name: str, argv: list[str]) -> int:
     action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
     if configuration is None:
         return action(argv)
-    from holdfast import config
     from holdfast.config.load import parse_command_line
 
-    parsed = parse_command_line(getattr(config, configuration), argv, program=name)
+    parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv, program=name)
     if not parsed.dry_run:
         from holdfast.process.child import make_output_lossy
 

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.algorithms.curves import Curve, read_curves
-from tests.conftest import ROOT
+from tests.runs.forked_benchmarks import run_benchmark
 from tests.runs.ports import free_port
-from tests.runs.processes import WITH_STUB_ENGINE
 
 pytestmark = pytest.mark.launch
 
 
-def run_benchmark(algorithm: str, output: Path, *, steps: int) -> Curve:
-    command = [sys.executable, "-m", "benchmarks.algorithms", "--algorithms", algorithm, "--seeds", "5",
-               "--steps", str(steps), "--output", str(output), "--port", str(free_port()),
-               "--threads", "1"]  # fmt: skip
-    environment = os.environ | WITH_STUB_ENGINE
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_algorithm(algorithm: str, output: Path, *, steps: int) -> Curve:
+    flags = ("--algorithms", algorithm, "--seeds", "5", "--steps", str(steps), "--output", str(output))
+    own = ("--port", str(free_port()), "--threads", "1")
+    printed = run_benchmark(output.with_suffix(".log"), "benchmarks.algorithms", *flags, *own)
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     (curve,) = read_curves(output / "curves.csv")
     assert (curve.algorithm, curve.seed) == (algorithm, 5)
-    assert f"reward {curve.start:.3f} to {curve.end:.3f}" in done.stdout
+    assert f"reward {curve.start:.3f} to {curve.end:.3f}" in printed
     return curve
 
 
 def test_rl_is_measured_step_by_step(tmp_path: Path) -> None:
-    curve = run_benchmark("max_rl", tmp_path, steps=2)
+    curve = run_algorithm("max_rl", tmp_path, steps=2)
     assert list(curve.points) == [1, 2]
     assert 0.3 < curve.start < 0.9
     assert curve.points[1]["ref_kld"] == 0 < curve.points[2]["ref_kld"]
@@ -40,7 +33,7 @@ def test_rl_is_measured_step_by_step(tmp_path: Path) -> None:
 
 
 def test_the_weights_of_dpo_are_judged_by_rollouts(tmp_path: Path) -> None:
-    curve = run_benchmark("dpo", tmp_path, steps=1)
+    curve = run_algorithm("dpo", tmp_path, steps=1)
     assert list(curve.points) == [0, 1]
     assert 0.3 < curve.start < 0.9
     assert curve.points[0]["ref_kld"] == 0, "before training the policy is the reference"

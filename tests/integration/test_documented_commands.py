@@ -8,10 +8,11 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.pages.documentation import commands
-from tests.pages.runs import Checkout, can_be_started
+from tests.pages.runs import RL_STEPS, Checkout, can_be_started
 
-STARTED = {"checkpoints.md"}
-"""Pages whose commands are all started in the everyday tests; of the others they are checked by --dry-run."""
+_LOOKED_INTO = ("journal.md", "environments.md", "evaluation.md", "first_run.md", "kill_it.md")
+STARTED = {"README.md", "checkpoints.md", *_LOOKED_INTO}
+"""Pages whose commands are all started here; of the others they are checked by --dry-run."""
 pytestmark = [pytest.mark.docs, pytest.mark.launch, pytest.mark.timeout(2400)]  # many whole runs in one test
 # A user's own run and a store on a network: checked, not started.
 _NOT_STARTED = "my_run.toml"
@@ -35,12 +36,12 @@ def test_the_readme(tmp_path: Path) -> None:
             continue
         short = ["--max-steps", "3"] if "outputs/addition" in command.words else []
         checkout.start(command, *short)
-    weights = [tmp_path / "outputs" / name / "weights/step_50" for name in ("reverse_text_rl", "killed")]
+    weights = [tmp_path / "outputs" / name / f"weights/step_{RL_STEPS}" for name in ("reverse_text_rl", "killed")]
     first, second = ((path / "model.safetensors").read_bytes() for path in weights)
     assert first == second
 
 
-@pytest.mark.parametrize("page", ["journal.md", "environments.md", "evaluation.md", "first_run.md", "kill_it.md"])
+@pytest.mark.parametrize("page", _LOOKED_INTO)
 def test_pages_whose_runs_are_looked_into(page: str, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.save_files(ROOT / "docs" / page)

@@ -42,6 +42,15 @@ def lines_of(directory: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
+@pytest.mark.engine
+def test_an_evaluation_starts_vllm_and_ends_it(tmp_path: Path) -> None:
+    argv = ["--model.name", str(MODEL), *SMALL, "--output-dir", str(tmp_path / "asked")]
+    run = shared_commands().start("evaluate", tmp_path / "asked", argv, engine="vllm").wait(4 * HANG_S)
+    assert run.code == 0, run.log
+    assert 0.2 < summary_in(tmp_path / "asked").environments["reverse_text"].estimates["avg@4"].value < 1
+    assert not [one for one in psutil.process_iter() if str(tmp_path) in " ".join(command_line(one))]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_harness_plays_is_evaluated_as_any_environment(tmp_path: Path, workers: int) -> None:
     """The harness asks an endpoint of ours: answers and rewards are those of sessions."""

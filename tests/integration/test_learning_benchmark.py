@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning.results import NUMBERS, Run, read_runs
-from tests.conftest import ROOT
-from tests.runs.processes import WITH_STUB_ENGINE
+from tests.runs.forked_benchmarks import run_benchmark
+
+FEW = ("--seeds", "5", "--steps", "2", "--num-tasks", "8")
 
 
-def run_benchmark(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
-    command = [sys.executable, "-m", "benchmarks.learning", "--seeds", "5", "--steps", "2", "--num-tasks", "8",
-               "--output", str(tmp_path), "--runs", str(tmp_path / "runs"), *flags]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | WITH_STUB_ENGINE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_toy(module: str, tmp_path: Path, *flags: str) -> str:
+    folders = ("--output", str(tmp_path), "--runs", str(tmp_path / "runs"))
+    return run_benchmark(tmp_path.with_suffix(".log"), module, *FEW, *folders, *flags)
+
+
+def run_learning(tmp_path: Path, *flags: str) -> tuple[list[Run], str]:
+    printed = run_toy("benchmarks.learning", tmp_path, *flags)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    return read_runs(tmp_path), done.stdout
+    return read_runs(tmp_path), printed
 
 
 def run_lengths(tmp_path: Path, *flags: str) -> list[dict[str, str]]:
-    command = [sys.executable, "-m", "benchmarks.learning.lengths", "--seeds", "5", "--steps", "2", "--num-tasks", "8",
-               "--output", str(tmp_path), "--runs", str(tmp_path / "runs"), *flags]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | WITH_STUB_ENGINE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_toy("benchmarks.learning.lengths", tmp_path, *flags)
     with (tmp_path / "lengths.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -38,7 +35,7 @@ def run_lengths(tmp_path: Path, *flags: str) -> list[dict[str, str]]:
 @pytest.mark.trl
 @pytest.mark.timeout(1800)  # seven programs, one after the other
 def test_a_run_is_judged_before_and_after_beside_trl_and_not_made_twice(tmp_path: Path) -> None:
-    runs, printed = run_benchmark(tmp_path, "--variants", "grpo", "trl")
+    runs, printed = run_learning(tmp_path, "--variants", "grpo", "trl")
     ours, theirs = runs
     assert [(run.task, run.variant, run.seed) for run in runs] == [(ours.task, name, 5) for name in ("grpo", "trl")]
     assert ours.before == theirs.before, "both start from the same weights"
@@ -51,7 +48,7 @@ def test_a_run_is_judged_before_and_after_beside_trl_and_not_made_twice(tmp_path
     assert weights.read_bytes() != start.read_bytes()
 
     made = weights.stat().st_mtime_ns
-    assert run_benchmark(tmp_path)[0] == runs, "what is finished stays, and the other runs of the files too"
+    assert run_learning(tmp_path)[0] == runs, "what is finished stays, and the other runs of the files too"
     assert weights.stat().st_mtime_ns == made
 
     rows = run_lengths(tmp_path, "--lengths", "6", "--variants", "grpo")

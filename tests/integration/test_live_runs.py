@@ -17,11 +17,13 @@ from tests.conftest import ROOT
 from tests.runs.terminal import Terminal
 
 pytestmark = pytest.mark.launch
+_SMALL = ("--data.batch-size", "8", "--parallel.threads", "1")
 
 
 def test_a_run_is_followed_from_elsewhere(command: Callable[[str], str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    sft = [command("sft"), "@", "configs/reverse_text/sft.toml", "--output-dir", str(run), "--ckpt.interval", "5"]
+    sft = [command("sft"), "@", "configs/reverse_text/sft.toml", "--output-dir", str(run), *_SMALL]
+    sft += ["--ckpt.interval", "20"]
     begun = [*sft, "--max-steps", "100000", "--optim.schedule-steps", "100"]
     watching = [command("monitor"), str(run), "--wait", "--interval", "0.1"]
     with ExitStack() as stack:
@@ -59,7 +61,7 @@ def test_a_run_is_followed_from_elsewhere(command: Callable[[str], str], tmp_pat
 def test_a_run_goes_on_whatever_becomes_of_its_output(
     redirected: str, command: Callable[[str], str], tmp_path: Path
 ) -> None:
-    sft = f"'{command('sft')}' @ configs/reverse_text/sft.toml --max-steps 2 --optim.warmup-steps 0"
+    sft = f"'{command('sft')}' @ configs/reverse_text/sft.toml {' '.join(_SMALL)} --max-steps 2 --optim.warmup-steps 0"
     script = f"{sft} --output-dir '{tmp_path / 'run'}' {redirected}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.returncode == 0

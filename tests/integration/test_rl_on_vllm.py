@@ -43,9 +43,9 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
     assert vllm_server.generated_tokens() - before >= sum(rollout.loss_mask.num_sampled for rollout in rollouts) > 0
 
 
-def test_everything_is_killed_at_once_and_the_run_goes_on(vllm_server: UsedServer, tmp_path: Path) -> None:
+def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun, tmp_path: Path) -> None:
+    """What is left is that of the longer run that nothing disturbs, as far as it goes."""
     steps = ("--max-steps", "6", "--ckpt.interval", "2")
-    straight = succeeded(tmp_path / "straight", *vllm_server.flags, *steps)
     flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()), *steps, "--ckpt.resume-step", "auto")
     held = at_start(held_after(5, until=NEVER))
     with RlRun(tmp_path / "run", *flags, engine="vllm", environment=held) as run:
@@ -85,12 +85,9 @@ def test_inference_and_its_engine_die_and_hang(straight: CompletedRun, tmp_path:
 def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     port = ("--inference.server.port", str(free_port()))
     with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2", engine="vllm") as run:
-        for number, cpu_s in enumerate((0.0, 0.3), start=1):  # as it appears, and while it loads
-            run.wait_for(lambda: engines(run), "the engine")
-            (engine,) = engines(run)
-            run.wait_for(lambda: sum(engine.cpu_times()[:2]) >= cpu_s, "its start")  # noqa: B023
-            engine.kill()
-            run.wait_for_output(f"inference ended with exit code 75: starting it again (restart {number} of 3)")
+        run.wait_for(lambda: engines(run), "the engine")
+        engines(run)[0].kill()
+        run.wait_for_output("inference ended with exit code 75: starting it again (restart 1 of 3)")
         ended = complete(run)
     assert ended.exit_code == 0, ended.output
     assert not ended.survivors

@@ -15,7 +15,7 @@ from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, WITH_STUB_ENGINE
 from tests.runs.trackers import TrackedDirectory
 
 pytestmark = pytest.mark.launch
@@ -36,10 +36,10 @@ TRACKED = ("--tracking.finish-timeout-s", "600")  # on a busy machine the import
 
 def started(directory: Path, *flags: str, log: str = "first") -> Run:
     argv = ["--output-dir", str(directory), *TRAINS, *flags]
-    return shared_commands().start("sft", directory, argv, log=directory.with_name(f"{directory.name}_{log}.out"))
+    path = directory.with_name(f"{directory.name}_{log}.out")
+    return shared_commands().start("sft", directory, argv, log=path, environment={**os.environ, **WITH_STUB_ENGINE})
 
 
-@pytest.mark.engine
 def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: Path, ends: Callable[..., bool]) -> None:
     run_dir = RunDir(tmp_path / "run")
     run = started(run_dir.path, *ASKS, *TRACKED)

@@ -1,20 +1,16 @@
-"""`benchmarks.sft_throughput` and `benchmarks.rl_throughput` train with all of their contestants, and print ratios."""
+"""`benchmarks.sft_throughput` and `benchmarks.rl_throughput` train with all contestants, and print ratios."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-
-
-def output_of(*command: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.runs.forked_benchmarks import run_benchmark
 
 
 def ratios(output: str) -> dict[str, float]:
@@ -25,10 +21,11 @@ def ratios(output: str) -> dict[str, float]:
 
 @pytest.mark.launch
 @pytest.mark.trl
-def test_sft_is_measured_beside_trl_and_a_plain_loop() -> None:
-    output = output_of(
-        "benchmarks.sft_throughput", "--sizes", "0.6M", "--kinds", "ragged", "--steps", "5", "--rounds", "1",
-        "--batch-size", "4", "--micro-batch-size", "2", "--contestants", "sft,TRL-grouped,TRL-packed,plain-loop",
+def test_sft_is_measured_beside_trl_and_a_plain_loop(tmp_path: Path) -> None:
+    output = run_benchmark(
+        tmp_path / "sft.log", "benchmarks.sft_throughput", "--sizes", "0.6M", "--kinds", "ragged", "--steps", "5",
+        "--rounds", "1", "--batch-size", "4", "--micro-batch-size", "2",
+        "--contestants", "sft,TRL-grouped,TRL-packed,plain-loop",
     )  # fmt: skip
     found = ratios(output)
     assert set(found) == {"sft / TRL-grouped", "sft / TRL-packed", "sft / plain-loop"}
@@ -37,11 +34,12 @@ def test_sft_is_measured_beside_trl_and_a_plain_loop() -> None:
         assert found[f"sft / {other}"] == pytest.approx(rates["sft"] / rates[other], rel=0.02, abs=0.006)
 
 
-@pytest.mark.engine
 @pytest.mark.launch
 @pytest.mark.trl
-def test_rl_is_measured_beside_trl_and_a_synchronous_trainer() -> None:
-    output = output_of("benchmarks.rl_throughput", "--lengths", "24", "--steps", "6", "--rounds", "1")
+def test_rl_is_measured_beside_trl_and_a_synchronous_trainer(tmp_path: Path) -> None:
+    output = run_benchmark(
+        tmp_path / "rl.log", "benchmarks.rl_throughput", "--lengths", "24", "--steps", "6", "--rounds", "1"
+    )
     assert set(ratios(output)) == {"rl / TRL", "rl / synchronous"}
     speeds = re.findall(r"tokens: (\S+) (\d+\.\d+) s a step, ([\d,]+) tok/s$", output, re.MULTILINE)
     assert [name for name, _, _ in speeds] == ["rl", "TRL", "synchronous"]

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from holdfast.config.rl import hand_down_shared
 from tests.conftest import ROOT
 from tests.forking.commands import shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
-from tests.runs.rl import SMALL_BATCH
+from tests.runs.processes import WITH_STUB_ENGINE
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
@@ -35,10 +35,18 @@ NOT_OURS = {
 # The suite that a started page is a part of.
 _THE_SUITE = ["python", "-m", "tests.lanes"]
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
-_FORKED = (*TRAINING, "rl", "evaluate")
+_FORKED = (*TRAINING, "rl", "evaluate", "ckpt", "rollouts", "environments")
 _MODEL = "examples/reverse_text/model"
-# So that the stub engine, which is slower than vLLM at a whole batch, has less to sample.
-_SMALLER = {"rl": SMALL_BATCH, "evaluate": ("--num-tasks", "16")}
+# So that there is less to sample and to train on: the pages show no number that a test would compare.
+RL_STEPS = 20
+_FEW_ROWS = ("--data.batch-size", "8", "--parallel.threads", "1")
+_SMALLER = {
+    "rl": ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4", "--max-steps", str(RL_STEPS)),
+    "sft": _FEW_ROWS,
+    "dpo": _FEW_ROWS,
+    "reward-model": _FEW_ROWS,
+    "evaluate": ("--num-tasks", "8"),
+}
 
 
 def can_be_started(command: Command) -> bool:
@@ -104,9 +112,9 @@ class Checkout:
     def start(self, command: Command, *extra: str, timeout_s: float = 1200) -> str:
         """Run a command and check its exit code, and what the page says that it prints; return what it printed.
 
-        What trains or evaluates is forked, with the stub engine: see `forking.popen`.
+        Most commands are forked, with the stub engine: see `forking.popen`.
         """
-        extra = (*_smaller(command), *extra)
+        extra = (*_smaller([*command.words, *extra]), *extra)
         code, printed = (self._fork if command.words[0] in _FORKED else self._run)(command, extra, timeout_s)
         refused = any(line.startswith("error: ") for line in command.output)
         assert code == (2 if refused else 0), f"{command.where}: {command.line}\n{printed}"
@@ -117,8 +125,10 @@ class Checkout:
     def _fork(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
         log = self.path / f"printed_{len(list(self.path.glob('printed_*')))}.out"
         here = f"import os; os.chdir({str(self.path)!r})"
-        argv = [*command.words[1:], *extra]
-        run = shared_commands().start(command.words[0], self.path / "unused", argv, log=log, fault=here)
+        argv, variables = [*command.words[1:], *extra], {**os.environ, **WITH_STUB_ENGINE}
+        run = shared_commands().start(
+            command.words[0], self.path / "unused", argv, log=log, environment=variables, fault=here
+        )
         code = run.wait(timeout_s).code
         assert code is not None
         return code, run.log
@@ -215,10 +225,13 @@ class Checkout:
             assert f'"{flag}"' in source, f"{command.where}: {name} has no {flag}"
 
 
-def _smaller(command: Command) -> tuple[str, ...]:
-    """Return flags with which a command has less to sample, where the page does not say how much that is."""
-    flags = _SMALLER.get(command.words[0], ())
-    return () if "--compare" in command.words or set(flags[::2]) & set(command.words) else flags
+def _smaller(words: Sequence[str]) -> tuple[str, ...]:
+    """Return flags with which a command has less to do, where its words do not say how much that is."""
+    if "--compare" in words:
+        return ()
+    flags = _SMALLER.get(words[0], ())
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return tuple(word for name, value in pairs if name not in words for word in (name, value))
 
 
 def settings_file(block: Block, directory: Path) -> Path:

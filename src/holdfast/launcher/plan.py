@@ -91,8 +91,8 @@ class Restarts:
         return f" behind step {self._stuck[name][0]}" if name in self._stuck else f" in {self.window_s:g} s"
 
 
-_STORAGE_BACKOFF_FIRST_DELAY_S = 1.0
-_STORAGE_BACKOFF_LAST_DELAY_S = 30.0
+_STORAGE_FIRST_DELAY_S = 1.0
+_STORAGE_LAST_DELAY_S = 30.0
 
 
 class StorageBackoff:
@@ -122,7 +122,7 @@ class StorageBackoff:
             return None
         self._failures += 1
         # Not beyond the limit: the last try is made when it is reached.
-        return min(left_s, _STORAGE_BACKOFF_LAST_DELAY_S, _STORAGE_BACKOFF_FIRST_DELAY_S * 2 ** (self._failures - 1))
+        return min(left_s, _STORAGE_LAST_DELAY_S, _STORAGE_FIRST_DELAY_S * 2 ** (self._failures - 1))
 
 
 def fullest(run_dir: RunDir) -> tuple[Path, int]:

@@ -38,7 +38,7 @@ from tests.pages.documentation import (
     prose,
     shows,
 )
-from tests.pages.runs import Checkout, settings_file
+from tests.pages.runs import Checkout, can_be_started, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -74,7 +74,7 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
     """None is refused by what those before it have left; what is resumed or looked into was made before."""
     checkout.save_files(page)
     for command in commands(page):
-        if page.name not in STARTED:
+        if page.name not in STARTED or not can_be_started(command):
             checkout.dry_run(command, run_command)
     for number, line in enumerate(re.findall(r"`uv run ([^`]+)`", prose(page))):
         alone = Command(f"{page.name}, inline {number}", line, behind_uv(["uv", "run", *line.split()]))
@@ -406,7 +406,7 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"for {['no', 'one', 'two'][round(http._RETRY_FAILING_S / 60)]} minutes with 500",
         f"silent from {liveness._FIRST_BEAT_S:g} s after its start",
         f"named after {guard.SILENT_S:g} s with environment",
-        f"after {plan._FIRST_DELAY_S:g} s, then 2, 4, ... up to {plan._LAST_DELAY_S:g} s",
+        f"after {plan._STORAGE_FIRST_DELAY_S:g} s, then 2, 4, ... up to {plan._STORAGE_LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
         f"waits up to {engines._ENDING_S:g} s for what a killed launcher",
         f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",

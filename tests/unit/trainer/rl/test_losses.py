@@ -20,6 +20,7 @@ from holdfast.config.base import POLICY_LOSSES
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.slow_losses import as_input, configured, random_step, slow_gradient, slow_loss
+from tests.conftest import ROOT
 
 BUILT_IN = tuple(POLICY_LOSSES)
 RATIO_TO = [name for name in BUILT_IN if "ratio_to" in POLICY_LOSSES[name].defaults]
@@ -336,7 +337,7 @@ def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
-    docs = Path(__file__).parents[5] / "docs"
+    docs = ROOT / "docs"
     assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()
     page = (docs / "losses.md").read_text()
     for name, built_in in POLICY_LOSSES.items():
