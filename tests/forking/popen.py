@@ -44,11 +44,11 @@ def fork_children(trainer_fault: str, *, engine: Engine) -> None:
     forked = (*_FORKED, _ENGINE) if engine == "stub" else _FORKED
 
     def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
-        if argv[3] not in forked:
+        if not set(argv[3:4]) & set(forked):
             return subprocess.Popen(argv, **options)
         return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
 
-    kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
     holdfast.launcher.cluster.hosts.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
 
 

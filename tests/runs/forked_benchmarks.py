@@ -18,8 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holdfast.commands.cli import COMMANDS
-
+from holdfast.cli import COMMANDS
 from holdfast.process.child import die_with_parent
 from tests.forking.commands import be_command, shared_commands
 from tests.forking.popen import run_module
