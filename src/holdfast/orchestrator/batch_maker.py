@@ -25,6 +25,8 @@ from holdfast.protocol.rollouts import Dropped, Rollout
 from holdfast.run.journal import Counts, dropped_by_reason
 from holdfast.run.run_dir import RunDir
 
+_log = logging.getLogger("orchestrator")
+
 
 def has_signal(outcome: Outcome) -> bool:
     """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
@@ -97,9 +99,6 @@ def count(state: OrchestratorState, step: int, selection: Selection) -> None:
     state.sampled_tokens += sum(one.loss_mask.num_sampled for one in rollouts)
     for reason, counts in dropped_by_reason(dropped).items():
         state.dropped[reason] = state.dropped.get(reason, Counts()) + counts
-
-
-_log = logging.getLogger("orchestrator")
 
 
 class BatchMaker:

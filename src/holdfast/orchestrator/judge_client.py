@@ -34,6 +34,8 @@ from holdfast.process.heartbeat import awake_s, moved
 from holdfast.protocol.inference import ChatCall, ChatReply, read_key
 from holdfast.run.record_log import RecordLog, read_records, whole_bytes
 
+_log = logging.getLogger("orchestrator")
+
 _MOST_BYTES = 1 << 24
 """Of an answer: what is longer is no chat completion that anybody asked for."""
 
@@ -233,7 +235,6 @@ class JudgeQueue:
             raise JudgeFailure(f"judge: {refusal}", reason="judge_refused") from None
 
 
-_log = logging.getLogger("orchestrator")
 _FORMAT = 1
 
 

@@ -29,6 +29,8 @@ from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
 from holdfast.run.timeline import span
 
+_log = logging.getLogger("orchestrator")
+
 
 class BatchPublisher:
     """Writes one batch at a time to the journal, on a thread, while the next one is generated.
@@ -90,9 +92,6 @@ class BatchPublisher:
             raise RunDirError(f"batch {batch.step} cannot be written to {self._run_dir.rollouts}: {error}") from error
         # After the batch is durable: until then they are all that is left of it.
         discard_generations(self._run_dir, up_to=batch.step)
-
-
-_log = logging.getLogger("orchestrator")
 
 
 class BatchPipeline:

@@ -27,6 +27,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+_log = logging.getLogger("holdfast")
+
 FROZEN_S = 5.0
 """A look at the clock so long after the one before means that the process was frozen between them."""
 _TICK_S = 1.0
@@ -169,8 +171,6 @@ def _size(log: Path) -> int:
     except OSError:  # it may lie where the storage is away
         return 0
 
-
-_log = logging.getLogger("holdfast")
 
 HEARTBEAT_ENV = "HOLDFAST_HEARTBEAT"
 PERIOD_S = 1.0

@@ -35,6 +35,8 @@ from holdfast.run.run_dir import RunDir, profile_name
 from holdfast.run.timeline import Span, read_spans, span
 from holdfast.trainer.mesh import Mesh
 
+_log = logging.getLogger("trainer")
+
 BASE_S = 1_767_225_600
 """Times are counted from here, 2026 in UTC: as microseconds since 1970 they would lose what is below 0.25 µs."""
 _LEVEL = 3  # such text shrinks to about a tenth at any level, and the highest ones take minutes for that
@@ -258,7 +260,6 @@ _OTHER_PARTS_S = 5.0
 """How long rank 0 waits for the other ranks' parts where the run ends by an error: one of them may be dead."""
 _POLL_S = 0.05
 _FAILURES = (OSError, RuntimeError, AssertionError, MemoryError, msgspec.MsgspecError)
-_log = logging.getLogger("trainer")
 
 
 class Profiler:

@@ -36,6 +36,8 @@ from holdfast.protocol.inference import (
 )
 from holdfast.run.run_dir import RunDir, owner_of
 
+_log = logging.getLogger("orchestrator")
+
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 5.0
 # As often a server is asked again however long that took.
@@ -88,9 +90,6 @@ class RetryPolicy:
 def asked_pause_s(failure: Unavailable) -> float:
     """Return for how many seconds a server that asked for it is left alone."""
     return min(failure.retry_after_s, _LONGEST_PAUSE_S)
-
-
-_log = logging.getLogger("orchestrator")
 
 
 class EngineCounts(NamedTuple):

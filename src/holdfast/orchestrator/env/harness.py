@@ -50,6 +50,8 @@ from holdfast.orchestrator.env.interface import Session as harness_Session
 from holdfast.orchestrator.env.session import Session
 from holdfast.orchestrator.env.tools import Parser, ReadsCalls, ToolCall, find_parser, text_before_calls
 
+_log = logging.getLogger("orchestrator")
+
 RefusalReason = Literal["malformed", "parameter", "history", "parallel", "full"]
 """Why a request is refused: it cannot be read; it asks for what a rollout does not have; it does not go on where the
 last one ended; another one of the rollout is being answered; there is no room left within `seq_len`."""
@@ -250,8 +252,6 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
         "usage": {"prompt_tokens": total - sampled, "completion_tokens": sampled, "total_tokens": total},
     }
 
-
-_log = logging.getLogger("orchestrator")
 
 MODEL = "policy"
 _PATH = re.compile(r"/(\d+)/v1/(chat/completions|models)")

@@ -50,6 +50,8 @@ from holdfast.trainer.checkpoint.state import (
 from holdfast.trainer.checkpoint.storage import LocalStorage, Storage
 from holdfast.trainer.mesh import RankGroup, describe, rank_and_world_size
 
+_log = logging.getLogger("trainer")
+
 _SMALL_ELEMENTS = 1 << 15  # torch itself copies fewer on one thread
 
 
@@ -115,9 +117,6 @@ def _like(tensor: Tensor, shard: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return shard
     return DTensor(shard, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
-
-
-_log = logging.getLogger("trainer")
 
 
 class Checkpointer:

@@ -37,6 +37,8 @@ from holdfast.run.weights import adapted_matrices
 from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors, some
 from holdfast.trainer.mesh import RankGroup
 
+_log = logging.getLogger("trainer")
+
 Region = tuple[slice, ...]
 
 _DTYPES = {
@@ -222,8 +224,6 @@ def _readable(file: Path) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{file} cannot be read: {reason}") from error
 
-
-_log = logging.getLogger("trainer")
 
 # What older Hugging Face files hold besides weights: computed from the config.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")

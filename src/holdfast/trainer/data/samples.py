@@ -55,6 +55,8 @@ from holdfast.trainer.data.tokenizing import (
 )
 from holdfast.trainer.mesh import Mesh
 
+_log = logging.getLogger("trainer")
+
 _TELL_S = 10.0
 _Work = Generator[None, None, str | None]
 
@@ -214,9 +216,6 @@ def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str | None]:
                 raise failed
         if all(done for _, done, _, _ in states):
             return [found for has_work, _, found, _ in states if has_work]
-
-
-_log = logging.getLogger("trainer")
 
 
 class SampleOrder:

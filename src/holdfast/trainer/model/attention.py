@@ -36,6 +36,8 @@ from holdfast.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.model.context_parallel import RowSlice
 
+_log = logging.getLogger("trainer")
+
 _HEAD_STEP = 8  # of head dimensions, that the kernel's loads are made for
 # torch before 2.12 takes groups of heads without being told.
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -185,8 +187,6 @@ def attend_by_kernel(
     )
     return attended_THD[..., :value_dim].reshape(batch, length, heads, value_dim)
 
-
-_log = logging.getLogger("trainer")
 
 IRRELEVANT = {
     "cache_position",

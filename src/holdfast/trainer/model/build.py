@@ -40,6 +40,8 @@ from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.structure import base_tensors, takes_positions, use_attention
 from holdfast.trainer.model.tensor_names import TensorLayout, weight_files
 
+_log = logging.getLogger("trainer")
+
 
 class Trained(Protocol):
     """A module around a transformers model whose parameters and persistent buffers are its state."""
@@ -52,9 +54,6 @@ def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
     if is_adapted(hf_model):
         return adapter_parameters(hf_model)
     return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
-
-
-_log = logging.getLogger("trainer")
 
 
 _MOST_CHARACTERS = 300  # of another library's message

@@ -28,6 +28,8 @@ from holdfast.view.follow import Tail, attempts_with_logs
 from holdfast.view.state import Alarm, RunState
 from holdfast.view.trackers.interface import TrackedRun, Tracker, load_tracker
 
+_log = logging.getLogger("holdfast")
+
 
 class _State(msgspec.Struct):
     run_id: str
@@ -157,7 +159,6 @@ def _is_number(value: object) -> bool:
 
 
 _PROGRAMS = ("sft", "dpo")
-_log = logging.getLogger("holdfast")
 
 
 class Evaluations:
