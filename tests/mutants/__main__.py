@@ -1,7 +1,7 @@
 """Change `src` in small ways, one at a time, and see whether a test notices.
 
     uv run python -m tests.mutants --seed 3 --count 150
-    uv run python -m tests.mutants --where trainer/pairs/reference.py:76
+    uv run python -m tests.mutants --where trainer/preference/reference.py:76
 
 Each change is tried with the unit tests that import the module, with those of modules that import it, with the other
 tests, and last with whole runs, until one notices; that one must pass without the change. What no test sees is
@@ -30,7 +30,7 @@ _TIMEOUT_S = 400.0
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module, such as `trainer/data.py`."""
+    """One change of one module, such as `trainer/session.py`."""
 
     module: str
     mutation: Mutation

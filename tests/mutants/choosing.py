@@ -8,10 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Whole runs, by the package that they show most of.
+_RUNS_OF_ALL = ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"]
 _WHOLE_RUNS = {
     "trainer": ["unit/trainer/programs/test_resumed_in_process.py", "faults/test_kill_during_save.py"],
-    "commands": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
-    "shared": ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"],
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
     "inference": ["integration/test_inference_weights.py", "integration/test_engine_contract.py"],
 }
@@ -30,7 +29,7 @@ def rounds_of(module: str) -> list[list[str]]:
         [test for test in named if "unit/" in test],
         [test for test in far if "unit/" in test][:_MOST_FILES],
         [test for test in (*near, *named) if "unit/" not in test],
-        [f"tests/{test}" for test in _WHOLE_RUNS.get(module.split("/")[1], [])],
+        [f"tests/{test}" for test in _WHOLE_RUNS.get(module.split("/")[1], _RUNS_OF_ALL)],
     ]
     seen: set[str] = set()
     chosen = []
