@@ -15,6 +15,7 @@ run           a run on disk: atomic writes, journal, checkpoints, locks
 config        the settings
 protocol      what goes over the wire
 process       child processes, heartbeats, GPUs
+errors        the exceptions and their exit codes
 """
 
 # A user's files may come before everything: nothing is imported here that Python has not imported at its start.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config import TrainerConfig
+from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.plan import Healing, Plan, Restarts, StorageBackoff
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.watch import watch
 from holdfast.run.run_dir import RunDir
 
 

@@ -16,7 +16,7 @@ from holdfast.config.load import to_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
 from holdfast.launcher.engines import release_all, reserve_first_free
-from holdfast.launcher.failures import death_of
+from holdfast.launcher.exit_reasons import death_of
 from holdfast.launcher.plan import Restarts
 from holdfast.launcher.preflight import check_in_child
 from holdfast.launcher.resume.attempt import CONFIG_NAME

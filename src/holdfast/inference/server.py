@@ -1,4 +1,4 @@
-"""The server's life: start the engine, serve, and end for one of three reasons.
+"""The server's life: start the engine, serve, and end for one of four reasons.
 
     asked to (SIGTERM, SIGINT)    exit code 0
     the engine died               exit code 75, with the reason in the log (also while it starts)

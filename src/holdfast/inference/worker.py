@@ -40,7 +40,7 @@ SWAP_FAILED_EXIT_CODE = 70
 # What takes no longer to read may hold up the engine: it costs no second question.
 _STAGE_AT_ONCE_S = 0.2
 
-# Below vLLM's own, which marks every line as the engine's: `launcher.failures` finds by that why it died.
+# Below vLLM's own, which marks every line as the engine's: `launcher.exit_reasons` finds by that why it died.
 _log = logging.getLogger("vllm.inference.worker")
 # It warns at every update of each layer that has no weights of its own; names are checked before.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The launcher: prepares the run directory, starts the processes, watches them and stops them.
+"""The launcher: prepares the run directory and the plan of a run; `launcher.heal` starts and watches the processes.
 
 `rl` decides once which step to resume from, and gives the same number to all processes. It starts everything at the
 same time; a process that is ready first waits for the others through the run directory. For evaluations beside
@@ -38,6 +38,7 @@ from holdfast.launcher.devices import (
     with_engines,
 )
 from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, reserve
+from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.nodes import launch_on_nodes, process_name, trainer_command, with_outer_nodes
 from holdfast.launcher.outputs import Listeners, check_tracking, listening_for
@@ -57,7 +58,6 @@ from holdfast.launcher.preflight import (
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
-from holdfast.launcher.watch import watch
 from holdfast.process.child import available_cores
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus, require_vllm

@@ -22,12 +22,12 @@ from typing import TypeVar
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launcher.heal import watch
 from holdfast.launcher.outputs import Listeners, listening_for
 from holdfast.launcher.plan import Healing, Plan, Restarts, StorageBackoff
 from holdfast.launcher.rendezvous import NodeGroup
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
-from holdfast.launcher.watch import watch
 from holdfast.process.imports import module_command
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV

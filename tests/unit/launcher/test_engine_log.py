@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launcher.failures import engine_failure
+from holdfast.launcher.exit_reasons import engine_failure
 from holdfast.launcher.plan import Restarts
 
 START = "00:12:20 inference INFO loading vllm"

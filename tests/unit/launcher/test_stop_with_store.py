@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config import SftConfig
 from holdfast.errors import NOT_SAVED
-from holdfast.launcher import watch
+from holdfast.launcher import heal
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.run.run_dir import RunDir
@@ -49,12 +49,12 @@ def test_the_exit_code_is_that_of_the_upload(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before, a trainer that was killed in its upload ended the run with 143: saved."""
-    monkeypatch.setattr(watch, "_TELLING_S", 0.1)
+    monkeypatch.setattr(heal, "_TELLING_S", 0.1)
     write_checkpoint(run_dir, 5)
     ckpt = {"dir": store, "grace_s": 0.2 if end == "hangs" else 60}
     config = SftConfig.model_validate({"output_dir": str(run_dir.path), "max_steps": 9, "ckpt": ckpt})
     argv = [sys.executable, "-c", TRAINER, str(run_dir.metrics), end]
-    plan = watch.Plan(Attempt(run_dir, 1, None), {"trainer": argv}, config, [])
+    plan = heal.Plan(Attempt(run_dir, 1, None), {"trainer": argv}, config, [])
 
     def signal_when_trained() -> None:
         while not run_dir.metrics.exists() or not run_dir.metrics.read_text():
@@ -64,7 +64,7 @@ def test_the_exit_code_is_that_of_the_upload(
     is_over = threading.Event()
     thread = threading.Thread(target=signal_when_trained)
     thread.start()
-    assert watch.watch(plan) == code
+    assert heal.watch(plan) == code
     thread.join()
     is_here_alone = f"step 5 is saved here, but not at {store}" in capsys.readouterr().out
     assert is_here_alone == (code == NOT_SAVED) and HEARTBEAT_ENV not in os.environ

@@ -19,3 +19,9 @@ def test_unit_tests_lie_in_directories_of_the_packages() -> None:
     packages = directories(ROOT / "src" / "holdfast", "*.py")
     tested = directories(ROOT / "tests" / "unit", "test_*.py") - {PROJECT}
     assert tested == packages, sorted(tested ^ packages)
+
+
+def test_no_file_has_more_lines_than_the_rules_allow() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
+    assert not {path: number for path, number in lines.items() if number > 650}
+    assert len(lines) <= 250

@@ -202,7 +202,7 @@ def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).exists() and all((ROOT / test).exists() for test in tests)
-    writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/watch.py"
+    writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/heal.py"
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoint"])
     resume = "src/holdfast/launcher/resume/plan.py"

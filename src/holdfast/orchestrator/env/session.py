@@ -31,7 +31,7 @@ class Task:
     answer: str = ""
 
 
-class ToolUse(Protocol):
+class SessionTools(Protocol):
     """What a session asks of the tools of its environment, `tool_loop.ToolUse`, which knows sessions."""
 
     @property
@@ -160,7 +160,7 @@ class Session:
         seq_len: int,
         max_tokens: int,
         task: Task | None = None,
-        tool_use: ToolUse | None = None,
+        tool_use: SessionTools | None = None,
         keeps_history: bool = False,
         max_branches: int = 8,
     ) -> None:

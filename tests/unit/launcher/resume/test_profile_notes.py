@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import CkptConfig, SftConfig
-from holdfast.launcher.failures import profile_lines
+from holdfast.launcher.exit_reasons import profile_lines
 from holdfast.launcher.resume.plan import prepare, profile_notes
 from holdfast.run.run_dir import RunDir
 

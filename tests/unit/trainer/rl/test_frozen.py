@@ -89,7 +89,7 @@ from holdfast.launcher.plan import Restarts
 from holdfast.run.run_dir import RunDir
 from holdfast.launcher.plan import StorageBackoff
 from holdfast.launcher.plan import Healing, Plan
-from holdfast.launcher.watch import watch
+from holdfast.launcher.heal import watch
 
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.create()

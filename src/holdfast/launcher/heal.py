@@ -1,8 +1,8 @@
-"""Watching a run: showing what it does, starting again what died, saving before a stop, saying how it ended.
+"""Watches a run: shows its progress, starts again what died, saves before a stop, says how the run ended.
 
 What a death costs:
-- inference: it is started again; the orchestrator gives it the weights it should have; what was in flight is asked
-  again, with the same seeds, of it or of another one. One of several that dies too often is left out.
+- inference: the launcher starts the server again. The orchestrator pushes the weights and repeats open requests, on any
+  server, with the same seeds. One of several servers that dies too often is left out.
 - orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
@@ -23,7 +23,7 @@ from holdfast.config.inference import is_engine
 from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
-from holdfast.launcher.failures import Deaths, end_of, how_it_ended, profile_lines, report_stop
+from holdfast.launcher.exit_reasons import Deaths, end_of, how_it_ended, profile_lines, report_stop
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
 from holdfast.launcher.outputs import Endpoints, Listeners, Senders
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff, fullest
