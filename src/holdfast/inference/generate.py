@@ -20,7 +20,7 @@ _MAX_TEMPERATURE = 2.0
 
 
 class Sampler(Protocol):
-    """An engine, as the routes see it: `vllm_engine.VllmSampler`, or the numpy engine of the tests.
+    """An engine, as the routes see it: `engine.VllmSampler`, or the numpy engine of the tests.
 
     Attributes:
         max_len: most tokens of prompt and completion together.
