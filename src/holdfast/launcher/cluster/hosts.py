@@ -21,15 +21,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
 from holdfast.errors import ConfigError
-from holdfast.launcher.engines import Reservation, reserve_first_free
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.heartbeat import show_stacks
 from holdfast.process.imports import module_command
+
+if TYPE_CHECKING:
+    from holdfast.launcher.engines import Reservation
 
 
 class Process(Protocol):
@@ -221,6 +223,9 @@ class Place:
 
     def reserve(self, first: int) -> int:
         """Return the first free port from `first` on; it is held until this place ends."""
+        # Not at the top: an agent would import the settings of all programs before it minds signals.
+        from holdfast.launcher.engines import reserve_first_free
+
         (reservation,) = reserve_first_free("0.0.0.0", first)
         self._reservations.append(reservation)
         return reservation.port

@@ -14,13 +14,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.errors import ConfigError
 from holdfast.installation import is_checkout
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_thread_environment
-from holdfast.view.report.serve import Built
+
+if TYPE_CHECKING:
+    from holdfast.view.report.serve import Built
 
 
 def give_way() -> None:
@@ -38,8 +41,10 @@ def build(run: Path) -> Built:
         ConfigError: there is no run, or what draws is not installed.
         OSError: something cannot be read.
     """
+    # Not at the top: most of what is imported is imported after this process has given way.
     from holdfast.view.report.main import build_page, library, read_runs
     from holdfast.view.report.page import Live, render
+    from holdfast.view.report.serve import Built
 
     (data,) = read_runs([run])
     page = build_page([data], made=time.time())
