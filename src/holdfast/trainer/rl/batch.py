@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from holdfast.protocol.rollouts import Rollout, Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.logprobs import Reading, SamplingByToken
-from holdfast.trainer.model.packing_check import Layout
+
+if TYPE_CHECKING:
+    from holdfast.trainer.model.packing_check import Layout
 
 SAMPLER_LOGPROB = "sampler_logprob"
 """Log-probability under the sampler when the token was drawn, in nats. Always set, from the rollout."""
