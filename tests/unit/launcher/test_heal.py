@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from holdfast.launcher import plan, watch
+from holdfast.launcher import heal, plan
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.stand_ins import Stands
@@ -134,7 +134,7 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
 def test_evaluations_are_started_again_and_end_no_training(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_MAX_EVALUATION_RESTARTS", 1)
+    monkeypatch.setattr(heal, "_MAX_EVALUATION_RESTARTS", 1)
     crashes = counted("evaluation", "if start < 3: sys.exit(1)")
     trainer = "while not Path('evaluation_starts').exists() or Path('evaluation_starts').stat().st_size < {}: "
     trainer += "time.sleep(0.02)\nmade('weights/step_1')"
