@@ -44,7 +44,7 @@ def fork_children(trainer_fault: str, *, engine: Engine) -> None:
     forked = (*_FORKED, _ENGINE) if engine == "stub" else _FORKED
 
     def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
-        if not set(argv[3:4]) & set(forked):
+        if len(argv) < 4 or argv[3] not in forked:
             return subprocess.Popen(argv, **options)
         return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
 
