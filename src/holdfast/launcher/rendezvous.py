@@ -375,10 +375,15 @@ class NodeGroup:
     def _all_are_here(self) -> bool:
         self._follow()
         present = self._present()
-        # By the turn: one that has not heard yet that the attempt is over may be about to begin it.
-        idle = [word for _, word in present.values() if word.sees == self._lead.mark and not word.runs]
-        idle = [word for word in idle if word.knows == self._lead.turn]
-        is_full = len(idle) == len(present) == self._parallel.nodes - 1
+        # By the turn: one that has not heard yet that the attempt is over may be about to begin it. Words may have come
+        # since `_follow` looked: a node that it has not compared, or that reports a problem, is not ready.
+        ready = [
+            number
+            for number, (_, word) in present.items()
+            if number in self._matching and not word.problem and word.sees == self._lead.mark
+            if not word.runs and word.knows == self._lead.turn
+        ]
+        is_full = len(ready) == len(present) == self._parallel.nodes - 1
         # One too many is waited for as well: it may be one that was lost, of which that is not known yet.
         self._missing_since = None if len(present) == self._parallel.nodes - 1 else self._missing_since or awake_s()
         return is_full and not self._word.runs

@@ -204,6 +204,28 @@ def test_a_directory_that_one_node_cannot_write_is_refused(nodes: Nodes, monkeyp
     waiting.cancel()
 
 
+def test_a_problem_that_is_heard_while_the_leader_counts_is_not_overlooked(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader looks twice, at what differs and at who is ready; here the word comes between the two."""
+    leader, other = nodes.group(), nodes.group()
+    until(leader._present)
+    assert not leader._all_are_here()
+    until(lambda: other._lead_now().mark)
+    monkeypatch.setattr("holdfast.launcher.rendezvous.why_not_writable", lambda _: "cannot be written (no space)")
+    follow = leader._follow
+
+    def follow_then_hear() -> None:
+        monkeypatch.setattr(leader, "_follow", follow)
+        follow()
+        other._answer(other._lead_now())
+        until(lambda: any(word.problem for _, word in leader._present().values()))
+
+    monkeypatch.setattr(leader, "_follow", follow_then_hear)
+    assert not leader._all_are_here()
+    assert not leader._all_are_here() and "cannot be written (no space)" in str(leader._refused)
+
+
 def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
     with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*1 of 2 nodes are here"):
         nodes.gather(nodes.group(parallel={"rdzv_timeout_s": 0.2})).result(HANG_S)
