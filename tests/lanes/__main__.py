@@ -25,7 +25,8 @@ from queue import Empty, SimpleQueue
 
 from tests.coverage import __main__ as coverage
 from tests.lanes import parts, written
-from tests.lanes.durations import BOUND_S, ROOT, recorded, slowest, too_long
+from tests.lanes.durations import BOUND_S, COMMAND_BOUND_S, ROOT, recorded, slowest, too_long
+from tests.lanes.marks import EVERYDAY
 from tests.lanes.shares import Share, longest_first
 
 _PYTEST = (sys.executable, "-m", "pytest")
@@ -148,26 +149,38 @@ def workers(lane: str, words: list[str], processes: int) -> int:
 
 def bound() -> int:
     """Run the everyday tests that took too long again, up to three times; return 1 if one of them always does."""
-    slow = _everyday_of([name for name, took in recorded().items() if took > BOUND_S])
-    print(f"everyday tests that took longer than {BOUND_S:g} s: {' '.join(slow) or 'none'}")
+    bounds = _bounds_of([name for name, took in recorded().items() if took > BOUND_S])
+    slow = _slower(bounds)
+    print(f"everyday tests that took too long: {' '.join(slow) or 'none'}")
     for _ in range(_TRIES):
         if not slow:
             return 0
         code = subprocess.call([*_PYTEST, "--lane", "everyday", "-p", "no:xdist", "-q", *slow], cwd=ROOT)
         if code:
             return code
-        took = recorded()
-        slow = [name for name in slow if took[name] > BOUND_S]
-    for line in too_long({name: took[name] for name in slow}):
+        slow = _slower({name: bounds[name] for name in slow})
+    took = recorded()
+    for line in too_long({name: took[name] for name in slow}, bounds):
         print(f"error: {line}")
     return 1 if slow else 0
 
 
-def _everyday_of(names: list[str]) -> list[str]:
+def _slower(bounds: dict[str, float]) -> list[str]:
+    took = recorded()
+    return [name for name, bound_s in bounds.items() if took[name] > bound_s]
+
+
+def _bounds_of(names: list[str]) -> dict[str, float]:
+    """Return the seconds that each of these tests has, if it is one of the everyday lane."""
+    every = _everyday_of(names)
+    return dict.fromkeys(every, BOUND_S) | dict.fromkeys(_everyday_of(every, "-m", EVERYDAY), COMMAND_BOUND_S)
+
+
+def _everyday_of(names: list[str], *words: str) -> list[str]:
     files = sorted({name.partition("::")[0] for name in names})
     if not files:
         return []
-    command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", "--collect-only", "-q", *files]
+    command = [*_PYTEST, "--lane", "everyday", "-p", "no:xdist", "--collect-only", "-q", *words, *files]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, _NO_TESTS):
         raise SystemExit(f"error: the tests that took too long cannot be collected:\n{done.stdout}")

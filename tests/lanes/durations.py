@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 
+from tests.lanes.marks import EVERYDAY
+
 ROOT = Path(__file__).resolve().parents[2]
 NAME = ".durations.json"
 FILE = ROOT / NAME
 BOUND_S = 10.0
 """The longest test of the everyday lane."""
+COMMAND_BOUND_S = 30.0
+"""The longest of the few that run real commands every day, by the mark `everyday`."""
 
 
 def recorded(path: Path = FILE) -> dict[str, Any]:
@@ -59,13 +63,13 @@ def slowest(seconds: Mapping[str, float], count: int) -> list[str]:
     return [f"{took:8.2f} s  {name}" for name, took in ranked[:count]]
 
 
-def too_long(seconds: Mapping[str, float]) -> list[str]:
-    """Return a line for each test that has taken longer than one of the everyday lane may, with the ways out."""
+def too_long(seconds: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
+    """Return a line for each test that has taken longer than its bound, with the ways out; a test has `BOUND_S`."""
     return [
-        f"{name} took {took:.1f} s; a test of the everyday lane has {BOUND_S:g} s. Make it quicker, or mark the "
-        "resource that it needs (engine, launch, ranks, docs, clock) for the nightly lane"
+        f"{name} took {took:.1f} s; a test of the everyday lane has {bounds.get(name, BOUND_S):g} s. Make it quicker, "
+        "or mark the resource that it needs (engine, launch, ranks, docs, clock) for the nightly lane"
         for name, took in seconds.items()
-        if took > BOUND_S
+        if took > bounds.get(name, BOUND_S)
     ]
 
 
@@ -83,10 +87,13 @@ class Durations:
         self._everyday = everyday
         self._path = path
         self._seconds: dict[str, float] = defaultdict(float)
+        self._bounds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a phase of a test."""
         self._seconds[report.nodeid] += report.duration
+        if EVERYDAY in report.keywords:
+            self._bounds[report.nodeid] = COMMAND_BOUND_S
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
@@ -94,5 +101,5 @@ class Durations:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say which tests have taken too long."""
-        for line in too_long(self._seconds) if self._everyday else ():
+        for line in too_long(self._seconds, self._bounds) if self._everyday else ():
             terminalreporter.write_line(f"warning: {line}", yellow=True)

@@ -171,8 +171,9 @@ def test_a_test_that_takes_too_long_is_told_with_a_way_out_and_fails_nothing(tmp
 def test_a_test_that_took_too_long_is_run_alone_before_it_fails_a_check(
     then: tuple[float, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside other work it may have waited for a core; a nightly test may take as long as it likes."""
+    """Beside other work it may have waited for a core; a command has longer, a nightly test as long as it likes."""
     slow, nightly = "tests/unit/test_a.py::test_a", "tests/unit/test_a.py::test_nightly"
+    chosen = "tests/unit/test_a.py::test_command"
     took, commands = {slow: 30.0, nightly: 60.0, "tests/unit/test_b.py::test_b": 9.0}, []
     again = iter(then)
 
@@ -182,7 +183,13 @@ def test_a_test_that_took_too_long_is_run_alone_before_it_fails_a_check(
         return 0
 
     monkeypatch.setattr(lanes, "recorded", lambda: took)
-    monkeypatch.setattr(lanes, "_everyday_of", lambda names: [name for name in names if name != nightly])
+    took[chosen] = 29.0
+    everyday = {slow: (), chosen: ("-m", "everyday")}
+    monkeypatch.setattr(
+        lanes,
+        "_everyday_of",
+        lambda names, *words: [one for one in names if one in everyday and words in ((), everyday[one])],
+    )
     monkeypatch.setattr(subprocess, "call", run)
     assert lanes.bound() == code and len(commands) == len(then)
     assert all(command[-1] == slow for command in commands)
@@ -190,6 +197,8 @@ def test_a_test_that_took_too_long_is_run_alone_before_it_fails_a_check(
 
 
 def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
+    command = "tests/integration/test_installed.py::test_without_vllm_sft_trains"
+    assert lanes._bounds_of([command]) == {command: 30.0}
     here = "tests/unit/project/test_lanes.py::"
     names = [f"{here}test_a_change_of_a_part_runs_its_faults", f"{here}test_that_is_gone",
              f"{here}test_every_promise_of_the_guarantees_has_a_test_in_a_lane"]  # fmt: skip
