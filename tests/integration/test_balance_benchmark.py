@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.launch
 def test_eight_ranks_are_busy_whatever_the_lengths() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.balance", "--batches", "5"], check=True, capture_output=True, text=True

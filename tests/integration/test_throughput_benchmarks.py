@@ -48,6 +48,7 @@ def test_rl_is_measured_beside_trl_and_a_synchronous_trainer(tmp_path: Path) -> 
     assert max(tokens) < 2 * min(tokens)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("module", ["sft", "rl"])
 def test_what_is_not_known_is_refused(module: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{module}_throughput", "--contestants", "verl"]

@@ -196,14 +196,14 @@ def test_a_test_that_took_too_long_is_run_alone_before_it_fails_a_check(
     assert (f"error: {slow} took 11.0 s; a test of the everyday lane has 10 s." in capsys.readouterr().out) == code
 
 
+@pytest.mark.clock
 def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
-    command = "tests/integration/test_installed.py::test_without_vllm_sft_trains"
-    assert lanes._bounds_of([command]) == {command: 30.0}
     here = "tests/unit/project/test_lanes.py::"
     names = [f"{here}test_a_change_of_a_part_runs_its_faults", f"{here}test_that_is_gone",
              f"{here}test_every_promise_of_the_guarantees_has_a_test_in_a_lane"]  # fmt: skip
-    assert lanes._everyday_of(names) == names[:1]
-    assert lanes._everyday_of(names[2:]) == lanes._everyday_of([]) == []
+    command = "tests/integration/test_installed.py::test_without_vllm_sft_trains"
+    assert lanes._bounds_of([*names, command]) == {names[0]: 10.0, command: 30.0}
+    assert lanes._bounds_of([]) == {}
     with pytest.raises(SystemExit, match="cannot be collected"):
         lanes._everyday_of(["tests/unit/no_such_file.py::test_a"])
 
@@ -285,6 +285,7 @@ def test_what_no_script_runs_is_by_hand() -> None:
     assert not promises.Row("It lives.", "test_x.py::test_a", ("nightly", "gpu")).is_by_hand
 
 
+@pytest.mark.clock
 def test_a_promise_whose_test_was_skipped_is_named_until_it_was_tried(tmp_path: Path) -> None:
     source = (
         "import os, pytest\n"
