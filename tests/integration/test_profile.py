@@ -1,4 +1,4 @@
-"""`--profile`, in real runs: the file that Perfetto opens, on one clock, and not one other bit."""
+"""`--profile`, in real runs: the traces that Perfetto opens, and not one other bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.run.run_dir import RunDir
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer
 from tests.runs.processes import HANG_S
-from tests.runs.profiles import Profile, check_clocks
+from tests.runs.profiles import Trace, traces
 from tests.runs.rl import exact_metrics, last_step, outcome, succeeded
 from tests.runs.training import run_pairs
 
@@ -30,7 +30,7 @@ def _until_step(run: Run, step: int) -> None:
         time.sleep(_POLL_S)
 
 
-def test_two_ranks_are_profiled_into_one_file_and_their_bits_stay(
+def test_two_ranks_are_profiled_and_their_bits_stay(
     tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
 ) -> None:
     model = tiny_model(weights=False)
@@ -47,24 +47,22 @@ def test_two_ranks_are_profiled_into_one_file_and_their_bits_stay(
     assert weights[0] == weights[1]
     assert exact_metrics(plain, range(1, 5)) == exact_metrics(profiled, range(1, 5))
     (path,) = profiled.profiles()
-    assert path == profiled.logs(1) / "profile_steps_2_to_3.json.gz"
-    assert run.log.count(f"profile: {path} (open it in https://ui.perfetto.dev)") == 1
+    assert path == profiled.logs(1) / "profile_steps_2_to_3"
+    assert run.log.count(f"profile: {path} (a trace of each rank, for https://ui.perfetto.dev)") == 1
     assert not list(profiled.path.rglob(".tmp-*")) and profiled.clear_leftovers() == []
 
-    profile = Profile.read(path)
-    assert list(profile.processes()) == ["trainer rank 0", "trainer rank 1", "trainer: timeline"]
+    assert traces(path) == ["rank_0.json.gz", "rank_1.json.gz"]
     for rank in (0, 1):
-        assert profile.marked_steps(rank) == ["ProfilerStep#2", "ProfilerStep#3"]
-    assert set(profile.threads("trainer: timeline")) == {"main work", "checkpoints"}
-    for phase in ("forward_backward", "optimizer"):
-        check_clocks(profile, phase, ranks=2)
-    assert [one["args"]["step"] for one in profile.slices("trainer: timeline", name="save")] == [2]
+        trace = Trace.read(path, rank=rank)
+        assert trace.steps() == [2, 3]
+        for phase in ("forward_backward", "optimizer"):
+            trace.check_phase(phase)
 
     resumed = train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
     assert "profile = 3:5: the run goes on from step 4, and is profiled from there" in resumed.log
     (path,) = profiled.profiles()
-    assert path == profiled.logs(2) / "profile_steps_5_to_5.json.gz"
-    assert Profile.read(path).marked_steps(1) == ["ProfilerStep#5"]
+    assert path == profiled.logs(2) / "profile_steps_5_to_5"
+    assert Trace.read(path, rank=1).steps() == [5]
     past = train("profiled", "--max-steps", "7", "--profile", "3:5", "--ckpt.resume-step", "latest", "--dry-run")
     assert "WARNING: profile = 3:5: nothing is profiled, the run goes on from step 6" in past.log
 
@@ -88,11 +86,9 @@ def test_a_kill_leaves_nothing_torn_and_a_stop_what_was_recorded(
     stopped.wait()
     assert stopped.code == 128 + signal.SIGTERM, stopped.log
     (path,) = run_dir.profiles()
-    first, last = (int(word) for word in path.name.removesuffix(".json.gz").split("_")[2::2])
+    first, last = (int(word) for word in path.name.split("_")[2::2])
     assert path.parent == run_dir.logs(2) and 2 <= first <= last == run_dir.committed_steps()[-1]
-    assert Profile.read(path).marked_steps(0)[: last - first + 1] == [
-        f"ProfilerStep#{step}" for step in range(first, last + 1)
-    ]
+    assert Trace.read(path).steps()[: last - first + 1] == list(range(first, last + 1))
     assert stopped.log.count(f"profile: {path}") == 1
 
 
@@ -111,13 +107,13 @@ def test_pairs_are_profiled_up_to_the_last_step(tmp_path: Path, tiny_model: Call
     for program, model in (("dpo", tiny_model()), ("reward-model", tiny_model())):
         run = run_pairs(tmp_path / program, model, *flags, program=program)
         assert run.code == 0, run.output
-        profile = Profile.read(*run.run_dir.profiles())
-        assert profile.marked_steps(0) == ["ProfilerStep#2"]
-        check_clocks(profile, "forward_backward")
+        trace = Trace.read(*run.run_dir.profiles())
+        assert trace.steps() == [2]
+        trace.check_phase("forward_backward")
 
 
 @pytest.mark.timeout(1800)
-def test_rl_has_its_orchestrator_beside_the_trace_on_the_same_clock(rl_server: UsedServer, tmp_path: Path) -> None:
+def test_rl_is_profiled_and_its_bits_stay(rl_server: UsedServer, tmp_path: Path) -> None:
     flags = (*rl_server.flags, "--max-steps", "4", "--ckpt.interval", "2")
     plain = succeeded(tmp_path / "plain", *flags)
     profiled = succeeded(tmp_path / "profiled", *flags, "--profile", "2:4")
@@ -126,12 +122,6 @@ def test_rl_has_its_orchestrator_beside_the_trace_on_the_same_clock(rl_server: U
     (path,) = profiled.run_dir.profiles()
     assert profiled.output.count(f"profile: {path}") == 1
 
-    profile = Profile.read(path)
-    assert list(profile.processes()) == ["trainer rank 0", "trainer: timeline", "orchestrator: timeline"]
-    assert profile.marked_steps(0) == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
-    check_clocks(profile, "forward_backward")
-    assert {"main work", "journal"} <= set(profile.threads("orchestrator: timeline"))
-    pushed = {one["args"]["version"]: one for one in profile.slices("orchestrator: timeline", name="update_weights")}
-    published = {one["args"]["step"]: one for one in profile.slices("trainer: timeline", name="publish_weights")}
-    # Batch 4 is made by version 2: pushed when the trainer has published it, and before that can train step 4.
-    assert 2 in pushed and pushed[2]["ts"] >= published[2]["ts"]
+    trace = Trace.read(path)
+    assert trace.steps() == [2, 3, 4]
+    trace.check_phase("forward_backward")

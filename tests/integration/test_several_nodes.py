@@ -18,7 +18,7 @@ from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
 from tests.forking.commands import Run, shared_commands
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
-from tests.runs.profiles import Profile
+from tests.runs.profiles import Trace, traces
 from tests.runs.training import sft_command
 from tests.unit.trainer.programs.in_process import publish_journal
 
@@ -119,14 +119,14 @@ def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: N
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
     assert {path.name for path in nodes.run_dir.logs(1).iterdir()} == {
         "trainer.log", "events.jsonl", "trainer_node_1.log", "events_node_1.jsonl",
-        "timeline_trainer.jsonl", "profile_steps_3_to_4.json.gz",
+        "timeline_trainer.jsonl", "profile_steps_3_to_4",
     }  # fmt: skip
     assert [run.log.count("Prometheus: http://127.0.0.1:") for run in nodes.runs] == [1, 0], (
         "the node that leads serves"
     )
-    profile = Profile.read(*nodes.run_dir.profiles())
-    assert list(profile.processes()) == ["trainer rank 0", "trainer rank 1", "trainer: timeline"]
-    assert profile.marked_steps(0) == profile.marked_steps(1) == ["ProfilerStep#3", "ProfilerStep#4"]
+    (profile,) = nodes.run_dir.profiles()
+    assert traces(profile) == ["rank_0.json.gz", "rank_1.json.gz"]
+    assert Trace.read(profile, rank=0).steps() == Trace.read(profile, rank=1).steps() == [3, 4]
 
 
 def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(nodes: Nodes, of_one_node: Nodes) -> None:

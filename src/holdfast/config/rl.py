@@ -57,8 +57,8 @@ class RlConfig(Command):
     """For the trainer: experiment trackers that get the metrics."""
 
     profile: StepWindow | None = None
-    """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5; with what all processes do
-    meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
+    """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
+    ui.perfetto.dev (docs/profiling.md)."""
 
     prometheus: PrometheusConfig | None = None
     """For the trainer: the metrics of the run for Prometheus, at 127.0.0.1:9464 unless it says otherwise."""

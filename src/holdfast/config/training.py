@@ -294,8 +294,8 @@ class TrainingCommand(Command):
     """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
 
     profile: StepWindow | None = None
-    """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: what every rank computes, and what the
-    processes of the run do meanwhile, as one file for ui.perfetto.dev (docs/profiling.md)."""
+    """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
+    ui.perfetto.dev (docs/profiling.md)."""
 
     model: TrainedModelConfig = TrainedModelConfig()
     """The model to train."""

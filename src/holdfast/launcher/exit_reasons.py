@@ -154,7 +154,7 @@ def profile_lines(run_dir: RunDir, config: TrainingCommand) -> list[str]:
     if config.profile is None:
         return []
     try:
-        return [f"profile: {path} (open it in https://ui.perfetto.dev)" for path in run_dir.profiles()]
+        return [f"profile: {path} (a trace of each rank, for https://ui.perfetto.dev)" for path in run_dir.profiles()]
     except OSError as error:
         return [f"which profiles there are cannot be told: {error}"]
 

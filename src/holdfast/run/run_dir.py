@@ -19,7 +19,7 @@ prometheus.json          where Prometheus finds the run and its engines, while t
 judgements.log           every reply of a judge, by its request
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
-                         timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B.json.gz of profiled steps
+                         timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B/ of profiled steps
 discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
 
 `owner_of` says who a run is to the inference servers that it uses: see `holdfast.inference.access`.
@@ -65,7 +65,7 @@ def numbered_paths(parent: Path) -> list[Path]:
 
 def profile_name(first: int, last: int) -> str:
     """Return the name, among the logs of an attempt, of what was recorded of the steps `first` to `last`."""
-    return f"profile_steps_{first}_to_{last}.json.gz"
+    return f"profile_steps_{first}_to_{last}"
 
 
 def _reason(error: OSError) -> str:
@@ -149,14 +149,14 @@ class RunDir:
         return self.logs(max(1, self.next_attempt() - 1))
 
     def profiles(self) -> list[Path]:
-        """The profiles of the newest attempt that has any.
+        """The directories of the profiles of the newest attempt that has any, each with a trace of each rank.
 
         Raises:
             OSError: a directory cannot be read.
         """
         for attempt in reversed(_numbered(self.path / "logs", _ATTEMPT)):
-            if found := sorted(self.logs(attempt).glob("profile_steps_*.json.gz")):
-                return found
+            if found := {path.parent for path in self.logs(attempt).glob("profile_steps_*/rank_*.json.gz")}:
+                return sorted(found)
         return []
 
     def discarded(self, attempt: int) -> Path:

@@ -92,8 +92,6 @@ class Session(Generic[M]):
                     self.profiler.stop(self.progress.step, is_agreed=issubclass(kind, Stopped))
             return
         self.saver.close()
-        if self.profiler is not None:
-            self.profiler.close()
         if self.metrics is not None:
             self.metrics.close()
         # The early end of one rank would be taken for the end of all.

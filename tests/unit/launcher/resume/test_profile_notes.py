@@ -45,14 +45,15 @@ def test_the_end_names_the_profiles_of_the_newest_attempt_that_has_any(tmp_path:
     config = SftConfig(output_dir=tmp_path, profile="3:5")
     assert profile_lines(run_dir, config) == []
     for attempt, name in (
-        (2, "profile_steps_3_to_3.json.gz"),
-        (10, "profile_steps_4_to_5.json.gz"),
+        (2, "profile_steps_3_to_3/rank_0.json.gz"),
+        (10, "profile_steps_4_to_5/rank_0.json.gz"),
+        (10, "profile_steps_4_to_5/rank_1.json.gz"),
         (11, "trainer.log"),
     ):
-        run_dir.logs(attempt).mkdir(parents=True)
+        (run_dir.logs(attempt) / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir.logs(attempt) / name).touch()
-    path = run_dir.logs(10) / "profile_steps_4_to_5.json.gz"
-    assert profile_lines(run_dir, config) == [f"profile: {path} (open it in https://ui.perfetto.dev)"]
+    path = run_dir.logs(10) / "profile_steps_4_to_5"
+    assert profile_lines(run_dir, config) == [f"profile: {path} (a trace of each rank, for https://ui.perfetto.dev)"]
     assert profile_lines(run_dir, SftConfig(output_dir=tmp_path)) == []
 
 
@@ -70,12 +71,12 @@ def test_logs_that_cannot_be_listed_do_not_hide_how_a_run_ended(
 def test_what_a_killed_writer_left_among_the_logs_is_cleared(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.create()
-    (run_dir.logs(1) / ".tmp-.tmp-profile_steps_3_to_5.json.gz-rank_0-1234").mkdir(parents=True)
-    part = run_dir.logs(1) / ".tmp-profile_steps_3_to_5.json.gz-rank_1"
-    part.touch()
-    kept = run_dir.logs(1) / "profile_steps_3_to_5.json.gz"
-    kept.touch()
-    assert len(run_dir.clear_leftovers()) == 2
+    (run_dir.logs(1) / ".tmp-profile_steps_3_to_5-1234").mkdir(parents=True)
+    (run_dir.logs(1) / ".tmp-profile_steps_3_to_5-1234" / "torch.json").touch()
+    kept = run_dir.logs(1) / "profile_steps_3_to_5"
+    kept.mkdir()
+    (kept / "rank_1.json.gz").touch()
+    assert len(run_dir.clear_leftovers()) == 1
     assert list(run_dir.logs(1).iterdir()) == [kept]
     run_dir.remove_run()
     assert not (run_dir.path / "logs").exists()
