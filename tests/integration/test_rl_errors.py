@@ -54,15 +54,6 @@ def test_an_environment_that_raises_is_named_with_its_task(broken: CompletedRun)
     assert broken.run_dir.published_batches() == []
 
 
-def test_a_directory_with_a_run_is_refused_and_kept(broken: CompletedRun, rl_server: UsedServer) -> None:
-    before = sorted(broken.run_dir.path.rglob("*"))
-    refused = _run(broken.run_dir.path, *rl_server.flags, "--max-steps", "4")
-    assert refused.exit_code == 2
-    assert "already holds a run" in refused.output
-    assert "--clean" in refused.output and "--output-dir" in refused.output
-    assert sorted(broken.run_dir.path.rglob("*")) == before
-
-
 def test_nan_stops_the_run_and_is_not_published(broken: CompletedRun, rl_server: UsedServer) -> None:
     """Also: `--clean` removes the run that the directory held."""
     run_id = broken.run_dir.run_id()

@@ -174,7 +174,8 @@ def test_a_node_that_does_not_come_back_ends_the_others(nodes: Nodes) -> None:
 
 
 def test_what_is_wrong_on_the_node_that_leads_ends_all(nodes: Nodes) -> None:
-    nodes.run_dir.create()  # holds a run, and neither a resume nor --clean was asked for
+    nodes.run_dir.create()
+    nodes.run_dir.metrics.write_text('{"step": 1}\n')  # of a run whose settings are not there
     nodes.start_all()
     assert nodes.wait() == [2, 2]
     assert all("already holds a run" in run.log for run in nodes.runs)

@@ -139,13 +139,15 @@ def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
     assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
 
 
-def test_an_existing_run_is_refused_with_the_three_ways_out_and_stays(run: Run, tmp_path: Path) -> None:
+def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Run, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.create()
+    run_dir.metrics.write_text('{"step": 1}\n')
     for flags in ((), ("--dry-run",)):
         code, _, err = run("sft", "--output-dir", tmp_path, *flags)
-        assert code == 2 and all(word in err for word in ("already holds a run", "--output-dir", "--clean"))
-        assert "no checkpoint" in err
+        assert code == 2
+        assert all(word in err for word in ("already holds a run", "--output-dir", "--ckpt.resume-step auto"))
+        assert "--clean" not in err, "no way out may remove what can be resumed"
     code, _, err = run("sft", "--output-dir", tmp_path, "--clean", "--ckpt.resume-step", "latest")
     assert code == 2 and "--clean" in err and "--ckpt.resume-step" in err, "the two contradict each other"
     assert run("sft", "--dry-run", "--clean", "--output-dir", tmp_path)[0] == 0

@@ -167,6 +167,17 @@ class RunDir:
         """Whether a run was started here."""
         return (self.path / "run.json").exists()
 
+    def has_work(self) -> bool:
+        """Whether the directory holds a trained step, a checkpoint, weights, or anything that was generated.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return has_metrics or any(
+            numbered_paths(parent) for parent in (self.checkpoints, self.rollouts, self.weights, self.evaluations)
+        )
+
     def run_id(self) -> str:
         """The id of the run that this directory holds."""
         return self.identity()["run_id"]

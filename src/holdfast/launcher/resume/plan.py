@@ -27,6 +27,7 @@ from holdfast.launcher.resume.resume_step import (
     set_aside_after,
     set_aside_damaged,
 )
+from holdfast.launcher.resume.same_command import go_on_or_refuse
 from holdfast.remote.object_store import StorageError
 from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
@@ -60,8 +61,8 @@ def prepare(
         is_locked: this process has taken the directory already.
 
     Raises:
-        RunDirError: the directory is in use, cannot be written, or holds a run and neither resume nor
-            --clean was asked.
+        RunDirError: the directory is in use, cannot be written, or holds a run that is finished or of other settings,
+            and neither resume nor --clean was asked.
         ConfigError: options that contradict each other.
         CheckpointError: the step to resume from is not there, damaged, or of another model.
         ReadError: a file that decides about it cannot be read.
@@ -83,6 +84,8 @@ def prepare(
     store = None if dry_run or (again and _newest_is_whole(run_dir, ckpt.verify)) else ckpt.dir
     if ckpt.dir is not None and dry_run:
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+    if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, orchestrator, inference):
+        ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     attempt = _decide(run_dir, ckpt, clean=clean, store=store, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
@@ -99,6 +102,32 @@ def prepare(
         if store is not None and attempt.fork is None:
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
+
+
+def _goes_on(
+    run_dir: RunDir,
+    trainer: TrainingCommand,
+    orchestrator: OrchestratorConfig | None,
+    inference: InferenceConfig | None,
+) -> bool:
+    """Whether the same command goes on with what is in `run_dir`, as `ckpt.resume_step` is unset.
+
+    Raises:
+        RunDirError: what is there is finished, of other settings, or not forked from `ckpt.resume_dir`.
+    """
+    if not (run_dir.holds_run() or run_dir.entries()):
+        return False
+    source = trainer.ckpt.resume_dir if trainer.ckpt else None
+    if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
+        raise RunDirError(
+            f"{run_dir.path} already holds a run that was not forked from {source}: go on with that run by "
+            "--ckpt.resume-step auto, or choose another directory with --output-dir."
+        )
+    others: dict[str, Command] = {"orchestrator": orchestrator} if orchestrator is not None else {}
+    if inference is not None:
+        others["inference"] = inference
+    go_on_or_refuse(run_dir, run_dir.next_attempt(), trainer, others)
+    return True
 
 
 def _make_room(
@@ -257,10 +286,6 @@ def _decide(
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
     is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
-    if is_there and wanted is None:
-        if source is None or run_dir.forked_from() != str(source.resolve()):
-            raise RunDirError(_holds_run(run_dir, source))
-        wanted = "auto"
     if store is not None:
         brought = _with_store(
             lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
@@ -278,16 +303,6 @@ def _decide(
         return Attempt(run_dir, number, None)
     fork = find_fork(source, run_dir, how=ckpt.verify, async_level=async_level)
     return Attempt(run_dir, number, fork.listing.step, fork.directory, fork)
-
-
-def _holds_run(run_dir: RunDir, source: Path | None) -> str:
-    steps = run_dir.steps_there()
-    resume = f"resume it with --ckpt.resume-step latest (step {steps[-1]})" if steps else "it has no checkpoint"
-    what = "a run" if source is None else f"a run that was not forked from {source}"
-    return (
-        f"{run_dir.path} already holds {what}: {resume}, choose another directory with --output-dir, "
-        "or remove the run with --clean."
-    )
 
 
 def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:

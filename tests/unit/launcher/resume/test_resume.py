@@ -181,7 +181,7 @@ def test_a_fork_goes_on_from_checkpoints_of_its_own_and_another_run_must_be_aske
     source = other.checkpoint(5)
     new.create()
     add_checkpoint(new, 3)
-    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: resume it"):
+    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: go on with that run"):
         start(config_of(new, resume_dir=source))
     assert start(config_of(new, resume_dir=source, resume_step="auto")).resume_step == 3
     assert new.forked_from() is None
@@ -311,7 +311,7 @@ def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDi
     assert attempt.resume_step == 7
     ckpt = with_resume(config, attempt.resume_step).ckpt
     assert ckpt is not None and (ckpt.weights_only, ckpt.resume_step) == (None, 7)
-    with pytest.raises(RunDirError, match="already holds a run: resume it"):
+    with pytest.raises(RunDirError, match="its settings are not there to compare with"):
         start(config_of(new, weights_only=other.checkpoint(5)))
 
 
@@ -396,7 +396,9 @@ def test_latest_falls_back_sets_the_damage_aside_and_says_so(other: RunDir, caps
 
 def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: RunDir) -> None:
     (other.path / "run.json").unlink()
-    with pytest.raises(RunDirError, match="--ckpt.resume-step latest .step 10."):
+    with pytest.raises(
+        RunDirError, match="not there to compare with: go on with --ckpt.resume-step auto"
+    ):
         start(config_of(other))
     assert start(config_of(other, resume_step="latest")).resume_step == 10
     assert other.holds_run()

@@ -1,0 +1,102 @@
+"""What the same command means in a directory that holds a run, if `ckpt.resume_step` is unset.
+
+- Nothing was trained, saved or generated yet: the run starts.
+- An unfinished run of the same configuration: the run goes on, as with `auto`.
+- A finished run, or another configuration: refused. No way out that the refusal names removes what can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from holdfast.config.base import Command
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import TrainingCommand
+from holdfast.errors import RunDirError
+from holdfast.launcher.resume.attempt import last_started
+from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch, settings_of
+from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import read_settings
+
+_MOST_LINES = 12
+
+
+def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, others: Mapping[str, Command]) -> None:
+    """Return if attempt `number` may go on with the run in `run_dir`; say so in one line if there is work of it.
+
+    Args:
+        others: the settings of the other processes of the run, by the names of their files.
+
+    Raises:
+        RunDirError: the run is finished, or was started with settings that compute something else.
+        OSError, ReadError: the files of the run cannot be read.
+    """
+    if not run_dir.has_work():
+        return
+    elsewhere = "or choose another directory with --output-dir"
+    steps = run_dir.steps_there()
+    if (step := _finished_at(run_dir, number)) is not None:
+        further = (
+            f"raise --max-steps and add --ckpt.resume-step latest (step {steps[-1]}) to train further"
+            if steps
+            else f"start a new run from its weights with --model.name {run_dir.weights_of(step)}"
+        )
+        raise RunDirError(f"{run_dir.path} holds a run that is finished, at step {step}: {further}, {elsewhere}.")
+    name = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
+    sections: dict[str, Command] = {name: trainer, **others}
+    before = last_started(run_dir, number, tuple(sections))
+    if before is None and run_dir.forked_from() is not None:
+        return  # killed between the copy of the other run's checkpoint and the settings: nothing has started
+    if before is None:
+        raise RunDirError(
+            f"{run_dir.path} already holds a run, and its settings are not there to compare with: go on with "
+            f"--ckpt.resume-step auto, {elsewhere}."
+        )
+    changed = [
+        line
+        for section, config in sections.items()
+        for line in compare_settings(read_settings(before / f"{section}.toml"), settings_of(config)).computing
+    ]
+    old = read_settings(before / f"{name}.toml")
+    if stretched := describe_stretch(old, trainer, step=steps[-1] if steps else 0):
+        changed.append(stretched)
+    if not steps and (weights := _weights_only(old)) != _weights_only(settings_of(trainer)):
+        changed.append(f"ckpt.weights_only: {weights or 'unset'} -> {_weights_only(settings_of(trainer)) or 'unset'}")
+    if changed:
+        shown = changed[:_MOST_LINES]
+        left = [f"and {len(changed) - len(shown)} more"] if len(changed) > len(shown) else []
+        raise RunDirError(
+            f"{run_dir.path} holds an unfinished run that was started with other settings:\n"
+            + "".join(f"         {line}\n" for line in [*shown, *left])
+            + "       Give the settings of that run to go on with it, add --ckpt.resume-step auto to go on with these, "
+            f"{elsewhere}."
+        )
+    print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
+
+
+def _finished_at(run_dir: RunDir, number: int) -> int | None:
+    """Return the last step of the run if its newest attempt that ended has finished; None if it has not."""
+    for attempt in range(number - 1, 0, -1):
+        for line in reversed(_lines(run_dir, attempt)):
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn by a kill
+                continue
+            if event.get("phase") == "ended":
+                return event["step"] if event.get("exit_code") == 0 else None
+        if run_dir.logs(attempt).is_dir():
+            return None
+    return None
+
+
+def _lines(run_dir: RunDir, attempt: int) -> list[bytes]:
+    try:
+        return (run_dir.logs(attempt) / "events.jsonl").read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _weights_only(settings: Mapping[str, object]) -> object:
+    ckpt = settings.get("ckpt")
+    return ckpt.get("weights_only") if isinstance(ckpt, dict) else None

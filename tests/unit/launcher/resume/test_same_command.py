@@ -1,0 +1,182 @@
+"""The same command again in a directory that holds something: it goes on, or is refused, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config import RlConfig, SftConfig
+from holdfast.config.base import CkptConfig
+from holdfast.config.rl import hand_down_shared
+from holdfast.errors import RunDirError
+from holdfast.launcher.resume.attempt import Attempt, write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.protocol.rollouts import Batch, encode_batch
+from holdfast.run.run_dir import RunDir
+from tests.builders.checkpoint_files import commit
+
+
+@pytest.fixture(autouse=True)
+def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a directory lasts as long as the process; here many launches share one."""
+    monkeypatch.setattr(RunDir, "lock", lambda _: None)
+    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def _sft(run: RunDir, **changes: Any) -> SftConfig:
+    return SftConfig(**{"output_dir": run.path, "max_steps": 100, **changes})
+
+
+def _start(config: SftConfig) -> Attempt:
+    attempt = prepare(config, clean=False, dry_run=False)
+    write_config(attempt, "sft", config, dry_run=False)
+    return attempt
+
+
+def _train(run: RunDir, step: int) -> None:
+    run.metrics.write_text("".join(json.dumps({"step": one}) + "\n" for one in range(1, step + 1)))
+
+
+def _checkpoint(run: RunDir, step: int, *, program: str = "sft") -> None:
+    for name in ("trainer/.metadata", "trainer/__0_0.distcp", "orchestrator/orchestrator.json"):
+        (run.checkpoint(step) / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.checkpoint(step) / name).write_text("{}")
+    commit(run.checkpoint(step), "checkpoint", step, run_id=run.run_id(), program=program)
+
+
+def _end(run: RunDir, attempt: int, *, step: int, exit_code: int) -> None:
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    event = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": exit_code, "step": step, "error": None}
+    torn = '{"time": 2.0, "proc'
+    (run.logs(attempt) / "events.jsonl").write_text(json.dumps(event) + "\n" + torn)
+
+
+def test_a_directory_without_work_is_not_a_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start that failed is mended and repeated, also with other settings."""
+    _start(_sft(run))
+    _end(run, 1, step=0, exit_code=2)
+    run.metrics.touch()
+    attempt = _start(_sft(run, seed=7))
+    assert (attempt.number, attempt.resume_step) == (2, None)
+    assert "unfinished" not in capsys.readouterr().out
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _sft(run, ckpt=CkptConfig(interval=5))
+    _start(config)
+    _train(run, 7)
+    _checkpoint(run, 5)
+    assert _start(config).resume_step == 5
+    assert f"{run.path} holds an unfinished run with these settings: going on with it" in capsys.readouterr().out
+
+
+def test_a_killed_run_without_a_checkpoint_begins_anew(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    _start(_sft(run))
+    _train(run, 7)
+    attempt = _start(_sft(run, max_steps=120, keep_attempts=5))  # neither changes what a step computes
+    assert (attempt.number, attempt.resume_step) == (2, None)
+    said = capsys.readouterr().out
+    assert "going on with it" in said and "starting afresh" in said
+    assert run.metrics.read_text() == "" and list(run.discarded(2).iterdir()) == [run.discarded(2) / "metrics.jsonl"]
+
+
+def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start() -> Attempt:
+        config = hand_down_shared(RlConfig(output_dir=run.path, max_steps=100))
+        sections = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
+        attempt = prepare(
+            config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, inference=config.inference
+        )
+        for name, section in sections.items():
+            write_config(attempt, name, section, dry_run=False)
+        return attempt
+
+    start()
+    for step in (1, 2, 3):
+        run.batch(step).mkdir(parents=True)
+        batch = Batch(step=step, policy_version=max(0, step - 1), weights_digest="", rollouts=[])
+        (run.batch(step) / "batch.msgpack").write_bytes(encode_batch(batch))
+        commit(run.batch(step), "batch", step, policy_version=batch.policy_version)
+    assert start().resume_step is None
+    assert "batches 1 to 3 are in the journal: they are trained again, not made again" in capsys.readouterr().out
+    assert run.published_batches() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 7}, "seed: 0 -> 7"),
+        ({"optim": {"lr": 0.5}}, "optim.lr: "),
+        ({"max_steps": 50, "optim": {"schedule": "linear"}}, "optim.schedule: "),
+        ({"ckpt": {"weights_only": "elsewhere"}}, "ckpt.weights_only: unset -> elsewhere"),
+    ],
+)
+def test_other_settings_are_refused_and_nothing_moves(run: RunDir, changes: dict[str, Any], said: str) -> None:
+    _start(_sft(run))
+    _train(run, 7)
+    with pytest.raises(RunDirError) as caught:
+        _start(_sft(run, **changes))
+    text = str(caught.value)
+    assert said in text and "--ckpt.resume-step auto" in text and "--output-dir" in text and "--clean" not in text
+    assert run.next_attempt() == 2 and run.metrics.read_text() and not run.discarded(2).exists()
+
+
+def test_an_end_of_the_schedule_that_moves_is_refused(run: RunDir) -> None:
+    _start(_sft(run, optim={"schedule": "linear"}))
+    _train(run, 7)
+    with pytest.raises(RunDirError, match="the linear schedule now ends at step 200 instead of 100"):
+        _start(_sft(run, max_steps=200, optim={"schedule": "linear"}))
+
+
+def test_many_changes_are_cut(run: RunDir) -> None:
+    _start(_sft(run))
+    _train(run, 7)
+    model = {"lora": {"rank": 4}}
+    optim = {"lr": 0.5, "betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 0.1, "max_grad_norm": 3.0, "warmup_steps": 2}
+    data = {"batch_size": 3, "seq_len": 33, "shuffle": False, "too_long": "drop"}
+    with pytest.raises(RunDirError, match=r"and \d+ more\n"):
+        _start(_sft(run, seed=1, model=model, optim=optim, data=data))
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_finished_run_is_refused(run: RunDir, has_checkpoint: bool) -> None:
+    _start(_sft(run))
+    _train(run, 100)
+    if has_checkpoint:
+        _checkpoint(run, 100)
+    _end(run, 1, step=100, exit_code=0)
+    for max_steps in (100, 200):
+        with pytest.raises(RunDirError) as caught:
+            _start(_sft(run, max_steps=max_steps))
+        text = str(caught.value)
+        assert "is finished, at step 100" in text and "--output-dir" in text and "--clean" not in text
+        way_out = "--ckpt.resume-step latest (step 100)" if has_checkpoint else f"--model.name {run.weights_of(100)}"
+        assert way_out in text
+
+
+def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir) -> None:
+    _start(_sft(run))
+    _train(run, 100)
+    _checkpoint(run, 100)
+    _end(run, 1, step=100, exit_code=0)
+    longer = _sft(run, max_steps=200, ckpt=CkptConfig(resume_step="latest"))
+    _start(longer)
+    run.logs(2).mkdir(parents=True)
+    assert _start(_sft(run, max_steps=200)).resume_step == 100
+
+
+def test_settings_that_are_gone_are_refused(run: RunDir) -> None:
+    run.create()
+    _train(run, 7)
+    with pytest.raises(RunDirError, match="its settings are not there to compare with"):
+        _start(_sft(run))
