@@ -289,9 +289,7 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
             f"ckpt.resume_dir = {ckpt.resume_dir}: the trainer's command brings the checkpoint into the run. Start "
             "that first, then this with --ckpt.resume-step and the number of the step."
         )
-    # As the trainer's command, which was started before: without a step it goes on with the run that it finds.
-    wanted = "auto" if ckpt.resume_step is None else ckpt.resume_step
-    resume_step = resolve_resume_step(run_dir, wanted, how=ckpt.verify)
+    resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
     # That of the trainer, which counts attempts; its logs and settings lie together.
     attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
     config = with_resume(config, resume_step)
