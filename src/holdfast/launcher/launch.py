@@ -170,6 +170,8 @@ def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
     print(describe(placement, chosen))
+    if config.ckpt is None:
+        print("no checkpoints: a killed run begins anew; --ckpt.interval N saves after every N steps")
     tell_of_turns(config.parallel, placement)
     plan = Plan(
         attempt,
@@ -206,6 +208,11 @@ def launch_rl(config: RlConfig) -> int:
         if servers.line:
             print(servers.line)
         print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
+        if config.trainer.ckpt is None:
+            print(
+                "no checkpoints: a killed run trains its journaled batches again from the start; "
+                "--ckpt.interval N saves after every N steps"
+            )
         if places is None:  # else the cores are those of other machines
             tell_of_turns(config.trainer.parallel, placement, key="trainer.parallel")
         if config.dry_run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -161,6 +162,8 @@ def start_session(
     check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.compute_dtype)
     if ckpt is not None:
         checkpointer.reserve()
+        if mesh.is_main:
+            _tell_of_room(checkpointer.num_bytes, run_dir)
     if isinstance(resume_step, int):
         storage.publish(run_dir.checkpoint(resume_step))  # the attempt before may have ended in its upload
     if mesh.is_main:
@@ -170,6 +173,15 @@ def start_session(
     if window is not None and progress.step < window.last:
         profiler = Profiler(window, run_dir, mesh, done=progress.step)
     return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, profiler)
+
+
+def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:
+    """Say what a checkpoint takes, and how many of that size the disk has room for."""
+    try:
+        room = shutil.disk_usage(run_dir.path).free // max(1, num_bytes)
+    except OSError:  # the save itself says what is wrong with the storage
+        return
+    report(f"a checkpoint takes about {num_bytes / 1e6:,.1f} MB; the disk has room for {room:,}")
 
 
 def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:

@@ -199,6 +199,12 @@ class Checkpointer:
         elif issubclass(kind, Exception):
             self.wait()  # what was being written when the loop failed is still worth having
 
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes a checkpoint takes: those of all tensors of the state, on all ranks."""
+        # A DTensor counts the elements of the whole tensor.
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._state.tensors().values())
+
     def reserve(self) -> None:
         """Allocate the buffers that an asynchronous save copies into, so that the first save is no slower."""
         if self._save_async:
