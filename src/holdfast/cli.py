@@ -107,11 +107,20 @@ def run(name: str, argv: list[str]) -> int:
     """
     from importlib import import_module
 
-    _, function, configuration = COMMANDS[name]
+    summary, function, configuration = COMMANDS[name]
     module, _, attribute = function.partition(":")
-    action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
     if configuration is None:
-        return action(argv)
+        return getattr(import_module(f"holdfast.{module}"), attribute)(argv)
+    from holdfast import help
+
+    if help.is_asked(argv):
+        print(help.text(name, summary, argv))
+        return 0
+    if argv == ["--json-schema"]:  # for editors, which complete and check TOML files by it
+        from holdfast.config.listing import json_schema
+
+        print(json_schema(name))
+        return 0
     from holdfast.config.load import parse_command_line
 
     parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv, program=name)
@@ -119,6 +128,8 @@ def run(name: str, argv: list[str]) -> int:
         from holdfast.process.child import make_output_lossy
 
         make_output_lossy()  # a run goes on, whatever becomes of what it prints
+    # After the command line: what it imports takes a second, and a mistake is told without that.
+    action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
     if getattr(parsed, "log_format", "text") == "text":
         return action(parsed)
     from holdfast.view.console import run_in_json_lines

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config import PROGRAMS
+from holdfast.config import program_config
 from holdfast.config.load import parse_command_line
 from holdfast.launcher.resume.attempt import write_config
 from holdfast.launcher.resume.plan import prepare
@@ -39,7 +39,7 @@ def _numbers(command: str, output: Path, *flags: str, starts_python: bool = Fals
 def _numbers_in_process(command: str, output: Path) -> Numbers:
     """Train in this process what the command trains."""
     program, *words = command_line(command, output)
-    config = parse_command_line(PROGRAMS[command], words, program=program)
+    config = parse_command_line(program_config(command), words, program=program)
     write_config(prepare(config, clean=False, dry_run=False), command, config, dry_run=False)
     run_prepared(config)
     return numbers_of(command, SftRun(0, "", RunDir(output)))

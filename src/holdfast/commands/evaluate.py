@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from holdfast import help
 from holdfast.arguments import Parser
-from holdfast.config.evaluation import EvaluateConfig
-from holdfast.config.load import parse_command_line
 from holdfast.process.child import make_output_lossy
+
+if TYPE_CHECKING:
+    from holdfast.config.evaluation import EvaluateConfig
 
 _COMPARE = "--compare"
 
@@ -20,8 +23,13 @@ def main(argv: list[str]) -> int:
     """
     if any(word.split("=")[0] == _COMPARE for word in argv):
         return _compare(argv)
-    config = parse_command_line(EvaluateConfig, argv, program="evaluate")
+    if help.is_asked(argv):
+        print(help.text("evaluate", "How good a policy is on held-out tasks.", argv))
+        return 0
+    from holdfast.config.evaluation import EvaluateConfig
+    from holdfast.config.load import parse_command_line
 
+    config = parse_command_line(EvaluateConfig, argv, program="evaluate")
     if not config.dry_run:
         make_output_lossy()  # the results are in files
     if config.log_format == "text":

@@ -1,18 +1,27 @@
-"""Configuration models of every command, and how they are read from TOML files and flags."""
+"""Configuration models of every command, and how they are read from TOML files and flags.
 
-from holdfast.config.base import CkptConfig, Command, ModelConfig
-from holdfast.config.evaluation import EvaluateConfig
-from holdfast.config.inference import InferenceConfig
-from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.config.preference import DpoConfig, RewardTrainingConfig
-from holdfast.config.rl import RlConfig
-from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import SftConfig, SupervisedCommand, TrainingCommand
+Each model is imported when it is first asked for: a process pays for the settings that it reads.
+"""
 
-# The training programs, by the names that their configurations give them.
-PROGRAMS: dict[str, type[TrainingCommand]] = {
-    config.program: config for config in (SftConfig, DpoConfig, RewardTrainingConfig, TrainerConfig)
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.config.base import CkptConfig, Command, ModelConfig
+    from holdfast.config.evaluation import EvaluateConfig
+    from holdfast.config.inference import InferenceConfig
+    from holdfast.config.orchestrator import OrchestratorConfig
+    from holdfast.config.preference import DpoConfig, RewardTrainingConfig
+    from holdfast.config.rl import RlConfig
+    from holdfast.config.rl_trainer import TrainerConfig
+    from holdfast.config.training import SftConfig, SupervisedCommand, TrainingCommand
+
+PROGRAMS = {
+    "sft": "SftConfig",
+    "dpo": "DpoConfig",
+    "reward-model": "RewardTrainingConfig",
+    "rl": "TrainerConfig",
 }
+"""Training program -> the name of its model of settings, see `program_config`."""
 
 __all__ = [
     "PROGRAMS",
@@ -29,4 +38,31 @@ __all__ = [
     "SupervisedCommand",
     "TrainerConfig",
     "TrainingCommand",
+    "program_config",
 ]
+
+_NAMES_OF = {
+    "base": ("CkptConfig", "Command", "ModelConfig"),
+    "evaluation": ("EvaluateConfig",),
+    "inference": ("InferenceConfig",),
+    "orchestrator": ("OrchestratorConfig",),
+    "preference": ("DpoConfig", "RewardTrainingConfig"),
+    "rl": ("RlConfig",),
+    "rl_trainer": ("TrainerConfig",),
+    "training": ("SftConfig", "SupervisedCommand", "TrainingCommand"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return found
+
+
+def program_config(program: str) -> "type[TrainingCommand]":
+    """Return the model of the settings of a training program, such as `sft`."""
+    return __getattr__(PROGRAMS[program])  # pyright: ignore[reportReturnType] - a test holds that each is one

@@ -70,11 +70,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class Section(BaseModel):
-    """A part of a configuration. A docstring beneath a field is its ``--help`` text."""
+    """A part of a configuration. A docstring beneath a field is its ``--help`` text: `holdfast.config.listing`."""
 
     model_config = ConfigDict(
         extra="forbid",
-        use_attribute_docstrings=True,
+        defer_build=True,
         validate_default=True,
         ser_json_inf_nan="constants",
         allow_inf_nan=False,
@@ -88,7 +88,7 @@ class Command(BaseSettings):
 
     model_config = SettingsConfigDict(
         extra="forbid",
-        use_attribute_docstrings=True,
+        defer_build=True,
         validate_default=True,
         ser_json_inf_nan="constants",
         allow_inf_nan=False,

@@ -153,7 +153,7 @@ def _is_number_of_steps(value: object) -> bool:
     return not isinstance(value, bool)
 
 
-_SHARED = {
+SHARED = {
     # setting: the processes that have it
     "output_dir": ("trainer", "orchestrator", "inference"),
     "seed": ("trainer", "orchestrator", "inference"),
@@ -186,7 +186,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     _check_teacher(config)
     _check_truncation(config)
     check_rewards(config.trainer, config.orchestrator)
-    for setting, names in _SHARED.items():
+    for setting, names in SHARED.items():
         if setting == "model":
             _hand_down_model(config, names)
             continue

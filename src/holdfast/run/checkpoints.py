@@ -11,14 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from holdfast.config.base import CkptConfig
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.run import manifest
 from holdfast.run.atomic import TEMPORARY_PREFIX
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification
 from holdfast.run.weights import holds_adapter
+
+if TYPE_CHECKING:  # commands that only look at files need no settings
+    from holdfast.config.base import CkptConfig
 
 TRAINER_DIR = "trainer"
 ORCHESTRATOR_DIR = "orchestrator"

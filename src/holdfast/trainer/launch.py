@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from holdfast.config import PROGRAMS, TrainerConfig
+from holdfast.config import PROGRAMS, TrainerConfig, program_config
 from holdfast.config.load import read_toml
 from holdfast.config.training import ParallelConfig, TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError, RankLost, is_storage_failure
@@ -207,7 +207,7 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
     heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
-    config = read_toml(PROGRAMS[program], config_path)
+    config = read_toml(program_config(program), config_path)
     if config.ckpt is not None:
         STOP_REQUEST.listen()
     if isinstance(config, TrainerConfig):
@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     protect_children()
     set_up_logging("trainer")
     start_heartbeat()
-    config = read_toml(PROGRAMS[arguments.program], arguments.config)
+    config = read_toml(program_config(arguments.program), arguments.config)
     parallel = config.parallel
     node, ranks = node_rank(parallel), parallel.ranks
     # Before torch is imported, which reads it once.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config import PROGRAMS, DpoConfig, SftConfig
+from holdfast.config import DpoConfig, RewardTrainingConfig, SftConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
 from holdfast.trainer.mesh import Mesh
@@ -44,4 +44,4 @@ def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
     run_dir.given_up.unlink()
     assert _is_to_be_evaluated(config, run_dir, 8)
     assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
-    assert not _is_to_be_evaluated(PROGRAMS["reward-model"](), run_dir, 8)
+    assert not _is_to_be_evaluated(RewardTrainingConfig(), run_dir, 8)

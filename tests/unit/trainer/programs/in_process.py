@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
-from holdfast.config import PROGRAMS
+from holdfast.config import program_config
 from holdfast.config.training import TrainingCommand
 from holdfast.launcher.resume.attempt import with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
@@ -55,7 +55,7 @@ def prepared(
     program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None
 ) -> TrainingCommand:
     """Prepare the directory of a run as its command does, and return the settings for its ranks."""
-    config: TrainingCommand = PROGRAMS[program].model_validate(
+    config: TrainingCommand = program_config(program).model_validate(
         {
             "seed": 3, "parallel": {"threads": 1}, **settings, "output_dir": output, "max_steps": until,
             "ckpt": {"resume_step": resume} | settings.get("ckpt", {}),

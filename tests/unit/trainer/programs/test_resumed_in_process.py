@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config import PROGRAMS
+from holdfast.config import PROGRAMS, program_config
 from holdfast.config.base import Section
 from holdfast.config.training import OptimConfig
 from holdfast.errors import CheckpointError, TrainingError
@@ -89,7 +89,7 @@ def test_every_program_and_every_kind_of_state_has_a_case() -> None:
 
 def test_every_section_of_settings_that_may_be_left_out_has_a_case() -> None:
     used = {key for case in CASES.values() for key in case.settings}
-    for config in PROGRAMS.values():
+    for config in map(program_config, PROGRAMS):
         optional = {name for name, one in config.model_fields.items() if _is_optional_section(one.annotation)}
         assert optional <= used | STATELESS, "add a case, or name a section that has no state"
     assert set(typing.get_args(OptimConfig.model_fields["type"].annotation)) == {"adamw", "muon"}

@@ -1,0 +1,230 @@
+"""Lists the settings of every command, as `--help` and the site show them, and makes their JSON schema.
+
+    python -m holdfast.config.listing
+
+writes `settings.json` beside this file, which `holdfast.help` reads: help needs no pydantic then. A test holds that
+the file is what this module would write. Run the line above after a change of a setting.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from holdfast import config
+from holdfast.config.base import Command
+from holdfast.config.resolved import is_free
+from holdfast.config.rl import SHARED
+
+SETTINGS: dict[str, type[Command]] = {
+    "sft": config.SftConfig,
+    "dpo": config.DpoConfig,
+    "reward-model": config.RewardTrainingConfig,
+    "rl": config.RlConfig,
+    "trainer": config.TrainerConfig,
+    "orchestrator": config.OrchestratorConfig,
+    "inference": config.InferenceConfig,
+    "evaluate": config.EvaluateConfig,
+}
+"""Command -> the model that its settings are read into."""
+
+FILE = Path(__file__).with_name("settings.json")
+_RESUMES = {"sft", "dpo", "reward-model", "trainer", "orchestrator", "inference"}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a command.
+
+    Attributes:
+        key: dotted; `environments[].id` is one of every item, `mcp_servers.NAME.url` one of every entry.
+        kind: its type and what is allowed.
+        is_free: whether another value on resume changes nothing that is computed; None where that has no meaning.
+    """
+
+    key: str
+    kind: str
+    default: str
+    text: str
+    is_free: bool | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The settings of one model within a command: `ckpt.*`.
+
+    Attributes:
+        key: dotted, empty for the command itself.
+        is_off: nothing of it is set unless one of its settings is given.
+        elsewhere: the command whose page has the settings instead.
+    """
+
+    key: str
+    text: str
+    settings: list[Setting]
+    is_off: bool
+    elsewhere: str | None = None
+
+
+def tables(command: str) -> list[Table]:
+    """Return the settings of a command, model by model, those of the command itself first."""
+    return list(_tables_of(SETTINGS[command], "", "", False, command))
+
+
+def _tables_of(model: type[BaseModel], key: str, text: str, is_off: bool, command: str) -> Iterator[Table]:
+    settings, below, texts = [], [], texts_of(model)
+    for name, info in model.model_fields.items():
+        place = f"{key}.{name}" if key else name
+        inner = _model_in(info.annotation)
+        if inner is None or _default(info) not in ("unset", ""):
+            free = is_free(place) if command in _RESUMES else None
+            settings.append(Setting(place, kind(info), _default(info) or "unset", texts[name], free))
+        if inner is not None:
+            below.append((inner[0], place + inner[1], texts[name], _default(info) == "unset"))
+    yield Table(key, text, settings, is_off)
+    for inner_model, place, description, inner_off in below:
+        page = next((name for name, other in SETTINGS.items() if other is inner_model and name != command), None)
+        if page is not None:
+            yield Table(place, description, [], inner_off, page)
+        else:
+            yield from _tables_of(inner_model, place, description, inner_off, command)
+
+
+def texts_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the help text of every field, in one line: its description, or the docstring beneath it in the source."""
+    texts = {name: info.description or "" for name, info in model.model_fields.items()}
+    for one in reversed(model.__mro__):
+        if not issubclass(one, BaseModel) or not one.__module__.startswith("holdfast."):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(said))) if name in texts:
+                    texts[name] = said
+    return {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+def _model_in(annotation: Any) -> tuple[type[BaseModel], str] | None:
+    """Return the model that an annotation is about, and what stands between its name and a key of the model."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, ""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return next((found for part in parts if (found := _model_in(part))), None)
+    if origin is list and (inner := _model_in(parts[0])):
+        return inner[0], "[]" + inner[1]
+    if origin is dict and (inner := _model_in(parts[1])):
+        return inner[0], ".NAME" + inner[1]
+    return None
+
+
+def kind(info: FieldInfo) -> str:
+    """Return the type of a field, and its bounds: `int, ≥ 1`."""
+    return ", ".join([_type_of(info.annotation), *_bounds(info.metadata)])
+
+
+def _type_of(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(json.dumps(value) for value in parts)
+    if origin is typing.Annotated:
+        limits = [bound for item in parts[1:] for bound in _bounds([item, *getattr(item, "metadata", [])])]
+        return ", ".join([_type_of(parts[0]), *limits])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_of(part) for part in parts if part is not types.NoneType)
+    if origin is list:
+        return f"list of {_type_of(parts[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(_type_of, parts))}]"
+    if origin is dict:
+        return f"table of {_type_of(parts[1])}"
+    if annotation is Path:
+        return "path"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    return {Any: "any value"}.get(annotation) or annotation.__name__
+
+
+def _bounds(metadata: list[Any]) -> list[str]:
+    found = [
+        f"{sign} {getattr(item, name)}" for item in metadata for name, sign in _BOUNDS.items() if hasattr(item, name)
+    ]
+    return found + ["not empty" for item in metadata if getattr(item, "min_length", 0)]
+
+
+def _default(info: FieldInfo) -> str:
+    """Return the default as TOML has it; `unset` for none, an empty string for that of a model."""
+    value = info.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "unset"
+    if isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, list) and any(isinstance(item, BaseModel) for item in value):
+        value = [item.model_dump(mode="json", exclude_defaults=True) | _names(item) for item in value]
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _names(item: BaseModel) -> dict[str, Any]:
+    """Return the `id` of an item, which says what it is though it is the default."""
+    return {"id": item.model_dump()["id"]} if "id" in type(item).model_fields else {}
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def listing() -> dict[str, Any]:
+    """Return what `settings.json` holds: the tables of each command, and the settings that `rl` hands down."""
+    shared: dict[str, list[str]] = {}
+    for setting, processes in SHARED.items():
+        for process in processes:
+            shared.setdefault(process, []).append(setting)
+    commands = {command: [asdict(table) for table in tables(command)] for command in SETTINGS}
+    return {"shared": shared, "commands": commands}
+
+
+def json_schema(command: str) -> str:
+    """Return the JSON schema of the TOML files of `command`."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **SETTINGS[command].model_json_schema()}
+    models = {model.__name__: model for model in _models_in(SETTINGS[command])}
+    for name, definition in [*schema.get("$defs", {}).items(), (SETTINGS[command].__name__, schema)]:
+        texts = texts_of(models[name]) if name in models else {}
+        for key, described in definition.get("properties", {}).items():
+            described.pop("title", None)
+            described |= {"description": texts[key]} if texts.get(key) else {}
+    return json.dumps(schema, indent=1, ensure_ascii=False)
+
+
+def _models_in(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for info in model.model_fields.values():
+        if inner := _model_in(info.annotation):
+            yield from _models_in(inner[0])
+
+
+def text_of_listing() -> str:
+    """Return the content of `settings.json`, a line for each setting."""
+    whole = json.dumps(listing(), ensure_ascii=False)
+    return re.sub(r'(?=\{"key": |"shared": |"commands": )', "\n", whole) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text_of_listing())

@@ -1,0 +1,198 @@
+"""The help of the commands whose settings come from `holdfast.config`: one screen, one section, or everything.
+
+    rl --help                what the command does, examples, the settings that people change, the sections
+    rl --help trainer.loss   one section
+    rl --help-all            every setting
+
+It reads `settings.json` and imports neither pydantic nor the settings themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError, nearest
+
+_FILE = Path(__file__).parent / "config" / "settings.json"
+_MOST_COLUMNS = 120
+_INDENT = "  "
+
+EXAMPLES = {
+    "sft": (
+        "sft @ configs/reverse_text/sft.toml",
+        "sft --model.name Qwen/Qwen3-0.6B --data.name my.jsonl --output-dir outputs/my_sft --ckpt.interval 100",
+        "sft @ my.toml --optim.lr 2e-5 --max-steps 500 --dry-run",
+    ),
+    "dpo": (
+        "dpo @ configs/reverse_text/dpo.toml",
+        "dpo --model.name outputs/my_sft/weights/step_500 --data.name pairs.jsonl --output-dir outputs/my_dpo",
+        "dpo @ my.toml --loss.type simpo --dry-run",
+    ),
+    "reward-model": (
+        "reward-model @ configs/reverse_text/reward_model.toml",
+        "reward-model --model.name Qwen/Qwen3-0.6B --data.name pairs.jsonl --output-dir outputs/my_reward_model",
+    ),
+    "rl": (
+        "rl @ configs/reverse_text/rl.toml",
+        "rl @ configs/reverse_text/rl.toml --max-steps 100 --trainer.optim.lr 1e-4 --output-dir outputs/mine",
+        "rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml --dry-run",
+    ),
+    "trainer": ("trainer @ configs/reverse_text/train.toml --output-dir outputs/by_hand --max-steps 20",),
+    "orchestrator": ("orchestrator @ configs/reverse_text/orch.toml --output-dir outputs/by_hand",),
+    "inference": (
+        "inference @ configs/reverse_text/infer.toml",
+        "inference --model.name outputs/my_sft/weights/step_500",
+    ),
+    "evaluate": ("evaluate --run outputs/reverse_text_rl --num-tasks 64", "evaluate --compare A B"),
+}
+
+_OF_A_RUN = (
+    "model.name", "output_dir", "max_steps", "ckpt.interval", "ckpt.keep", "ckpt.resume_step", "seed", "dry_run",
+    "clean",
+)  # fmt: skip
+_OF_OPTIMISATION = ("optim.lr", "optim.schedule", "optim.warmup_steps", "model.lora.rank", "parallel.num_ranks")
+_OF_DATA = ("data.name", "data.batch_size", "data.micro_batch_size", "data.seq_len", "data.validation_fraction")
+COMMON = {
+    "sft": (*_OF_A_RUN[:1], *_OF_DATA, *_OF_A_RUN[1:], *_OF_OPTIMISATION),
+    "dpo": (*_OF_A_RUN[:1], *_OF_DATA, "loss.type", "loss.beta", *_OF_A_RUN[1:], *_OF_OPTIMISATION),
+    "reward-model": (*_OF_A_RUN[:1], *_OF_DATA, *_OF_A_RUN[1:], *_OF_OPTIMISATION),
+    "rl": (
+        "model.name", "orchestrator.environments", "orchestrator.problems_per_step", "orchestrator.group_size",
+        "orchestrator.seq_len", "orchestrator.sampling.max_tokens", "orchestrator.sampling.temperature",
+        "trainer.optim.lr", "trainer.loss.type", "trainer.advantage", "trainer.kl.coef", "trainer.model.lora.rank",
+        "async_level", "trainer.parallel.num_ranks", *_OF_A_RUN[1:],
+    ),
+    "trainer": ("advantage", "loss.type", "kl.coef", *_OF_A_RUN, *_OF_OPTIMISATION),
+    "orchestrator": (
+        "environments", "problems_per_step", "group_size", "seq_len", "sampling.max_tokens", "sampling.temperature",
+        "client.urls", *(key for key in _OF_A_RUN if key != "clean"),
+    ),
+    "inference": (
+        "model.name", "model.max_len", "server.host", "server.port", "engine.gpu_memory_utilization",
+        "engine.tensor_parallel_size", "output_dir", "seed", "dry_run",
+    ),
+    "evaluate": ("run", "model.name", "environments", "num_tasks", "sampling.max_tokens", "output_dir", "seed"),
+}  # fmt: skip
+"""Command -> the settings that people change, which its help shows first."""
+
+
+def is_asked(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for help."""
+    return any(word in ("-h", "--help", "--help-all") for word in argv)
+
+
+def text(command: str, summary: str, argv: Sequence[str]) -> str:
+    """Return the help that `argv` asks for.
+
+    Args:
+        summary: what the command does, in a sentence.
+
+    Raises:
+        ConfigError: there is no section of that name.
+    """
+    sections = _sections(command)
+    width = min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
+    if "--help-all" in argv:
+        return "\n\n".join(_section(name, sections[name], width) for name in sections)
+    place = next(position for position, word in enumerate(argv) if word in ("-h", "--help"))
+    asked = argv[place + 1].strip("-").replace("-", "_") if place + 1 < len(argv) else ""
+    if not asked or asked.startswith("@"):
+        return _screen(command, summary, sections, width)
+    found = [name for name in sections if name == asked or name.startswith((f"{asked}.", f"{asked}["))]
+    if found:
+        return "\n\n".join(_section(name, sections[name], width) for name in found)
+    for name, table in sections.items():
+        if settings := [one for one in table["settings"] if one["key"] == asked]:
+            return _section(name, {**table, "settings": settings}, width)
+    raise ConfigError(
+        f"--help {argv[place + 1]}: {command} has no such section or setting.{nearest(asked, [*sections])} "
+        f"`{command} --help` lists the sections."
+    )
+
+
+def _sections(command: str) -> dict[str, dict[str, Any]]:
+    """Return the tables of a command by their key, without what `rl` hands down to its processes."""
+    content = json.loads(_FILE.read_text())
+    sections: dict[str, dict[str, Any]] = {}
+
+    def add(tables: Iterable[dict[str, Any]], prefix: str, hidden: Sequence[str]) -> None:
+        for table in tables:
+            key = table["key"]
+            if any(key == name or key.startswith(f"{name}.") for name in hidden if name != "model"):
+                continue
+            whole = f"{prefix}.{key}".strip(".")
+            if table["elsewhere"]:
+                process = table["elsewhere"]
+                add(content["commands"][process], whole, content["shared"].get(whole, ()))
+                continue
+            settings = [one for one in table["settings"] if not _is_hidden(one["key"], hidden)]
+            named = [{**one, "key": f"{prefix}.{one['key']}".strip(".")} for one in settings]
+            if named:
+                sections[whole] = {**table, "settings": named}
+
+    add(content["commands"][command], "", ())
+    return sections
+
+
+def _is_hidden(key: str, hidden: Sequence[str]) -> bool:
+    # Of the model, `rl` hands down the name and the tokenizer; the rest is each process's own.
+    return key in hidden or ("model" in hidden and key in ("model.name", "model.tokenizer"))
+
+
+def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], width: int) -> str:
+    by_key = {one["key"]: one for table in sections.values() for one in table["settings"]}
+    lines = [
+        f"usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--section.key VALUE ...]",
+        "",
+        summary,
+        "",
+    ]
+    lines += ["examples:", *(f"{_INDENT}uv run {example}" for example in EXAMPLES[command]), ""]
+    lines.append("settings that people change (default):")
+    for key in COMMON[command]:
+        if key in by_key:
+            one = by_key[key]
+            default = "" if one["default"] == "unset" else f" ({_plain(one['default'])})"
+            begin = f"{_INDENT}{_flag(key)}{default}"
+            lines.append(_cut(f"{begin:<46} {_first_sentence(one['text'])}", width))
+    counts = [f"{name or '(top)'} {len(table['settings'])}" for name, table in sections.items() if name]
+    lines += ["", "sections, with the number of their settings:"]
+    lines += textwrap.wrap(
+        "   ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in counts),
+        width,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_on_hyphens=False,
+    )
+    lines += ["", f"`{command} --help SECTION` shows a section, `{command} --help-all` every setting."]
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _section(name: str, table: dict[str, Any], width: int) -> str:
+    head = f"[{name}] {table['text']}".strip() if name else "settings of the command itself"
+    lines = textwrap.wrap(head, width)
+    for one in table["settings"]:
+        lines += ["", f"{_INDENT}{_flag(one['key'])}   {one['kind']}; default {_plain(one['default'])}"]
+        lines += textwrap.wrap(one["text"], width, initial_indent=_INDENT * 3, subsequent_indent=_INDENT * 3)
+    return "\n".join(lines)
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}" if "[" not in key and ".NAME" not in key else key
+
+
+def _plain(default: str) -> str:
+    return default.strip('"')
+
+
+def _first_sentence(text: str) -> str:
+    return text.split(". ")[0].split("; ")[0].rstrip(".")
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 1].rstrip()}…"
