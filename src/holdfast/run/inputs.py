@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ import msgspec
 
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
-from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, nearest
+from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError
 from holdfast.run import manifest
 from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, to_safetensors, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Verification
-from holdfast.run.weights import PEFT_PREFIX
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
@@ -321,23 +319,15 @@ def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> No
     )
 
 
-Shapes = dict[str, tuple[int, ...]]
-
-WEIGHT_PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
-"""Behind which of these the names of the model lie, in files of other programs."""
-
 # Keys of config.json that are a dimension of some tensor, or decide how many layers have tensors.
 _SIZES = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size")
-_WIDTHS = ("hidden_size", "n_embd")
-_MOST_HEADER_BYTES = 1 << 28
 
 
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
-    """Refuse weights that are damaged, or certainly not of `model`.
+    """Refuse weights that are damaged, or that their config.json says are of another model.
 
-    What has a manifest is verified as `how` says. The config.json of checkpoints and Hugging Face
-    directories is compared with that of the model. The names and shapes of safetensors files are compared with
-    those of the model's own, or with its width where it has none.
+    What has a manifest is verified as `how` says; of other safetensors files none may be cut. The names and shapes of
+    tensors are compared by the trainer, which fills its model with them.
 
     Raises:
         CheckpointError: saying what was found and what is needed.
@@ -358,8 +348,9 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
     config_of = {Kind.CHECKPOINT: path / MODEL_DIR, Kind.WEIGHTS: path, Kind.HUGGING_FACE: path}
     if kind in config_of:
         _compare_configs(config_of[kind] / "config.json", own / "config.json", path, model.name)
-    if kind in (Kind.WEIGHTS, Kind.HUGGING_FACE, Kind.TENSORS):
-        _compare_tensors(_shapes_at(path), own, path, model.name)
+    for file in [path] if kind is Kind.TENSORS else path.glob("*.safetensors"):
+        if wrong := _wrong_with_weights(file):
+            raise CheckpointError(f"{file} (ckpt.weights_only) {wrong}")
 
 
 def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> None:
@@ -383,72 +374,3 @@ def _read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _compare_tensors(there: Shapes, own: Path, path: Path, model_name: str) -> None:
-    """Refuse tensors of which not one fits the model, or one has the name of another shape."""
-    if not there:
-        return
-    wanted = _shapes_at(own)
-    if not wanted:
-        _require_width(there, own, path, model_name)
-        return
-    prefix = max(WEIGHT_PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in there for name in wanted))
-    shared = [name for name in wanted if f"{prefix}{name}" in there]
-    if not shared:
-        first = next(iter(wanted))
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': none of its {len(there)} tensors "
-            f"(such as {next(iter(there))}) has the name of one of the model's {len(wanted)} (such as {first})."
-            f"{nearest(first, there)}"
-        )
-    wrong = [
-        f"{name} is {there[f'{prefix}{name}']} there, {wanted[name]} here"
-        for name in shared
-        if there[f"{prefix}{name}"] != wanted[name]
-    ]
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': {'; '.join(wrong[:3])}{more}"
-        )
-
-
-def _require_width(there: Mapping[str, tuple[int, ...]], own: Path, path: Path, model_name: str) -> None:
-    """Where the model has a config.json alone: some tensor must have the width of its hidden states."""
-    if not (own / "config.json").is_file():
-        return
-    config = _read_json(own / "config.json")
-    widths = [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
-    if widths and not any(widths[0] in shape for shape in there.values()):
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': hidden states are {widths[0]} wide "
-            f"there, and none of the {len(there)} tensors (such as {next(iter(there))}) has that dimension."
-        )
-
-
-def _shapes_at(path: Path) -> Shapes:
-    """Return name -> shape of the safetensors at `path`, a file or a directory; empty where there are none."""
-    files = [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    return {name: shape for file in files for name, shape in _header(file).items()}
-
-
-def _header(file: Path) -> Shapes:
-    """Read the table at the beginning of a safetensors file: 8 bytes of length, then JSON.
-
-    Raises:
-        CheckpointError: there is none, or the file ends before its tensors do.
-    """
-    try:
-        with open(file, "rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            if length > _MOST_HEADER_BYTES:
-                raise ValueError(f"its header says that it is {length} bytes long")
-            table = json.loads(content.read(length))
-        entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if (size := file.stat().st_size) < needed:
-            raise ValueError(f"it has {size} bytes of {needed}")
-        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
