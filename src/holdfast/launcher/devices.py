@@ -237,10 +237,6 @@ def _are(count: int) -> str:
     return "is 1 GPU" if count == 1 else f"are {count} GPUs"
 
 
-# A few more than cores may be meant, to try out what many ranks do.
-_RANKS_PER_CORE = 4
-
-
 def choose_training(config: TrainingCommand, placement: Placement, *, clean: bool) -> dict[str, Any]:
     """Fill in, in place, what a training program's settings leave to its device; return it by dotted key.
 
@@ -321,25 +317,6 @@ def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machin
             "`uv sync --no-group cpu --group gpu` it takes GPUs (docs/installation.md)"
         )
     return line
-
-
-def tell_of_turns(parallel: ParallelConfig, placement: Placement, *, key: str = "parallel") -> None:
-    """Print a warning where a trainer on the CPU has many more ranks than cores: they are slow, and nothing else.
-
-    Args:
-        key: of `parallel`, for the message.
-    """
-    cores = available_cores()
-    if not placement.trainer and parallel.ranks > _RANKS_PER_CORE * cores:
-        print(
-            f"WARNING: {key}.num_ranks = {parallel.ranks} on the CPU, and this command may use {_cores(cores)}: the "
-            f"ranks take turns and wait for one another, so a step takes longer than with --{key.replace('_', '-')}"
-            f".num-ranks {cores}, and each has the memory of a process with PyTorch"
-        )
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
 
 
 def _gpus(gpus: Sequence[Gpu]) -> str:

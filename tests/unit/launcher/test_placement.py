@@ -15,11 +15,9 @@ from holdfast.launcher.devices import (
     inference_gpus,
     place_rl,
     place_training,
-    tell_of_turns,
     this_machine,
     with_engines,
 )
-from holdfast.process.child import available_cores
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
 
 TORCH = TorchBuild("2.13.0+cu130", "13.0")
@@ -63,19 +61,6 @@ def test_more_ranks_than_the_memory_of_the_cpu_holds_are_refused() -> None:
     assert "trainer.parallel.num_ranks = 100000: on the CPU" in refusal(settings, machine(0, engine="cpu"))
     assert place_training(ParallelConfig(num_ranks=8), machine(0)) == Placement()
     assert not placed({**settings, "cluster": "ray"}, machine(0, engine="cpu")).trainer, "the memory is that of others"
-
-
-def test_many_more_ranks_than_cores_are_told_where_there_are_no_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    gpus = machine(4).inventory.gpus
-    parallel = ParallelConfig(num_ranks=99_999)
-    tell_of_turns(parallel, Placement(trainer=gpus))
-    cores = available_cores()
-    tell_of_turns(ParallelConfig(num_ranks=4 * cores), Placement())
-    assert not capsys.readouterr().out
-    tell_of_turns(ParallelConfig(num_ranks=4 * cores + 1), Placement(), key="trainer.parallel")
-    said = capsys.readouterr().out
-    assert f"WARNING: trainer.parallel.num_ranks = {4 * cores + 1} on the CPU, and this command may use {cores}" in said
-    assert f"longer than with --trainer.parallel.num-ranks {cores}," in said
 
 
 def test_without_gpus_all_is_on_the_cpu() -> None:
