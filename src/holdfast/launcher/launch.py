@@ -33,7 +33,6 @@ from holdfast.launcher.devices import (
     inference_gpus,
     place_rl,
     place_training,
-    tell_of_turns,
     this_machine,
     with_engines,
 )
@@ -164,7 +163,6 @@ def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
         print(describe(placement, chosen))
-        tell_of_turns(config.parallel, placement)
         return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
@@ -172,7 +170,6 @@ def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int
     print(describe(placement, chosen))
     if config.ckpt is None:
         print("no checkpoints: a killed run begins anew; --ckpt.interval N saves after every N steps")
-    tell_of_turns(config.parallel, placement)
     plan = Plan(
         attempt,
         {"trainer": trainer_command(config, path)},
@@ -213,8 +210,6 @@ def launch_rl(config: RlConfig) -> int:
                 "no checkpoints: a killed run trains its journaled batches again from the start; "
                 "--ckpt.interval N saves after every N steps"
             )
-        if places is None:  # else the cores are those of other machines
-            tell_of_turns(config.trainer.parallel, placement, key="trainer.parallel")
         if config.dry_run:
             return _print_plan(plan)
         healing = Healing(
