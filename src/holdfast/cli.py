@@ -123,7 +123,7 @@ def run(name: str, argv: list[str]) -> int:
         return 0
     from holdfast.config.load import parse_command_line
 
-    parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv, program=name)
+    parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv)
     if not parsed.dry_run:
         from holdfast.process.child import make_output_lossy
 

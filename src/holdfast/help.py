@@ -115,22 +115,28 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
     )
 
 
+def shared() -> dict[str, list[str]]:
+    """Return process -> the settings that `rl` hands down to it."""
+    return json.loads(_FILE.read_text())["shared"]
+
+
 def _sections(command: str) -> dict[str, dict[str, Any]]:
     """Return the tables of a command by their key, without what `rl` hands down to its processes."""
     content = json.loads(_FILE.read_text())
     sections: dict[str, dict[str, Any]] = {}
 
-    def add(tables: Iterable[dict[str, Any]], prefix: str, hidden: Sequence[str]) -> None:
+    def add(tables: Iterable[dict[str, Any]], prefix: str, left_out: Sequence[str]) -> None:
         for table in tables:
             key = table["key"]
-            if any(key == name or key.startswith(f"{name}.") for name in hidden if name != "model"):
+            if any(key == name or key.startswith(f"{name}.") for name in left_out if name != "model"):
                 continue
             whole = f"{prefix}.{key}".strip(".")
             if table["elsewhere"]:
                 process = table["elsewhere"]
-                add(content["commands"][process], whole, content["shared"].get(whole, ()))
+                hidden = content["shared"].get(whole, ()) if command == "rl" else ()
+                add(content["commands"][process], whole, hidden)
                 continue
-            settings = [one for one in table["settings"] if not _is_hidden(one["key"], hidden)]
+            settings = [one for one in table["settings"] if not _is_hidden(one["key"], left_out)]
             named = [{**one, "key": f"{prefix}.{one['key']}".strip(".")} for one in settings]
             if named:
                 sections[whole] = {**table, "settings": named}

@@ -38,8 +38,8 @@ def _numbers(command: str, output: Path, *flags: str, starts_python: bool = Fals
 
 def _numbers_in_process(command: str, output: Path) -> Numbers:
     """Train in this process what the command trains."""
-    program, *words = command_line(command, output)
-    config = parse_command_line(program_config(command), words, program=program)
+    _, *words = command_line(command, output)
+    config = parse_command_line(program_config(command), words)
     write_config(prepare(config, clean=False, dry_run=False), command, config, dry_run=False)
     run_prepared(config)
     return numbers_of(command, SftRun(0, "", RunDir(output)))

@@ -148,13 +148,13 @@ class Checkout:
         if program == "inference":
             return self.path / (command.flag("output-dir") or "inference")
         if program == "orchestrator":
-            config = parse_command_line(OrchestratorConfig, flags, program=program)
+            config = parse_command_line(OrchestratorConfig, flags)
             assert config.output_dir in self.made, f"{where}nobody has made {config.output_dir}"
             return config.output_dir
         if program == "rl":
-            config = hand_down_shared(parse_command_line(RlConfig, flags, program=program)).trainer
+            config = hand_down_shared(parse_command_line(RlConfig, flags)).trainer
         else:
-            config = parse_command_line(TRAINING[program], flags, program=program)
+            config = parse_command_line(TRAINING[program], flags)
         wanted = config.ckpt.resume_step if config.ckpt else None
         is_dry = "--dry-run" in flags
         if config.output_dir in self.made:

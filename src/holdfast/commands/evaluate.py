@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     from holdfast.config.evaluation import EvaluateConfig
     from holdfast.config.load import parse_command_line
 
-    config = parse_command_line(EvaluateConfig, argv, program="evaluate")
+    config = parse_command_line(EvaluateConfig, argv)
     if not config.dry_run:
         make_output_lossy()  # the results are in files
     if config.log_format == "text":

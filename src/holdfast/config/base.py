@@ -23,7 +23,6 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
@@ -83,33 +82,8 @@ class Section(BaseModel):
     _plain = field_validator("*", mode="before")(classmethod(_check_plain))
 
 
-class Command(BaseSettings):
+class Command(Section):
     """The whole configuration of one command: what every command has."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        defer_build=True,
-        validate_default=True,
-        ser_json_inf_nan="constants",
-        allow_inf_nan=False,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-    )
-
-    _plain = field_validator("*", mode="before")(classmethod(_check_plain))
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take values from files and flags alone: an environment variable named SEED is not meant for us."""
-        return (init_settings,)
 
     output_dir: Path = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""

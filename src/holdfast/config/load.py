@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import tomli
 import tomli_w
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import CliApp, CliSettingsSource, SettingsError
 
 from holdfast.config.base import Command
 from holdfast.errors import ConfigError, nearest
@@ -124,8 +123,6 @@ def misplaced(parts: Iterable[Part], whole: Collection[str], sections: Mapping[s
 
 C = TypeVar("C", bound=Command)
 
-_STRAY_WORDS, _NO_VALUE = "unrecognized arguments:", "expected one argument"  # argparse's own words
-_NO_JSON = re.compile(r'error parsing value for field "([\w.]+)"')  # pydantic's
 # No configuration is as long as this, and no message should be.
 _MOST_BYTES = 16 << 20
 _MOST_LINES = 20
@@ -186,38 +183,158 @@ def _read(path: str, shown: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be used: {_TOO_DEEP}") from None
 
 
-def parse_command_line(command: type[C], argv: list[str], *, program: str) -> C:
-    """Return the validated configuration of `command`; prints help and exits on --help.
+def parse_command_line(command: type[C], argv: list[str]) -> C:
+    """Return the validated configuration of `command`.
 
     Raises:
         ConfigError: a file, key, type or value cannot be used.
     """
-    files, flags = _split_files(argv, command)
-    source: CliSettingsSource[Any] = CliSettingsSource(command, cli_prog_name=program, cli_exit_on_error=False)
-    given = _check_flags(flags, source)
+    files, words = _split_files(argv, command)
     try:
-        return CliApp.run(command, cli_args=flags, cli_settings_source=source, cli_exit_on_error=False, **files.data)
+        values, given = _read_flags(words, flags_of(command))
+        return command.model_validate(_merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
-    except SettingsError as error:
-        reason = str(error).removeprefix("error parsing CLI: ")
-        if reason.startswith(_STRAY_WORDS):
-            words = reason.removeprefix(_STRAY_WORDS).strip()
-            raise ConfigError(
-                f"unexpected '{_cut(words)}'. Settings are '--name value', files '@ file.toml'."
-            ) from None
-        if match := _NO_JSON.match(reason):
-            name = match[1]
-            there = [flag for key, flag in given.items() if key == name or key.startswith(f"{name}.")]
-            raise ConfigError(
-                f"a value of {' or '.join(there)} is no JSON. Sections and lists are given as JSON, by single settings "
-                f"(--{name.replace('_', '-')}.NAME VALUE), or by a file (--{name.replace('_', '-')} @ FILE.toml)."
-            ) from None
-        if reason.endswith(_NO_VALUE):
-            reason += ". A value that begins with '-' is written with '=', as in --output-dir=-name"
-        raise ConfigError(f"{_cut(reason)}.") from None
     except RecursionError:
         raise ConfigError(f"a value cannot be used: {_TOO_DEEP}") from None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A setting as a flag.
+
+    Attributes:
+        key: dotted.
+        annotation: of the field.
+    """
+
+    key: str
+    annotation: Any
+
+    @property
+    def kinds(self) -> set[Any]:
+        """The types that its annotation names at the top level."""
+        return _kinds(self.annotation)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether `--key` and `--no-key` stand alone."""
+        return self.kinds == {bool}
+
+    @property
+    def is_section(self) -> bool:
+        """Whether `--key` alone means the section with its defaults."""
+        return _model_in(self.annotation) is not None and not self.kinds & {list, dict}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _kinds(typing.get_args(annotation)[0])
+    if origin in (typing.Union, UnionType):
+        return set().union(*map(_kinds, typing.get_args(annotation))) - {NoneType}
+    return {origin or annotation}
+
+
+def flags_of(command: type[BaseModel], prefix: str = "") -> dict[str, Flag]:
+    """Return every flag of `command`, such as `--optim.lr`; a switch has a second one, `--no-`."""
+    flags: dict[str, Flag] = {}
+    for name, info in command.model_fields.items():
+        flag = Flag(f"{prefix}{name}", info.annotation)
+        word = flag.key.replace("_", "-")
+        flags[f"--{word}"] = flag
+        if flag.is_switch:
+            flags[f"--no-{word}"] = flag
+        if flag.is_section and (model := _model_in(info.annotation)) is not None:
+            flags |= flags_of(model, f"{flag.key}.")
+    return flags
+
+
+def _read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the flags, nested as their keys are, and dotted key -> flag as it was given.
+
+    Raises:
+        ConfigError: a word that is no flag, a flag without its value, or a value that is no JSON where that is needed.
+    """
+    values: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    waiting = list(reversed(words))
+    unknown = []
+    while waiting:
+        word = waiting.pop()
+        name, has_value, value = word.partition("=")
+        if not name.startswith("--"):
+            raise ConfigError(f"unexpected '{_cut(word)}'. Settings are '--name value', files '@ file.toml'.")
+        flag = known.get(name.replace("_", "-"))
+        if flag is None:
+            unknown.append(name)
+            if not has_value and waiting and not waiting[-1].startswith("--"):
+                waiting.pop()  # of the unknown flag
+            continue
+        given[flag.key] = name
+        if flag.is_switch and not has_value:
+            _put(values, flag.key, not name.startswith("--no-"))
+            continue
+        if not has_value:
+            if flag.is_section and not (waiting and waiting[-1].startswith(("{", "null"))):
+                value = "{}"
+            elif waiting and _is_a_value(waiting[-1]):
+                value = waiting.pop()
+            else:
+                raise ConfigError(
+                    f"flag '{name}' needs a value. A value that begins with '-' is written with '=', as in "
+                    "--output-dir=-name."
+                )
+        _put(values, flag.key, _value(flag, name, value))
+    if unknown:
+        hints = [f"unknown flag '{name}'.{meant(name, known)}" for name in dict.fromkeys(unknown)]
+        raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
+    return values, given
+
+
+def _is_a_value(word: str) -> bool:
+    return not word.startswith("-") or re.match(r"-[\d.]", word) is not None
+
+
+def _value(flag: Flag, name: str, text: str) -> Any:
+    """Return what the text of a flag stands for, as far as that does not need the type: pydantic reads numbers."""
+    if text == "null" and type(None) in typing.get_args(flag.annotation):
+        return None
+    is_table = flag.is_section or dict in flag.kinds
+    if is_table or (flag.kinds & {list, tuple} and text.startswith("[")):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ConfigError(
+                f"a value of {name} is no JSON. Sections and lists are given as JSON, by single settings "
+                f"({name}.NAME VALUE), or by a file ({name} @ FILE.toml)."
+            ) from None
+    if flag.kinds & {list, tuple} and str not in flag.kinds:
+        return text.split(",")
+    return text
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. A table is added to what is there, and a list that is given again is continued."""
+    *parents, last = key.split(".")
+    for name in parents:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    before = values.get(last)
+    if isinstance(value, dict) and isinstance(before, dict):
+        values[last] = _merged(before, value)
+    else:
+        values[last] = [*before, *value] if isinstance(value, list) and isinstance(before, list) else value
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` with the values of `above` in it, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
@@ -252,20 +369,6 @@ def _is_value(path: list[str], command: type[BaseModel]) -> bool:
         model = _model_in(info.annotation) if info else None
     last = model.model_fields.get(path[-1]) if model else None
     return last is not None and _model_in(last.annotation) is None
-
-
-def _check_flags(flags: list[str], source: CliSettingsSource[Any]) -> dict[str, str]:
-    """Refuse unknown flags with the nearest known one; return dotted key -> flag of those given."""
-    known = set(source.root_parser._option_string_actions)
-    given = {}
-    for flag in flags:
-        if not flag.startswith("--"):
-            continue
-        name = flag.split("=")[0]
-        if name not in known:
-            raise ConfigError(f"unknown flag '{name}'.{meant(name, known)} --help lists all flags.")
-        given[name.removeprefix("--no-").removeprefix("--").replace("-", "_")] = name
-    return given
 
 
 def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:

@@ -218,7 +218,7 @@ def test_what_init_writes_passes_its_test_and_its_check(environments: Command, t
     assert passed.returncode == 0 and "2 passed" in passed.stdout, passed.stdout + passed.stderr
     code, out, err = environments("check", "word_game:WordGame", "--num-tasks", "4")
     assert code == 0, out + err
-    config = parse_command_line(RlConfig, ["@", "word_game.toml"], program="rl")
+    config = parse_command_line(RlConfig, ["@", "word_game.toml"])
     assert [one.id for one in config.orchestrator.environments] == ["word_game:WordGame"]
     before = (tmp_path / "word_game.py").read_bytes()
     (tmp_path / "word_game.toml").unlink()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import OrchestratorConfig, RlConfig, SftConfig
-from holdfast.config.base import Command
+from holdfast.config.base import CkptConfig, Command
 from holdfast.config.load import parse_command_line, read_toml
 from holdfast.errors import ConfigError, is_storage_failure
 
@@ -30,16 +30,16 @@ def write(tmp_path: Path) -> Write:
 
 
 def sft(*argv: str) -> SftConfig:
-    return parse_command_line(SftConfig, list(argv), program="sft")
+    return parse_command_line(SftConfig, list(argv))
 
 
 def rl(*argv: str) -> RlConfig:
-    return parse_command_line(RlConfig, list(argv), program="rl")
+    return parse_command_line(RlConfig, list(argv))
 
 
 def refused(*argv: str, command: type[Command] = SftConfig) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse_command_line(command, list(argv), program="test")
+        parse_command_line(command, list(argv))
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -137,8 +137,7 @@ def test_an_unknown_key_names_its_file_itself_and_the_nearest_spelling(
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--max-stepz", "--max-steps"), ("--max_steps", "--max-steps"), ("--max-st", "--max-steps"),
-     ("--optim.lrr", "--optim.lr"), ("--ckpt.resume_step", "--ckpt.resume-step")],
+    [("--max-stepz", "--max-steps"), ("--max-st", "--max-steps"), ("--optim.lrr", "--optim.lr")],
 )  # fmt: skip
 def test_an_unknown_flag_names_the_nearest(flag: str, meant: str) -> None:
     message = refused(flag, "3")
@@ -237,10 +236,27 @@ def test_flags_that_nothing_can_do_with_are_told_in_a_line(flags: list[str], sai
     assert re.search(said, message) and len(message) < 1500
 
 
+def test_flags_are_read_as_their_settings_are_typed() -> None:
+    """Dashes and underscores are alike; lists in three ways; `null` unsets what a file has set."""
+    config = sft("--max_steps", "7", "--ckpt.resume_step=-1", "--optim.betas", "0.5,0.75", "--no-data.pack")
+    assert config.max_steps == 7 and config.ckpt is not None and config.ckpt.resume_step == -1
+    assert config.optim.betas == (0.5, 0.75) and not config.data.pack
+    assert sft("--optim.betas", "[0.5, 0.75]") == sft("--optim.betas", "0.5", "--optim.betas", "0.75")
+    assert sft("--ckpt", '{"keep": 3}', "--ckpt.interval", "2").ckpt == CkptConfig(keep=3, interval=2)
+    assert sft("--ckpt.keep", "3", "--ckpt", "null").ckpt is None
+    urls = parse_command_line(OrchestratorConfig, ["--client.urls", "http://a:1,http://b:1"]).client.urls
+    assert urls == ["http://a:1", "http://b:1"]
+
+
+def test_all_unknown_flags_are_told_at_once() -> None:
+    message = refused("--max-stepz", "3", "--unheard-of=4", "--seed", "1", "--another", "--dry-run")
+    assert [line.split("'")[1] for line in message.splitlines()] == ["--max-stepz", "--unheard-of", "--another"]
+
+
 def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:
     assert sft("--optim.max-grad-norm", "inf").optim.max_grad_norm == math.inf
     path = write("orch.toml", "[[environments]]\ntimeout_s = inf\n")
-    orchestrator = parse_command_line(OrchestratorConfig, ["@", path], program="orchestrator")
+    orchestrator = parse_command_line(OrchestratorConfig, ["@", path])
     assert orchestrator.environments[0].deadline_s is None
 
 

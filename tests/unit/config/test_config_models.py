@@ -25,6 +25,7 @@ from holdfast.config import (
 )
 from holdfast.config.algorithm import DistillationConfig
 from holdfast.config.base import Command, ModelConfig
+from holdfast.config.listing import texts_of
 from holdfast.config.load import read_toml, to_toml
 from holdfast.config.resolved import fingerprint
 from tests.conftest import ROOT
@@ -52,7 +53,8 @@ def fields_below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
 def test_every_field_says_what_it_is_and_a_file_can_say_it(command: type[Command], tmp_path: Path) -> None:
     fields = list(fields_below(command))
     assert len(fields) > 10
-    assert [name for name, info in fields if len(texts_of(model)[name]) < 8] == []
+    models = [command, *(model for _, info in fields for model in models_in(info.annotation))]
+    assert [name for model in models for name, text in texts_of(model).items() if len(text) < 8] == []
     for name, info in fields:
         # TOML has no null: a field that may be None must have None as its default, or a file cannot restore it.
         assert type(None) not in typing.get_args(info.annotation) or info.default is None, name

@@ -29,7 +29,7 @@ ALGORITHMS = ROOT / "configs" / "reverse_text" / "algorithms"
 
 
 def rl(*argv: str) -> RlConfig:
-    return hand_down_shared(parse_command_line(RlConfig, list(argv), program="rl"))
+    return hand_down_shared(parse_command_line(RlConfig, list(argv)))
 
 
 def disagreement(*argv: str) -> str:
@@ -285,7 +285,7 @@ def test_dtype_follows_the_trainer_and_a_random_model_waits_for_weights() -> Non
 
 
 def test_handing_down_leaves_its_argument_alone() -> None:
-    config = parse_command_line(RlConfig, ["--max-steps", "7", "--clean"], program="rl")
+    config = parse_command_line(RlConfig, ["--max-steps", "7", "--clean"])
     before = config.model_copy(deep=True)
     handed = hand_down_shared(config)
     assert config == before

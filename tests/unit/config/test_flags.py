@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from pydantic_settings import CliSettingsSource
 
 from holdfast.config import DpoConfig, RlConfig, SftConfig
-from holdfast.config.load import ELSEWHERE, meant
-
-
-def flags_of(command: type) -> set[str]:
-    """Return the flags of a command."""
-    return set(
-        CliSettingsSource(command, cli_prog_name="x", cli_exit_on_error=False).root_parser._option_string_actions
-    )
+from holdfast.config.load import ELSEWHERE, flags_of, meant
 
 
 def test_every_name_of_another_system_stands_for_a_flag_that_there_is() -> None:
-    known = flags_of(SftConfig) | flags_of(DpoConfig) | flags_of(RlConfig)
+    known = {**flags_of(SftConfig), **flags_of(DpoConfig), **flags_of(RlConfig)}
     for theirs, ours in ELSEWHERE.items():
         assert any(flag == f"--{ours}" or flag.endswith(f".{ours}") for flag in known), (theirs, ours)
         assert f"{ours}'" in meant(f"--{theirs}", known)

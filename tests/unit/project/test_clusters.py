@@ -34,9 +34,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 def test_every_recipe_can_be_parsed() -> None:
-    assert {
-        config.cluster for config in (parse_command_line(RlConfig, words[1:], program="rl") for words in recipes())
-    } == {
+    assert {config.cluster for config in (parse_command_line(RlConfig, words[1:]) for words in recipes())} == {
         None,
         "ray",
     }
@@ -44,14 +42,14 @@ def test_every_recipe_can_be_parsed() -> None:
 
 def test_the_script_of_the_page_is_the_one_that_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
     words = next(words for words in recipes() if any(word.startswith("--slurm") for word in words))
-    assert launch_rl(parse_command_line(RlConfig, [*words[1:], "--dry-run"], program="rl")) == 0
+    assert launch_rl(parse_command_line(RlConfig, [*words[1:], "--dry-run"])) == 0
     shown = next(block.text for block in blocks(PAGE) if block.text.startswith("#!/bin/bash"))
     assert capsys.readouterr().out.startswith(shown)
 
 
 def test_the_lines_of_the_page_are_those_that_start_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     (words,) = recipes("sft")
-    assert launch_training(parse_command_line(SftConfig, [*words[1:], "--dry-run"], program="sft")) == 0
+    assert launch_training(parse_command_line(SftConfig, [*words[1:], "--dry-run"])) == 0
     printed = capsys.readouterr().out.replace(str(Path(sys.executable).parent), "...")
     shown = next(block.text for block in blocks(PAGE) if "MASTER_ADDR=" in block.text)
     assert shown in printed
@@ -63,7 +61,7 @@ def test_the_ray_job_is_one_and_its_run_fits_its_nodes() -> None:
     job = manifest("rl.yaml")
     jsonschema.validate(job, RAY_JOB)
     words = job["spec"]["entrypoint"].replace("@ /shared/rl.toml", "@ configs/reverse_text/rl.toml").split()
-    config = parse_command_line(RlConfig, words[1:], program="rl")
+    config = parse_command_line(RlConfig, words[1:])
     assert config.cluster == "ray" and config.ckpt is not None and config.ckpt.resume_step == "auto"
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
@@ -88,7 +86,7 @@ def test_the_job_set_is_one_and_its_nodes_meet_at_the_first() -> None:
         str(ROOT / "configs/reverse_text/sft.toml") if word == "/shared/sft.toml" else word
         for word in container["args"]
     ]
-    config = parse_command_line(SftConfig, words, program="sft")
+    config = parse_command_line(SftConfig, words)
     name = job_set["metadata"]["name"]
     assert config.parallel.rendezvous == (f"{name}-{nodes['name']}-0-0.{name}", 29400)
     assert config.parallel.nodes == job["parallelism"] == job["completions"]

@@ -156,8 +156,8 @@ def test_recipes_can_be_used(
 @pytest.mark.parametrize("variant", [name for name, overlay in OVERLAYS.items() if overlay is not None])
 def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
     recipe = ["@", str(BENCHMARK / "recipes" / "sort_letters.toml")]
-    plain = parse_command_line(RlConfig, recipe, program="rl")
-    changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))], program="rl")
+    plain = parse_command_line(RlConfig, recipe)
+    changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))])
     assert changed.trainer != plain.trainer
     assert changed.orchestrator == plain.orchestrator and changed.trainer.optim == plain.trainer.optim
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic_settings import CliSettingsSource
 
 from docs_tools import links, options
 from holdfast.cli import COMMANDS
+from holdfast.config.load import flags_of
 from holdfast.config.resolved import FREE
 from tests.conftest import ROOT
 from tests.pages.documentation import Command
@@ -58,9 +58,7 @@ def test_blocks_and_links_out_of_the_pages_arrive(site: Path) -> None:
 
 @pytest.mark.parametrize("command", options.SETTINGS)
 def test_a_page_has_every_setting_of_its_command(command: str) -> None:
-    source: CliSettingsSource[object] = CliSettingsSource(options.SETTINGS[command], cli_exit_on_error=False)
-    flags = {flag for flag in source.root_parser._option_string_actions if flag.startswith("--")}
-    keys = {flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in flags} - {"help"}
+    keys = {flag.key for flag in flags_of(options.SETTINGS[command]).values()}
     tables = options.tables(command)
     shown = {row.key for table in tables for row in table.settings} | {table.key.removesuffix("[]") for table in tables}
     elsewhere = tuple(f"{table.key}." for table in tables if table.elsewhere) or ("-",)
@@ -72,9 +70,10 @@ def test_a_page_has_every_setting_of_its_command(command: str) -> None:
 
 @pytest.mark.parametrize("command", [name for name, (_, _, model) in COMMANDS.items() if model is None])
 def test_a_page_has_every_flag_of_its_command(command: str) -> None:
-    parsers = [options.parser_of(command, *form) for form in [[], *([word] for word in options.FORMS.get(command, []))]]
-    if command in options.SETTINGS:
-        del parsers[0]
+    forms = [] if command in options.SETTINGS else [[]]
+    parsers = [
+        options.parser_of(command, *form) for form in [*forms, *([word] for word in options.FORMS.get(command, []))]
+    ]
     for parser in parsers:  # which grows by their subcommands
         subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         parsers += [child for action in subparsers for child in action.choices.values()]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 def parsed(output_dir: Path, *flags: str) -> RlConfig:
     argv = ["@", "configs/reverse_text/rl.toml", "--output-dir", str(output_dir), *flags]
-    return parse_command_line(RlConfig, argv, program="rl")
+    return parse_command_line(RlConfig, argv)
 
 
 def parsed_training(program: str, output_dir: Path, *flags: str) -> SupervisedCommand:
@@ -29,7 +29,7 @@ def parsed_training(program: str, output_dir: Path, *flags: str) -> SupervisedCo
     assert issubclass(config, SupervisedCommand)
     data = "examples/reverse_text/" + ("sft.jsonl" if program == "sft" else "preferences.jsonl")
     argv = ["--data.name", data, "--output-dir", str(output_dir), *flags]
-    return parse_command_line(config, argv, program=program)
+    return parse_command_line(config, argv)
 
 
 def training_script(program: str, output_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -388,9 +388,7 @@ def test_latest_falls_back_sets_the_damage_aside_and_says_so(other: RunDir, caps
 
 def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: RunDir) -> None:
     (other.path / "run.json").unlink()
-    with pytest.raises(
-        RunDirError, match="not there to compare with: go on with --ckpt.resume-step auto"
-    ):
+    with pytest.raises(RunDirError, match="not there to compare with: go on with --ckpt.resume-step auto"):
         start(config_of(other))
     assert start(config_of(other, resume_step="latest")).resume_step == 10
     assert other.holds_run()

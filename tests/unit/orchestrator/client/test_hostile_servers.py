@@ -173,5 +173,5 @@ def test_a_password_in_a_url_is_never_repeated(capsys: pytest.CaptureFixture[str
     for scheme in ("http", "ftp"):
         flags = ["--client.urls", f'["{scheme}://user:S3CRET@host"]']
         with pytest.raises(ConfigError) as caught:
-            parse_command_line(OrchestratorConfig, flags, program="orchestrator")
+            parse_command_line(OrchestratorConfig, flags)
         assert "client.urls" in str(caught.value) and "S3CRET" not in str(caught.value)
