@@ -80,7 +80,9 @@ def test_without_vllm_rl_says_what_to_install(bin_dir: Path, project: Path) -> N
     for program in ("rl", "inference"):
         refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr
-        assert refused.stderr.startswith("error: the inference server needs vLLM, which is not installed: `uv sync`")
+        assert refused.stderr.startswith(
+            "error: the inference server needs vLLM, which is not installed: `uv sync --group cpu`"
+        )
         assert "holdfast[rl-cpu]" in refused.stderr and refused.stderr.count("\n") == 1 and not refused.stdout
         assert not (project / "refused").exists()
 

@@ -60,6 +60,10 @@ class ServerConfig(Section):
 class EngineConfig(Section):
     """The vLLM engine."""
 
+    device: Literal["auto", "cpu"] = "auto"
+    """`cpu`: compute on the CPU, with vLLM's build for CPUs, though this machine has GPUs. `auto`: what the installed
+    vLLM is built for; its build for CPUs is refused on a machine with GPUs."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; unset: half of the cores, at least one, and on GPUs what vLLM takes."""
 

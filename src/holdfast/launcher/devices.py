@@ -24,6 +24,8 @@ from holdfast.errors import ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.process.child import available_cores
 from holdfast.process.gpus import (
+    INSTALL_CPU,
+    INSTALL_GPU,
     VISIBLE_DEVICES_ENV,
     Gpu,
     Inventory,
@@ -36,10 +38,7 @@ from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
-_NO_GPU = (
-    "the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: install that for CPUs, see "
-    "docs/installation.md"
-)
+_NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {INSTALL_CPU}"
 # Less than any rank has for itself, beside the imports that all share: what it refuses cannot start.
 _LEAST_RANK_BYTES = 64 << 20
 # Arguments of vLLM that multiply the GPUs of one engine.
@@ -162,6 +161,8 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     trains = bool(trainer_gpus(config.trainer.parallel, machine, key="trainer.parallel"))
     if not trains and config.cluster is None:
         _refuse_without_memory(config.trainer.parallel.ranks, key="trainer.parallel")
+    if starts_inference and config.cluster is None:
+        check_build(config.inference, machine, key="inference.engine.device")
     samples = starts_inference and machine.engine_device == "cuda"
     if samples and not gpus:
         raise ConfigError(_NO_GPU)
@@ -184,6 +185,7 @@ def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]
         ConfigError: there are fewer.
     """
     gpus, size = machine.inventory.gpus, gpus_per_engine(config)
+    check_build(config, machine, key="engine.device")
     if machine.engine_device == "cpu":
         return ()
     if not gpus:
@@ -193,6 +195,25 @@ def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]
             f"the engine is split over {size} GPUs (engine.tensor_parallel_size), and there {_are(len(gpus))}: lower it"
         )
     return gpus[:size]
+
+
+def check_build(config: InferenceConfig, machine: Machine, *, key: str) -> None:
+    """Refuse a vLLM that is built for another device than the engine is to compute on.
+
+    Args:
+        key: of `engine.device`, for messages.
+
+    Raises:
+        ConfigError: vLLM's build for CPUs on a machine with GPUs, or its build for GPUs where the CPU is asked for.
+    """
+    flag = f"--{key.replace('_', '-')} cpu"
+    if config.engine.device == "cpu" and machine.engine_device == "cuda":
+        raise ConfigError(f"{key} = 'cpu', and the installed vLLM is its build for GPUs: {INSTALL_CPU}")
+    if config.engine.device == "auto" and machine.engine_device == "cpu" and machine.inventory.gpus:
+        raise ConfigError(
+            f"this machine has GPUs ({_gpus(machine.inventory.gpus)}), and the installed vLLM is its build for CPUs: "
+            f"{INSTALL_GPU}. To sample on the CPU all the same: {flag}"
+        )
 
 
 def with_engines(config: RlConfig, machine: Machine) -> RlConfig:
@@ -307,16 +328,10 @@ def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequen
 
 
 def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machine, *, starts_inference: bool) -> str:
-    """Return the same for `rl`, with a warning where GPUs are there that the engine is not built for."""
+    """Return the same for `rl`."""
     if not starts_inference:
         return describe(placement, {key: value for key, value in chosen.items() if key.startswith("trainer.")})
-    line = describe(placement, chosen, engines=[_gpus(gpus) for gpus in placement.engines or ((),)])
-    if machine.inventory.gpus and not placement.engines:
-        line += (
-            "\nWARNING: the engine computes on the CPU, as the installed vLLM is its build for CPUs: with "
-            "`uv sync --no-group cpu --group gpu` it takes GPUs (docs/installation.md)"
-        )
-    return line
+    return describe(placement, chosen, engines=[_gpus(gpus) for gpus in placement.engines or ((),)])
 
 
 def _gpus(gpus: Sequence[Gpu]) -> str:

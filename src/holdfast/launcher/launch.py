@@ -24,6 +24,7 @@ from holdfast.launcher.cluster.slurm_job import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Machine,
     Placement,
+    check_build,
     choose_inference,
     choose_rl,
     choose_training,
@@ -103,7 +104,10 @@ def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Mach
     Raises:
         ConfigError: these are too few.
     """
-    if not isinstance(config, EvaluatedCommand) or config.eval is None or machine.engine_device == "cpu":
+    if not isinstance(config, EvaluatedCommand) or config.eval is None:
+        return ()
+    check_build(config.eval.inference, machine, key="eval.inference.engine.device")
+    if machine.engine_device == "cpu":
         return ()
     size = gpus_per_engine(config.eval.inference)
     left = [gpu for gpu in machine.inventory.gpus if gpu not in placement.trainer]

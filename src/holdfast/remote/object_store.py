@@ -118,7 +118,7 @@ class ObjectStore:
         except ImportError as error:
             install = f"`pip install` the driver of {protocol}"
             if protocol in ("s3", "s3a"):
-                install = "`uv sync --extra s3` in a checkout, or `pip install 'holdfast[s3]'`"
+                install = "`uv sync --inexact --extra s3` in a checkout, or `pip install 'holdfast[s3]'`"
             raise ConfigError(f"ckpt.dir = '{url}': {error}. Install it: {install}") from None
         except ValueError as error:
             raise ConfigError(f"ckpt.dir = '{url}': {error}. Write it as s3://bucket/prefix or file:///path") from None

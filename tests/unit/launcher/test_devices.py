@@ -107,12 +107,25 @@ def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_an_engine_that_is_built_for_cpus_says_so(tmp_path: Path) -> None:
-    run = started("rl", tmp_path / "run", *RL, "--dry-run", gpus=2)
+def test_an_engine_that_is_built_for_cpus_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    refused = started("rl", tmp_path / "refused", *RL, "--dry-run", gpus=2)
+    assert refused.code == 2 and "To sample on the CPU all the same: --inference.engine.device cpu" in refused.log
+    assert "the installed vLLM is its build for CPUs: `uv sync --group gpu`" in refused.log
+    flags = ("--dry-run", "--inference.engine.device", "cpu")
+    run = started("rl", tmp_path / "run", *RL, *flags, gpus=2)
     assert "trainer on GPU 0,1 (2 x NVIDIA H100 80GB HBM3), engine on the CPU; " in run.log
-    assert "WARNING: the engine computes on the CPU, as the installed vLLM is its build for CPUs" in run.log
     engine = resolved(tmp_path / "run", "inference")
     assert engine["model"]["dtype"] == "bfloat16" and engine["engine"]["eager"] is True
+
+
+@pytest.mark.launch
+def test_an_engine_that_is_built_for_gpus_does_not_compute_on_the_cpu(tmp_path: Path) -> None:
+    flags = ("--dry-run", "--inference.engine.device", "cpu")
+    refused = started("rl", tmp_path / "run", *RL, *flags, gpus=2, fault=GPU_VLLM)
+    assert (
+        refused.code == 2
+        and "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in refused.log
+    )
 
 
 @pytest.mark.launch

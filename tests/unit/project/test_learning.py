@@ -49,7 +49,7 @@ def test_what_was_written_is_read_again_and_a_run_takes_the_place_of_the_same_on
 
 def _skip_without_its_extra(task: str) -> None:
     if task == "spell_backward":
-        pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
+        pytest.importorskip("reasoning_gym", reason="`uv sync --inexact --extra reasoning-gym` installs it")
 
 
 @pytest.mark.parametrize("task", list(TASKS))

@@ -173,7 +173,7 @@ def _connected(address: str | None) -> Any:
         ray = importlib.import_module("ray")
     except ModuleNotFoundError:
         raise ConfigError(
-            "cluster = 'ray' needs Ray, which is not installed: `uv sync --extra ray`, or "
+            "cluster = 'ray' needs Ray, which is not installed: `uv sync --inexact --extra ray`, or "
             "`uv pip install 'holdfast[ray]'`, here and on every node"
         ) from None
     address = address or os.environ.get("RAY_ADDRESS") or None

@@ -11,7 +11,6 @@ from typing import Any
 
 from holdfast.arguments import Parser
 from holdfast.errors import ConfigError, DataError, printable
-from holdfast.process.imports import import_extra
 from holdfast.run import atomic
 from holdfast.run.settings import flat_settings
 from holdfast.view.report.columns import Lanes
@@ -208,7 +207,6 @@ def main(argv: list[str]) -> int:
         DataError: something cannot be written.
     """
     arguments = parse(argv)
-    import_extra("plotly", extra="report", needed_by="the page of a report")
     to = arguments.to or arguments.runs[0] / "report.html"
     if to.suffix not in (".html", ".htm"):
         raise ConfigError(f"--to {to}: the name of a page ends with .html")

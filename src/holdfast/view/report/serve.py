@@ -204,9 +204,7 @@ def listening_for_browsers(config: DashboardConfig | None) -> Iterator[Listener 
     if config is None:
         yield None
         return
-    from holdfast.process.imports import import_extra
 
-    import_extra("plotly", extra="report", needed_by="--dashboard")
     remedy = "Choose with --dashboard.port a port from 1024 on, or 0 for any free one."
     with listening(_HOST, config.port, section="dashboard", remedy=remedy) as listener:
         yield listener

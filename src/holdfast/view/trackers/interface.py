@@ -117,8 +117,8 @@ def check_tracker(name: str, *, key: str) -> None:
     for module in BUILT_IN[name][1]:
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"{key}: '{name}' needs the package {module}, which is not installed: `uv sync --extra {name}` in a "
-                f"checkout, or `uv pip install 'holdfast[{name}]'`"
+                f"{key}: '{name}' needs the package {module}, which is not installed: "
+                f"`uv sync --inexact --extra {name}` in a checkout, or `uv pip install 'holdfast[{name}]'`"
             )
 
 

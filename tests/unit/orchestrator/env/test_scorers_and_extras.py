@@ -136,7 +136,7 @@ def test_a_missing_extra_says_what_installs_it(
     if name == "jsonl":
         args = {**args, "path": str(questions)}
     with pytest.raises(
-        ConfigError, match=f"needs the extra '{extra}', which is not installed: `uv sync --extra {extra}`"
+        ConfigError, match=f"needs the extra '{extra}', which is not installed: `uv sync --inexact --extra {extra}`"
     ):
         load(name, **args)
 
@@ -151,11 +151,11 @@ def test_what_an_extra_lacks_itself_is_not_taken_for_the_extra(tmp_path: Path, m
 
 
 class TestReasoningGym:
-    """The generators; `uv sync --extra reasoning-gym` installs them."""
+    """The generators; `uv sync --inexact --extra reasoning-gym` installs them."""
 
     @pytest.fixture(autouse=True, scope="class")
     def _is_installed(self) -> None:
-        pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
+        pytest.importorskip("reasoning_gym", reason="`uv sync --inexact --extra reasoning-gym` installs it")
 
     # Numbers; a list that is made at once; indices below a size; seeds of NumPy.
     @pytest.mark.parametrize("name", ["leg_counting", "acre", "word_ladder", "pool_matrix"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -339,19 +337,6 @@ def test_a_port_that_is_taken_and_one_that_may_not_be_had(tmp_path: Path, serve:
     _, port = serve(make_run(tmp_path / "run"))
     with pytest.raises(ConfigError, match=f"dashboard: 127.0.0.1:{port} is in use.*--dashboard.port, or 0"):
         listening_for_browsers(DashboardConfig(port=port)).__enter__()
-
-
-def test_what_draws_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "plotly":
-            raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr("holdfast.process.imports.import_module", without)
-    with pytest.raises(ConfigError, match="--dashboard needs the extra 'report'.*uv sync --extra report"):
-        listening_for_browsers(DashboardConfig()).__enter__()
 
 
 def test_nothing_is_served_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,5 +240,3 @@ def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, mo
     assert "report --help shows what is allowed" in refused()
     (tmp_path / "taken.html").mkdir()
     assert "Choose another place with --to" in refused(run_dir.path, "--to", tmp_path / "taken.html")
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    assert "`uv sync --extra report`" in refused(run_dir.path)

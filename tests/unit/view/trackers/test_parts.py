@@ -88,7 +88,7 @@ def test_a_cursor_is_of_one_process_and_one_run(run: TrackedDirectory) -> None:
 
 def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BUILT_IN, "wandb", ("wandb:WandB", ("no_such_package",)))
-    with pytest.raises(ConfigError, match=r"uv sync --extra wandb.*holdfast\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"uv sync --inexact --extra wandb.*holdfast\[wandb\]"):
         check_tracker("wandb", key="tracking.backends")
     with pytest.raises(ConfigError, match="no run directory"):
         track([str(run.run_dir.path / "configs")])

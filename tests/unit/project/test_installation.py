@@ -1,0 +1,122 @@
+"""What uv installs: the build of vLLM that was chosen stays, and no two packages of an installation own one file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import defaultdict
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+
+from tests.conftest import ROOT
+
+PROJECT: dict[str, Any] = tomli.loads((ROOT / "pyproject.toml").read_text())
+KIND = "import fakellm; print(fakellm.KIND)"
+
+
+def _wheel(directory: Path, kind: str) -> str:
+    """Write the wheel of a package that owns `fakellm`, as both builds of vLLM own `vllm`; return its name."""
+    name = f"fakellm_{kind}-1.0-py3-none-any.whl"
+    info = f"fakellm_{kind}-1.0.dist-info"
+    files = {
+        "fakellm/__init__.py": f"KIND = {kind!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: fakellm-{kind}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(directory / name, "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"]))
+    return name
+
+
+class Standin:
+    """A project with the groups, the default groups and the conflicts of this one, and a package for each vLLM."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        uv = PROJECT["tool"]["uv"]
+        kept = {"cpu", "gpu", "dev"}
+        conflicts = [pair for pair in uv["conflicts"] if all(one.get("group") in kept for one in pair)]
+        includes = [one for one in PROJECT["dependency-groups"]["dev"] if one in ({"include-group": "cpu"},)]
+        sources = {f"fakellm-{kind}": {"path": _wheel(directory, kind)} for kind in ("cpu", "gpu")}
+        project = {
+            "project": {"name": "standin", "version": "1.0", "requires-python": ">=3.11",
+                        "optional-dependencies": {"s3": []}},
+            "dependency-groups": {"cpu": ["fakellm-cpu"], "gpu": ["fakellm-gpu"], "dev": includes},
+            "tool": {"uv": {"package": False, "default-groups": uv["default-groups"], "conflicts": conflicts,
+                            "sources": sources}},
+        }  # fmt: skip
+        (directory / "pyproject.toml").write_text(tomli_w.dumps(project))
+
+    def uv(self, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("UV_", "VIRTUAL_ENV"))}
+        uv = shutil.which("uv")
+        assert uv is not None
+        argv = [uv, words[0], "--offline", "--python", sys.executable, *words[1:]]
+        return subprocess.run(argv, cwd=self._directory, env=environment, capture_output=True, text=True)
+
+    def kind(self) -> str:
+        """Return what `uv run` finds, which installs what it thinks is missing first."""
+        run = self.uv("run", "python", "-c", KIND)
+        return run.stdout.strip() if run.returncode == 0 else "none"
+
+
+@pytest.fixture
+def standin(tmp_path: Path) -> Standin:
+    return Standin(tmp_path)
+
+
+def test_commands_leave_the_build_of_vllm_that_was_chosen(standin: Standin) -> None:
+    """`uv run` installed the CPU build over the build for GPUs when the CPU build was a default group."""
+    for build, other in (("gpu", "cpu"), ("cpu", "gpu"), ("gpu", "cpu")):
+        done = standin.uv("sync", "--group", build)
+        assert done.returncode == 0, done.stderr
+        assert f"- fakellm-{other}" in done.stderr or "Creating virtual environment" in done.stderr
+        assert standin.kind() == build
+        assert standin.uv("sync", "--inexact", "--extra", "s3").returncode == 0
+        assert standin.kind() == build
+    assert standin.uv("sync").returncode == 0
+    assert standin.kind() == "none", "who chose to do without vLLM does not get one"
+    refused = standin.uv("sync", "--group", "gpu", "--group", "cpu")
+    assert refused.returncode != 0 and "incompatible" in refused.stderr
+
+
+def test_developers_get_the_build_for_cpus(standin: Standin) -> None:
+    assert standin.uv("sync", "--group", "dev").returncode == 0
+    assert standin.kind() == "cpu"
+
+
+def test_cuda_packages_of_the_lock_are_of_one_major_version() -> None:
+    """Of cuda-python 12 and cuda-bindings 13, both own the files of `cuda.bindings`."""
+    lock = tomli.loads((ROOT / "uv.lock").read_text())
+    majors: dict[str, set[str]] = defaultdict(set)
+    for package in lock["package"]:
+        if package["name"] in ("cuda-python", "cuda-bindings", "cuda-toolkit"):
+            majors[package["name"]].add(package["version"].split(".")[0])
+    assert majors == {"cuda-python": {"13"}, "cuda-bindings": {"13"}, "cuda-toolkit": {"13"}}
+    suffixed = {package["name"] for package in lock["package"] if package["name"].endswith(("-cu11", "-cu12"))}
+    # Its wheels for CUDA 12 and 13 have no file in common.
+    assert suffixed == {"nvidia-cutlass-dsl-libs-cu12"}, (
+        "libraries of another CUDA own the files of those that torch brings"
+    )
+
+
+def test_no_two_installed_packages_own_one_file() -> None:
+    owners: dict[str, set[str]] = defaultdict(set)
+    for one in distributions():
+        for path in one.files or ():
+            if path.suffix in (".py", ".so") and ".." not in path.parts:
+                owners[str(path)].add(one.name)
+    shared = {path: names for path, names in owners.items() if len(names) > 1}
+    assert not {
+        path: names for path, names in shared.items() if path.split("/")[0] not in ("tests", "test", "examples")
+    }
