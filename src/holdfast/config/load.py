@@ -6,7 +6,7 @@
 Files compose from left to right; `--section @ file` fills one section; flags win over files. Every error is one message
 that names the file or flag, the dotted key, the value and what is allowed.
 
-An unknown flag gets a suggestion: by spelling, by its last part, or by its name in another system. If a whole file
+An unknown flag gets a suggestion: by its name in another system, by its last part, or by spelling. If a whole file
 belongs to another section (trainer and orchestrator swapped), pydantic reports one error per key. `misplaced` reports
 the swap instead.
 """
@@ -28,47 +28,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import Command
+from holdfast.config.elsewhere import hint
 from holdfast.errors import ConfigError, nearest
-
-ELSEWHERE = {
-    "dataset_name": "data.name",
-    "eval_steps": "val-interval",
-    "gradient_accumulation_steps": "data.batch-size",
-    "gradient_checkpointing": "model.activation-checkpointing",
-    "learning_rate": "optim.lr",
-    "max_completion_length": "sampling.max-tokens",
-    "max_length": "data.seq-len",
-    "max_seq_length": "data.seq-len",
-    "model_name_or_path": "model.name",
-    "num_generations": "group-size",
-    "num_train_epochs": "max-steps",
-    "packing": "data.pack",
-    "per_device_train_batch_size": "data.micro-batch-size",
-    "resume_from_checkpoint": "ckpt.resume-step",
-    "save_steps": "ckpt.interval",
-    "save_total_limit": "ckpt.keep",
-    "train_batch_size": "data.batch-size",
-}
-"""What TRL and others call a setting, and the end of our flag for it; docs/coming_from.md has them all."""
-_MOST = 3
-
-
-def meant(flag: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean '--x'?`` for an unknown `flag`, or an empty string.
-
-    Args:
-        flag: as it was given, with its dashes.
-        known: all flags, as `--optim.lr`.
-    """
-    flags = sorted((one for one in known if one.startswith("--")), key=lambda one: (len(one), one))
-    last = flag.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    end = ELSEWHERE.get(last, last.replace("_", "-"))
-    if like := [one for one in flags if one == f"--{end}" or one.endswith(f".{end}")]:
-        is_sure = last in ELSEWHERE or like[0] == f"--{end}"
-        names = " or ".join(f"'{one}'" for one in like[: 1 if is_sure else _MOST])
-        return f" Did you mean {names}?"
-    return nearest(flag, flags)
-
 
 _MOST_KEYS = 5
 
@@ -287,7 +248,8 @@ def _read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, 
                 )
         _put(values, flag.key, _value(flag, name, value))
     if unknown:
-        hints = [f"unknown flag '{name}'.{meant(name, known)}" for name in dict.fromkeys(unknown)]
+        keys = [flag.key for flag in known.values()]
+        hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
         raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
     return values, given
 
@@ -382,8 +344,9 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
         if finding["type"] == "extra_forbidden":
             assert model is not None
             known = list(model.model_fields)
-            hint = nearest(str(location[-1]), known) or f" Allowed here: {', '.join(known)}."
-            text = f"unknown key '{key}'.{hint}"
+            keys = [flag.key for flag in flags_of(command).values()]
+            said = nearest(str(location[-1]), known) or hint(key, keys) or f" Allowed here: {', '.join(known)}."
+            text = f"unknown key '{key}'.{said}"
         else:
             value = finding["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
