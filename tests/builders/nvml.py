@@ -30,15 +30,10 @@ def loading() -> str:
     return f"import ctypes\nctypes.CDLL({str(library())!r})\n"
 
 
-def machine(gpus: int, *, cuda: int = 13000, parts: int | None = None) -> dict[str, str]:
-    """Return the variables of a machine with so many GPUs.
+def machine(gpus: int, *, cuda: int = 13000) -> dict[str, str]:
+    """Return the variables of a machine with so many GPUs; less than 0: its driver cannot say how many.
 
     Args:
         cuda: what the driver runs, as NVML says it: 1000 times major, plus 10 times minor.
-        parts: MIG instances of each.
     """
-    return {
-        "MADE_UP_GPUS": str(gpus),
-        "MADE_UP_CUDA": str(cuda),
-        **({} if parts is None else {"MADE_UP_MIG": str(parts)}),
-    }
+    return {"MADE_UP_GPUS": str(gpus), "MADE_UP_CUDA": str(cuda)}

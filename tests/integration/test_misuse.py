@@ -241,7 +241,7 @@ COMMANDS = [
     Case("a run without trackers", "track", ("{here}",), ("no tracking in its settings", "--to tensorboard"),
          lambda here: RunDir(here).create()),
     Case("a flag of evaluate", "rollouts", ("show", "1", "--run", "{here}"), ("'--run'", "rollouts show --help")),
-    Case("a flag of report", "ckpt", ("ls", "--png", "{here}"), ("'--png'", "ckpt ls --help")),
+    Case("a flag of report", "ckpt", ("ls", "--to", "{here}"), ("'--to'", "ckpt ls --help")),
 ]  # fmt: skip
 CASES = [*FLAGS, *DATA, *MODELS, *ENVIRONMENTS, *COMMANDS]
 EVERYDAY = (

@@ -140,112 +140,8 @@ def _about(name: str) -> tuple[str, str]:
     return printable(lines[0]) if lines else "", ""
 
 
-_MODULE = '''"""The environment of {name}.toml."""
-
-from collections.abc import Sequence
-
-from holdfast import Environment, Message, Score, Session, Task, TaskSeed
-
-
-class {cls}(Environment):
-    """Add two numbers: 1 for the right sum, else 0."""
-
-    # Tools are functions or methods with a docstring and annotations:
-    #
-    #     def look_up(self, session: Session, word: str) -> str:
-    #         """Look a word up.
-    #
-    #         Args:
-    #             word: it.
-    #         """
-    #         return ...
-    #
-    #     tools = (look_up,)
-    #
-    # The policy then calls them, turn by turn, until a turn calls none. For other sessions of several turns write an
-    # `async def run(self, session: Session, task: Task) -> None` that awaits `session.sample()`.
-
-    def __init__(self, largest: int = 99) -> None:
-        self._largest = largest
-
-    def make_task(self, seed: TaskSeed) -> Task:
-        # A function of the seed and of nothing else: every task may be made again after a crash.
-        random = seed.random()
-        first, second = random.randint(0, self._largest), random.randint(0, self._largest)
-        question = f"What is {{first}} + {{second}}? Answer with the number alone."
-        return Task(prompt=[Message("user", question)], answer=str(first + second))
-
-    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        # All sessions of one task; whatever a policy says must get a finite number.
-        rights = [float(session.completion.strip() == task.answer) for session in sessions]
-        return [Score(right, {{"exact": right}}) for right in rights]
-'''
-_TEST = '''"""The environment {cls}: its tasks, and what answers earn."""
-
-import asyncio
-from types import SimpleNamespace
-
-from holdfast import Task, TaskSeed
-from {name} import {cls}
-
-
-def make_task(index: int) -> Task:
-    return {cls}().make_task(TaskSeed(run_seed=0, environment="{name}", index=index))
-
-
-def rewards(task: Task, *answers: str) -> list[float]:
-    sessions = [SimpleNamespace(completion=answer, texts=[answer]) for answer in answers]
-    return [score.reward for score in asyncio.run({cls}().score(task, sessions))]
-
-
-def test_a_task_is_a_pure_function_of_its_seed() -> None:
-    tasks = [make_task(index) for index in range(20)]
-    assert [make_task(index) for index in reversed(range(20))] == tasks[::-1]
-    assert len({{task.answer for task in tasks}}) > 1
-
-
-def test_the_right_answer_earns_most() -> None:
-    task = make_task(0)
-    assert rewards(task, task.answer, f" {{task.answer}}\\n") == [1.0, 1.0]
-    assert rewards(task, "", "no number", "9" * 10_000, "\\u0663") == [0.0] * 4
-'''
-_SETTINGS = """# {run}environments check {name}:{cls}
-# {run}rl @ {name}.toml
-output_dir = "outputs/{name}"
-max_steps = 100
-
-[model]
-name = "Qwen/Qwen2.5-0.5B-Instruct"  # a directory, or a model of the hub
-
-[trainer]
-advantage = "grpo"
-
-[trainer.loss]
-type = "grpo"
-
-[trainer.optim]
-lr = 1e-6
-weight_decay = 0.0
-
-[trainer.ckpt]
-interval = 10
-resume_step = "auto"
-
-[orchestrator]
-problems_per_step = 16
-group_size = 8
-seq_len = 512
-
-[orchestrator.sampling]
-max_tokens = 64
-
-[[orchestrator.environments]]
-id = "{name}:{cls}"
-args = {{ largest = 99 }}
-
-[inference.model]
-max_len = 512
-"""
+# In braces: the name of the module, that of its class, and how commands begin here (`run`).
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def create(name: str, directory: Path) -> Report:
@@ -261,9 +157,15 @@ def create(name: str, directory: Path) -> Report:
             "Python, such as word_game"
         )
     cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
-    texts = {f"{name}.py": _MODULE, f"test_{name}.py": _TEST, f"{name}.toml": _SETTINGS}
     run = "uv run " if is_checkout() else ""
-    paths = {directory / file: text.format(name=name, cls=cls, run=run) for file, text in texts.items()}
+    paths = {
+        directory / file: (_TEMPLATES / template).read_text("utf-8").format(name=name, cls=cls, run=run)
+        for file, template in (
+            (f"{name}.py", "module.txt"),
+            (f"test_{name}.py", "test.txt"),
+            (f"{name}.toml", "settings.txt"),
+        )
+    }
     if there := [path.name for path in paths if path.exists() or path.is_symlink()]:
         raise ConfigError(
             f"{', '.join(there)}: there already, so nothing was written. Choose another name, or move them away."

@@ -11,7 +11,6 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 
 from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig
 from holdfast.config.cluster import SlurmConfig
-from holdfast.config.devices import PlacementConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, check_rewards
@@ -69,8 +68,8 @@ class RlConfig(Command):
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
 
-    placement: PlacementConfig = PlacementConfig()
-    """GPUs of the trainer and of the engines."""
+    share_gpus: bool = False
+    """Let engines and trainer have the same GPUs, such as the only one; unset: each has its own (docs/gpu.md)."""
 
     deterministic: bool = False
     """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/gpu.md)."""

@@ -1,8 +1,9 @@
 """Decides which GPUs of this machine each process gets, and which device settings follow, before anything starts.
 
-No two processes of a run share a GPU by accident. The trainer has one rank on each of its GPUs, which are the first
-ones. An engine gets neighbouring GPUs from the end. The choices are made once, written into the run's settings and
-printed. A resumed run keeps its dtype on any device: dtype is the only device setting that changes the result.
+No two processes of a run share a GPU unless that is asked for. The trainer has one rank on each of its GPUs, which are
+the first ones that CUDA_VISIBLE_DEVICES leaves. An engine gets neighbours from the end. The choices are made once,
+written into the run's settings and printed. A resumed run keeps its dtype on any device: dtype is the only device
+setting that changes the result.
 """
 
 from __future__ import annotations
@@ -130,7 +131,6 @@ def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
         raise ConfigError(
             f"parallel.num_ranks = {wanted}, one for each GPU, and there {_are(len(gpus))}: lower it, or leave it out"
         )
-    _refuse_parts(gpus[:wanted], "the trainer", "--parallel.num-ranks 1")
     return Placement(gpus[:wanted])
 
 
@@ -165,17 +165,16 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     samples = starts_inference and machine.engine_device == "cuda"
     if samples and not gpus:
         raise ConfigError(_NO_GPU)
-    _refuse_without_gpus(config, trains=trains, samples=samples or not starts_inference, gpus=gpus)
-    of_trainer, of_engines = _divide(config, len(gpus), trains=trains, samples=samples)
-    trainer = tuple(gpus[number] for number in of_trainer)
     size = gpus_per_engine(config.inference)
-    engines = tuple(
-        tuple(gpus[number] for number in of_engines[begin : begin + size]) for begin in range(0, len(of_engines), size)
-    )
-    _refuse_parts(trainer, "the trainer", "--placement.trainer 1")
-    for engine in engines:
-        _refuse_parts(engine, "an engine", "--inference.engine.tensor-parallel-size 1")
-    return Placement(trainer, engines, hides_gpus=bool(gpus))
+    of_engines = size * config.inference.engines if samples else 0
+    left, wanted = len(gpus) if config.share_gpus else len(gpus) - of_engines, config.trainer.parallel.num_ranks
+    of_trainer = (left if wanted is None else wanted) if trains else 0
+    if of_engines > len(gpus) or (trains and not 1 <= of_trainer <= left):
+        _refuse_too_few(config, len(gpus), engines=of_engines, ranks=wanted if trains else 0)
+    # The last ones: neighbours by twos and fours begin at even numbers, whatever the trainer gets.
+    begins = range(len(gpus) - of_engines, len(gpus), size)
+    engines = tuple(gpus[begin : begin + size] for begin in begins)
+    return Placement(gpus[:of_trainer], engines, hides_gpus=bool(gpus))
 
 
 def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]:
@@ -193,34 +192,24 @@ def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]
         raise ConfigError(
             f"the engine is split over {size} GPUs (engine.tensor_parallel_size), and there {_are(len(gpus))}: lower it"
         )
-    _refuse_parts(gpus[:size], "the engine", "--engine.tensor-parallel-size 1")
     return gpus[:size]
 
 
 def with_engines(config: RlConfig, machine: Machine) -> RlConfig:
-    """Return `config` with as many engines as the GPUs are for: those they were given, or else half of all.
+    """Return `config` with as many engines as the GPUs are for: those that the trainer leaves, or else half of all.
 
     Where the user says how many there are, or names servers, or where engines compute on the CPU, that stays.
     """
-    inference, placement = config.inference, config.placement
+    inference, parallel = config.inference, config.trainer.parallel
     is_said = "engines" in inference.model_fields_set or "urls" in config.orchestrator.client.model_fields_set
     if is_said or machine.engine_device == "cpu" or config.orchestrator.is_sampled_by_teacher:
         return config
-    count = len(machine.inventory.gpus)
-    wanted = placement.inference
-    if wanted is None:
-        of_trainer = placement.trainer if placement.trainer is not None else config.trainer.parallel.num_ranks
-        if config.trainer.parallel.device == "cpu":
-            wanted = count
-        else:
-            wanted = count // 2 if of_trainer is None else count - _length(of_trainer)
+    left = count = len(machine.inventory.gpus)
+    if parallel.device != "cpu" and not config.share_gpus:
+        left = count // 2 if parallel.num_ranks is None else count - parallel.num_ranks
     config = config.model_copy(deep=True)
-    config.inference.engines = max(1, _length(wanted) // gpus_per_engine(inference))
+    config.inference.engines = max(1, left // gpus_per_engine(inference))
     return config
-
-
-def _length(devices: int | list[int]) -> int:
-    return len(devices) if isinstance(devices, list) else devices
 
 
 def gpus_per_engine(config: InferenceConfig) -> int:
@@ -232,98 +221,20 @@ def gpus_per_engine(config: InferenceConfig) -> int:
     return count
 
 
-def _divide(config: RlConfig, count: int, *, trains: bool, samples: bool) -> tuple[list[int], list[int]]:
-    """Return which GPUs, of `count`, the trainer gets, and which the engines."""
-    placement, ranks = config.placement, config.trainer.parallel.num_ranks
-    wants_trainer = (ranks if placement.trainer is None else placement.trainer) if trains else []
-    for key, wanted in (("trainer", wants_trainer), ("inference", placement.inference)):
-        if isinstance(wanted, list) and wanted and max(wanted) >= count:
-            raise ConfigError(
-                f"placement.{key} = {wanted} names GPU {max(wanted)}, and there {_are(count)}, counted from 0"
-            )
-    taken = wants_trainer if isinstance(wants_trainer, list) else []
-    engines = _of_engines(config, count, taken=taken, wants_trainer=wants_trainer) if samples else []
-    left = [number for number in range(count) if number not in engines]
-    if isinstance(wants_trainer, list):
-        trainer = wants_trainer
-    else:
-        trainer = left[: len(left) if wants_trainer is None else wants_trainer]
-    if trains and (not trainer or (isinstance(wants_trainer, int) and len(trainer) < wants_trainer)):
-        _refuse_too_few(config, count, engines=len(engines), trainer=wants_trainer)
-    if trains and ranks is not None and ranks != len(trainer):
-        raise ConfigError(
-            f"trainer.parallel.num_ranks = {ranks}, and the trainer gets {len(trainer)} GPUs (placement.trainer), each "
-            "with one rank: leave one of the two out"
-        )
-    return trainer, engines
-
-
-def _of_engines(config: RlConfig, count: int, *, taken: list[int], wants_trainer: int | list[int] | None) -> list[int]:
-    """Return which GPUs the engines get.
-
-    Args:
-        taken: those that the trainer was given by their numbers.
-    """
-    wanted, size = config.placement.inference, gpus_per_engine(config.inference)
-    if isinstance(wanted, list):
-        number, found = len(wanted), wanted
-    else:
-        free = [number for number in range(count) if number not in taken]
-        if wanted is None:
-            wanted = size * config.inference.engines
-        if wanted > len(free):
-            _refuse_too_few(config, count, engines=wanted, trainer=wants_trainer)
-        # The last ones: neighbours by twos and fours begin at even numbers, whatever the trainer gets.
-        number, found = wanted, free[len(free) - wanted :]
-    if number != size * config.inference.engines:
-        raise ConfigError(
-            f"placement.inference gives {number} GPUs to {config.inference.engines} engines of {size} each: give "
-            f"{size * config.inference.engines}, or change inference.engines or inference.engine.tensor_parallel_size"
-        )
-    return found
-
-
-def _refuse_too_few(config: RlConfig, count: int, *, engines: int, trainer: int | list[int] | None) -> None:
-    of_trainer = _length(trainer) if trainer is not None else "at least 1"
-    wanted = f"{engines} for the engines and {of_trainer} for the trainer"
-    advice = "lower --placement.trainer, --placement.inference or --trainer.parallel.num-ranks"
-    if count == 1:
+def _refuse_too_few(config: RlConfig, count: int, *, engines: int, ranks: int | None) -> None:
+    wanted = f"{engines} for the engines and {'at least 1' if ranks is None else ranks} for the trainer"
+    advice = "lower --inference.engines, --inference.engine.tensor-parallel-size or --trainer.parallel.num-ranks"
+    if count == 1 and not config.share_gpus:
         advice = (
-            "let them share it, with --placement.trainer '[0]' --placement.inference '[0]' (both must fit: the engine "
-            "then takes inference.engine.gpu_memory_utilization = 0.4 of it, the trainer what it needs); name servers "
-            "elsewhere, with --orchestrator.client.urls; or train on the CPU, with --trainer.parallel.device cpu"
+            "let them share it, with --share-gpus (both must fit: the engine then takes "
+            "inference.engine.gpu_memory_utilization = 0.4 of it, the trainer what it needs); name servers elsewhere, "
+            "with --orchestrator.client.urls; or train on the CPU, with --trainer.parallel.device cpu"
         )
     raise ConfigError(f"the run needs {wanted}, and there {_are(count)}: {advice}")
 
 
-def _refuse_without_gpus(config: RlConfig, *, trains: bool, samples: bool, gpus: Sequence[Gpu]) -> None:
-    """Refuse GPUs for what does not use any."""
-    for key, uses, who, why in (
-        ("trainer", trains, "the trainer", "trainer.parallel.device = 'cpu'"),
-        ("inference", samples, "the engine", "the installed vLLM is its build for CPUs, see docs/installation.md"),
-    ):
-        if getattr(config.placement, key) is not None and not uses:
-            reason = why if gpus else "there is no NVIDIA GPU here"
-            raise ConfigError(
-                f"placement.{key} gives GPUs to {who}, which computes on the CPU: {reason}. Leave it out."
-            )
-
-
-def _refuse_parts(gpus: Sequence[Gpu], who: str, flag: str) -> None:
-    """Refuse several MIG instances for one process group: CUDA shows a process one, and NCCL joins none."""
-    if len(gpus) > 1 and any(gpu.is_mig for gpu in gpus):
-        raise ConfigError(
-            f"{who} would be spread over {len(gpus)} MIG instances, which cannot work together: set {flag}, or take "
-            "whole GPUs"
-        )
-
-
 def _are(count: int) -> str:
     return "is 1 GPU" if count == 1 else f"are {count} GPUs"
-
-
-# A few more than cores may be meant, to try out what many ranks do.
-_RANKS_PER_CORE = 4
 
 
 def choose_training(config: TrainingCommand, placement: Placement, *, clean: bool) -> dict[str, Any]:
@@ -406,25 +317,6 @@ def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machin
             "`uv sync --no-group cpu --group gpu` it takes GPUs (docs/installation.md)"
         )
     return line
-
-
-def tell_of_turns(parallel: ParallelConfig, placement: Placement, *, key: str = "parallel") -> None:
-    """Print a warning where a trainer on the CPU has many more ranks than cores: they are slow, and nothing else.
-
-    Args:
-        key: of `parallel`, for the message.
-    """
-    cores = available_cores()
-    if not placement.trainer and parallel.ranks > _RANKS_PER_CORE * cores:
-        print(
-            f"WARNING: {key}.num_ranks = {parallel.ranks} on the CPU, and this command may use {_cores(cores)}: the "
-            f"ranks take turns and wait for one another, so a step takes longer than with --{key.replace('_', '-')}"
-            f".num-ranks {cores}, and each has the memory of a process with PyTorch"
-        )
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
 
 
 def _gpus(gpus: Sequence[Gpu]) -> str:

@@ -33,7 +33,6 @@ from holdfast.launcher.devices import (
     inference_gpus,
     place_rl,
     place_training,
-    tell_of_turns,
     this_machine,
     with_engines,
 )
@@ -164,13 +163,11 @@ def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
         print(describe(placement, chosen))
-        tell_of_turns(config.parallel, placement)
         return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
     print(describe(placement, chosen))
-    tell_of_turns(config.parallel, placement)
     plan = Plan(
         attempt,
         {"trainer": trainer_command(config, path)},
@@ -206,8 +203,6 @@ def launch_rl(config: RlConfig) -> int:
         if servers.line:
             print(servers.line)
         print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
-        if places is None:  # else the cores are those of other machines
-            tell_of_turns(config.trainer.parallel, placement, key="trainer.parallel")
         if config.dry_run:
             return _print_plan(plan)
         healing = Healing(

@@ -175,10 +175,9 @@ def _check_ranks(config: RlConfig, *, on_gpus: bool) -> None:
     Raises:
         ConfigError: on a cluster the cluster divides them, by what is asked for.
     """
-    if config.placement.trainer is not None or config.placement.inference is not None:
+    if config.share_gpus:
         raise ConfigError(
-            "placement divides the GPUs of one machine, and `cluster` those of many: leave it out, and set "
-            "trainer.parallel.num_ranks, inference.engines and inference.engine.tensor_parallel_size"
+            "share_gpus is for one machine, and `cluster` gives every process GPUs of its own: leave one of them out"
         )
     if on_gpus and config.trainer.parallel.num_ranks is None:
         raise ConfigError(

@@ -20,7 +20,7 @@ VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one MIG instance of one.
+    """One GPU, or one MIG instance of one, which only CUDA_VISIBLE_DEVICES can name.
 
     Attributes:
         name: what CUDA_VISIBLE_DEVICES calls it: a number, `GPU-<uuid>` or `MIG-<uuid>`.
@@ -31,11 +31,6 @@ class Gpu:
     name: str
     model: str = ""
     uuid: str = ""
-
-    @property
-    def is_mig(self) -> bool:
-        """Whether it is a part of a GPU. CUDA gives a process one of those, and NCCL does not join several."""
-        return self.name.startswith("MIG-")
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     found = []
     for name in names:
         named = [gpu for number, gpu in enumerate(gpus) if _is_named(gpu, number, name)]
-        if not named and name.startswith(("GPU-", "MIG-")) and not any(gpu.uuid for gpu in gpus):
+        if not named and name.startswith(("MIG-",) if any(gpu.uuid for gpu in gpus) else ("GPU-", "MIG-")):
             named = [Gpu(name)]  # nobody here knows better
         if not named:
             raise ConfigError(
@@ -108,7 +103,7 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
 def _is_named(gpu: Gpu, number: int, name: str) -> bool:
     """Whether `name` means `gpu`, which is the one of this number."""
     if name.isdecimal():
-        return number == int(name) and not gpu.is_mig
+        return number == int(name)
     # CUDA takes the beginning of a uuid, too.
     return bool(name) and gpu.uuid.startswith(name)
 
@@ -120,9 +115,7 @@ def _by_nvml() -> Inventory | None:
     except pynvml.NVMLError:  # no driver, or a container without this part of it
         return None
     try:
-        gpus: list[Gpu] = []
-        for number in range(pynvml.nvmlDeviceGetCount()):
-            gpus += _gpus_of(number)
+        gpus = [_gpu(number) for number in range(pynvml.nvmlDeviceGetCount())]
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(tuple(gpus), pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10))
     except pynvml.NVMLError as error:
@@ -134,31 +127,9 @@ def _by_nvml() -> Inventory | None:
         pynvml.nvmlShutdown()
 
 
-def _gpus_of(number: int) -> list[Gpu]:
-    """Return one GPU by its number, or what it is split into."""
+def _gpu(number: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-    model = pynvml.nvmlDeviceGetName(handle)
-    if not _is_split(handle):
-        return [Gpu(str(number), model, pynvml.nvmlDeviceGetUUID(handle))]
-    parts = []
-    for part in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
-            uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, part))
-        except pynvml.NVMLError as error:
-            if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # pyright: ignore[reportAttributeAccessIssue]
-                raise
-        else:
-            parts.append(Gpu(uuid, model, uuid))
-    return parts
-
-
-def _is_split(handle: object) -> bool:
-    try:
-        return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-    except pynvml.NVMLError as error:
-        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:  # pyright: ignore[reportAttributeAccessIssue]
-            raise
-        return False
+    return Gpu(str(number), pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
 
 
 def _by_files(root: Path) -> Inventory:

@@ -4,9 +4,8 @@ The launcher checks before it starts a process, and each loader checks again; hu
 read what identifies them: first and last bytes, and the headers of weights. When the trainer fills the model, it
 compares every tensor again (`holdfast.trainer.checkpoint.init_from`).
 
-`check_max_len`: vLLM serves no longer sequences than its model has positions. The rule is vLLM's
-(`_get_and_verify_max_len` in `vllm/config/model.py` of 0.32), repeated here to know the number before vLLM is imported.
-If the number needs transformers or vLLM, nothing is refused here: vLLM itself checks later.
+`check_max_len`: vLLM serves no longer sequences than its model has positions. Where config.json says their number
+plainly, it is compared before vLLM is imported; all else vLLM refuses itself when it loads the model.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ import msgspec
 
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
-from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, nearest
+from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError
 from holdfast.run import manifest
 from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, to_safetensors, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Verification
-from holdfast.run.weights import PEFT_PREFIX
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
@@ -284,13 +281,7 @@ def _holds_something(directory: Path) -> bool:
     return os.access(directory, os.R_OK | os.X_OK) and any(directory.iterdir())
 
 
-_KEYS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
-    "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
-_OVERRIDE = "model_max_length"
-# Their max_position_embeddings is that of the scaled embedding already.
-_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+_INTERPRETED = (b'"factor"', b'"model_max_length"')
 _ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _REPLACE_THE_CONFIG = ("hf-", "config-format")  # arguments of vLLM, by their beginning
 
@@ -311,76 +302,32 @@ def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> No
         return
     path = Path(model) / "config.json"
     try:
-        fields = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        fields = json.loads(text)
     except (OSError, ValueError):  # whoever checks the model itself says so
         return
-    found = positions(fields) if isinstance(fields, dict) else None
-    if found is None or config.model.max_len <= found[0]:
+    # Scaled embeddings, and models of several parts, are for vLLM to interpret.
+    is_plain = text.count(b'"max_position_embeddings"') == 1 and not any(word in text for word in _INTERPRETED)
+    longest = fields.get("max_position_embeddings") if isinstance(fields, dict) and is_plain else None
+    if not isinstance(longest, int) or config.model.max_len <= longest:
         return
-    longest, field = found
     raise ConfigError(
-        f"{key}.max_len = {config.model.max_len} is more than the {longest} positions that the model has ({field} in "
-        f"{path}). Set --{key.replace('_', '-')}.max-len {longest}, or less, and any seq_len to no more than that. "
-        f"Where the model is known to take more, set {_ALLOWS_LONGER}=1 in the environment."
+        f"{key}.max_len = {config.model.max_len} is more than the {longest} positions that the model has "
+        f"(max_position_embeddings in {path}). Set --{key.replace('_', '-')}.max-len {longest}, or less, and any "
+        f"seq_len to no more than that. Where the model is known to take more, set {_ALLOWS_LONGER}=1 in the "
+        "environment."
     )
 
 
-def positions(fields: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return for how many tokens a model has positions, and which fields of its config.json say so.
-
-    None: it says nothing, or what it says is for libraries to interpret (models of several parts, Mistral's format).
-    """
-    if any(isinstance(value, dict) and _lengths(value) for value in fields.values()):
-        return None  # in a part: which of them counts depends on the model
-    lengths = _lengths(fields)
-    if not lengths:
-        return None
-    field = _OVERRIDE if lengths.get(_OVERRIDE) else min(lengths, key=lengths.__getitem__)
-    longest, said = float(lengths[field]), field
-    if "gemma3" not in str(fields.get("model_type")):
-        factors = [one.get("factor") for one in _rope(fields) if _kind(one) not in _SCALED_ALREADY]
-        factor = next((one for one in reversed(factors) if one is not None), 1.0)
-        if not isinstance(factor, int | float):
-            return None
-        if factor != 1:
-            longest, said = longest * factor, f"{field}, times {factor:g} for its scaled rotary embedding,"
-    return int(max(longest, lengths.get(_OVERRIDE) or 0)), said
-
-
-def _lengths(fields: Mapping[str, Any]) -> dict[str, int]:
-    return {key: fields[key] for key in _KEYS if isinstance(fields.get(key), int) and fields[key] > 0}
-
-
-def _rope(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what is said of the rotary embedding: once, or for each kind of layers."""
-    said = fields.get("rope_scaling") or fields.get("rope_parameters")
-    if not isinstance(said, dict):
-        return
-    nested = [value for value in said.values() if isinstance(value, dict)]
-    yield from nested or [said]
-
-
-def _kind(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-WEIGHT_PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
-"""Behind which of these the names of the model lie, in files of other programs."""
-
 # Keys of config.json that are a dimension of some tensor, or decide how many layers have tensors.
 _SIZES = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size")
-_WIDTHS = ("hidden_size", "n_embd")
-_MOST_HEADER_BYTES = 1 << 28
 
 
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
-    """Refuse weights that are damaged, or certainly not of `model`.
+    """Refuse weights that are damaged, or that their config.json says are of another model.
 
-    What has a manifest is verified as `how` says. The config.json of checkpoints and Hugging Face
-    directories is compared with that of the model. The names and shapes of safetensors files are compared with
-    those of the model's own, or with its width where it has none.
+    What has a manifest is verified as `how` says; of other safetensors files none may be cut. The names and shapes of
+    tensors are compared by the trainer, which fills its model with them.
 
     Raises:
         CheckpointError: saying what was found and what is needed.
@@ -401,8 +348,9 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
     config_of = {Kind.CHECKPOINT: path / MODEL_DIR, Kind.WEIGHTS: path, Kind.HUGGING_FACE: path}
     if kind in config_of:
         _compare_configs(config_of[kind] / "config.json", own / "config.json", path, model.name)
-    if kind in (Kind.WEIGHTS, Kind.HUGGING_FACE, Kind.TENSORS):
-        _compare_tensors(_shapes_at(path), own, path, model.name)
+    for file in [path] if kind is Kind.TENSORS else path.glob("*.safetensors"):
+        if wrong := _wrong_with_weights(file):
+            raise CheckpointError(f"{file} (ckpt.weights_only) {wrong}")
 
 
 def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> None:
@@ -426,72 +374,3 @@ def _read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _compare_tensors(there: Shapes, own: Path, path: Path, model_name: str) -> None:
-    """Refuse tensors of which not one fits the model, or one has the name of another shape."""
-    if not there:
-        return
-    wanted = _shapes_at(own)
-    if not wanted:
-        _require_width(there, own, path, model_name)
-        return
-    prefix = max(WEIGHT_PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in there for name in wanted))
-    shared = [name for name in wanted if f"{prefix}{name}" in there]
-    if not shared:
-        first = next(iter(wanted))
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': none of its {len(there)} tensors "
-            f"(such as {next(iter(there))}) has the name of one of the model's {len(wanted)} (such as {first})."
-            f"{nearest(first, there)}"
-        )
-    wrong = [
-        f"{name} is {there[f'{prefix}{name}']} there, {wanted[name]} here"
-        for name in shared
-        if there[f"{prefix}{name}"] != wanted[name]
-    ]
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': {'; '.join(wrong[:3])}{more}"
-        )
-
-
-def _require_width(there: Mapping[str, tuple[int, ...]], own: Path, path: Path, model_name: str) -> None:
-    """Where the model has a config.json alone: some tensor must have the width of its hidden states."""
-    if not (own / "config.json").is_file():
-        return
-    config = _read_json(own / "config.json")
-    widths = [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
-    if widths and not any(widths[0] in shape for shape in there.values()):
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) does not fit model.name = '{model_name}': hidden states are {widths[0]} wide "
-            f"there, and none of the {len(there)} tensors (such as {next(iter(there))}) has that dimension."
-        )
-
-
-def _shapes_at(path: Path) -> Shapes:
-    """Return name -> shape of the safetensors at `path`, a file or a directory; empty where there are none."""
-    files = [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    return {name: shape for file in files for name, shape in _header(file).items()}
-
-
-def _header(file: Path) -> Shapes:
-    """Read the table at the beginning of a safetensors file: 8 bytes of length, then JSON.
-
-    Raises:
-        CheckpointError: there is none, or the file ends before its tensors do.
-    """
-    try:
-        with open(file, "rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            if length > _MOST_HEADER_BYTES:
-                raise ValueError(f"its header says that it is {length} bytes long")
-            table = json.loads(content.read(length))
-        entries = {name: entry for name, entry in table.items() if name != "__metadata__"}
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if (size := file.stat().st_size) < needed:
-            raise ValueError(f"it has {size} bytes of {needed}")
-        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error

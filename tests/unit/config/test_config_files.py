@@ -301,5 +301,5 @@ def test_sections_that_know_the_keys_of_a_file_equally_are_all_named_or_none(wri
     assert f"give it as '--orchestrator @ {tasks}' or '--eval @ {tasks}'." in said
     # One key of `ckpt` and `journal`, another one of `orchestrator`: none knows the file.
     each = write("each.toml", "keep = 4\nseq_len = 64\n")
-    said = refused("--placement", "@", each, command=RlConfig)
-    assert "looks like" not in said and "unknown key 'placement.keep'" in said
+    said = refused("--tracking", "@", each, command=RlConfig)
+    assert "looks like" not in said and "unknown key 'tracking.keep'" in said

@@ -79,7 +79,7 @@ def test_what_is_set_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--placement.trainer", "4", "--inference.engine.tensor-parallel-size", "4")
+    flags = ("--dry-run", "--trainer.parallel.num-ranks", "4", "--inference.engine.tensor-parallel-size", "4")
     run = started("rl", tmp_path / "run", *RL, *flags, gpus=8, fault=GPU_VLLM)
     assert run.code == 0, run.log
     assert "trainer on GPU 0-3 (4 x NVIDIA H100 80GB HBM3), engine on GPU 4-7 (4 x NVIDIA" in run.log
@@ -98,7 +98,7 @@ def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--placement.trainer", "[0]", "--placement.inference", "[0]")
+    flags = ("--dry-run", "--share-gpus")
     run = started("rl", tmp_path / "run", *RL, *flags, gpus=1, fault=GPU_VLLM)
     assert run.code == 0 and resolved(tmp_path / "run", "inference")["engine"]["gpu_memory_utilization"] == 0.4
     refused = started("rl", tmp_path / "refused", *RL, "--dry-run", gpus=1, fault=GPU_VLLM)

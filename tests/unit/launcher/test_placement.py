@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from holdfast.config import InferenceConfig, RlConfig
-from holdfast.config.load import parse_command_line
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.devices import (
@@ -16,19 +15,17 @@ from holdfast.launcher.devices import (
     inference_gpus,
     place_rl,
     place_training,
-    tell_of_turns,
     this_machine,
     with_engines,
 )
-from holdfast.process.child import available_cores
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
 
 TORCH = TorchBuild("2.13.0+cu130", "13.0")
 
 
-def machine(count: int, *, first: int = 0, engine: Any = "cuda", parts: bool = False) -> Machine:
-    """Return a machine with so many GPUs, or MIG instances, whose numbers begin at `first`."""
-    gpus = tuple(Gpu(f"MIG-{number}" if parts else str(number)) for number in range(first, first + count))
+def machine(count: int, *, first: int = 0, engine: Any = "cuda") -> Machine:
+    """Return a machine with so many GPUs, whose numbers begin at `first`."""
+    gpus = tuple(Gpu(str(number)) for number in range(first, first + count))
     return Machine(Inventory(gpus, "580.65.06", (13, 0)), TORCH, engine)
 
 
@@ -49,6 +46,10 @@ def refusal(settings: dict[str, Any], machine: Machine) -> str:
     return str(raised.value)
 
 
+def ranks(count: int) -> dict[str, Any]:
+    return {"trainer": {"parallel": {"num_ranks": count}}}
+
+
 def tensor_parallel(size: int, **inference: Any) -> dict[str, Any]:
     return {"inference": {"engine": {"tensor_parallel_size": size}, **inference}}
 
@@ -62,26 +63,11 @@ def test_more_ranks_than_the_memory_of_the_cpu_holds_are_refused() -> None:
     assert not placed({**settings, "cluster": "ray"}, machine(0, engine="cpu")).trainer, "the memory is that of others"
 
 
-def test_many_more_ranks_than_cores_are_told_where_there_are_no_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    gpus = machine(4).inventory.gpus
-    parallel = ParallelConfig(num_ranks=99_999)
-    tell_of_turns(parallel, Placement(trainer=gpus))
-    cores = available_cores()
-    tell_of_turns(ParallelConfig(num_ranks=4 * cores), Placement())
-    assert not capsys.readouterr().out
-    tell_of_turns(ParallelConfig(num_ranks=4 * cores + 1), Placement(), key="trainer.parallel")
-    said = capsys.readouterr().out
-    assert f"WARNING: trainer.parallel.num_ranks = {4 * cores + 1} on the CPU, and this command may use {cores}" in said
-    assert f"longer than with --trainer.parallel.num-ranks {cores}," in said
-
-
 def test_without_gpus_all_is_on_the_cpu() -> None:
     placement = placed({}, machine(0, engine="cpu"))
     assert placement == Placement() and placement.trainer_device == "cpu" and not placement.shares
     assert placement.environment(()) == {}
-    assert "placement.trainer gives GPUs to the trainer, which computes on the CPU: there is no NVIDIA GPU" in refusal(
-        {"placement": {"trainer": 2}}, machine(0, engine="cpu")
-    )
+    assert placed({"share_gpus": True}, machine(0, engine="cpu")) == Placement()
     assert "build for GPUs, and there is no NVIDIA GPU here" in refusal({}, machine(0))
     assert "trainer.parallel.device = 'cuda', and there is no NVIDIA GPU here" in refusal(
         {"trainer": {"parallel": {"device": "cuda"}}}, machine(0, engine="cpu")
@@ -91,9 +77,11 @@ def test_without_gpus_all_is_on_the_cpu() -> None:
 def test_one_gpu_is_shared_only_where_that_is_said() -> None:
     said = refusal({}, machine(1))
     assert "the run needs 1 for the engines and at least 1 for the trainer, and there is 1 GPU" in said
-    assert "--placement.trainer '[0]' --placement.inference '[0]'" in said
-    shared = placed({"placement": {"trainer": [0], "inference": [0]}}, machine(1))
+    assert "let them share it, with --share-gpus (" in said
+    shared = placed({"share_gpus": True}, machine(1))
     assert names(shared) == (["0"], [["0"]]) and shared.shares
+    too_few = refusal({"share_gpus": True, **tensor_parallel(2)}, machine(1))
+    assert "needs 2 for the engines" in too_few and "there is 1 GPU: lower --inference.engines" in too_few
     # One that does not share: with engines elsewhere, on the CPU, or a trainer there.
     assert names(placed({}, machine(1), starts_inference=False)) == (["0"], [])
     assert names(placed({}, machine(1, engine="cpu"))) == (["0"], [])
@@ -106,48 +94,31 @@ def test_two_gpus_are_one_for_each() -> None:
     placement = placed({}, machine(2))
     assert names(placement) == (["0"], [["1"]]) and not placement.shares
     assert placement.environment(placement.trainer) == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert names(placed({"placement": {"trainer": [1]}}, machine(2))) == (["1"], [["0"]])
-    assert names(placed({"placement": {"inference": [0]}}, machine(2))) == (["1"], [["0"]])
     assert "needs 2 for the engines and at least 1 for the trainer, and there are 2 GPUs" in refusal(
         tensor_parallel(2), machine(2)
     )
-    assert names(placed({"placement": {"inference": [0, 1], "trainer": [1]}, **tensor_parallel(2)}, machine(2))) == (
-        ["1"],
-        [["0", "1"]],
-    )
+    assert names(placed({"share_gpus": True}, machine(2))) == (["0", "1"], [["0"], ["1"]])
+    assert names(placed({"share_gpus": True, **ranks(1), **tensor_parallel(2)}, machine(2))) == (["0"], [["0", "1"]])
 
 
 def test_eight_gpus_are_divided_as_told() -> None:
     eight = machine(8)
-    assert names(placed({"placement": {"trainer": 4, "inference": 4}, **tensor_parallel(4)}, eight)) == (
-        list("0123"),
-        [list("4567")],
-    )
+    assert names(placed({**ranks(4), **tensor_parallel(4)}, eight)) == (list("0123"), [list("4567")])
     # Half for each, and neighbours for an engine, in twos that begin at even numbers.
     assert names(placed({}, eight)) == (list("0123"), [["4"], ["5"], ["6"], ["7"]])
     assert names(placed(tensor_parallel(2), eight)) == (list("0123"), [["4", "5"], ["6", "7"]])
     assert names(placed(tensor_parallel(2, engines=1), eight)) == (list("012345"), [list("67")])
-    three = {"trainer": {"parallel": {"num_ranks": 3}}, **tensor_parallel(2)}
-    assert names(placed(three, eight)) == (list("012"), [["4", "5"], ["6", "7"]])
-    assert names(placed({"placement": {"trainer": [0, 1]}, **tensor_parallel(4)}, eight)) == (
-        ["0", "1"],
-        [list("4567")],
-    )
+    assert names(placed({**ranks(3), **tensor_parallel(2)}, eight)) == (list("012"), [["4", "5"], ["6", "7"]])
+    assert names(placed({**ranks(2), **tensor_parallel(4)}, eight)) == (["0", "1"], [list("4567")])
     on_cpu = {"trainer": {"parallel": {"device": "cpu"}}, **tensor_parallel(4)}
     assert names(placed(on_cpu, eight)) == ([], [list("0123"), list("4567")])
     named = {"orchestrator": {"client": {"urls": ["http://there:1"]}}}
     assert with_engines(RlConfig.model_validate(named), eight).inference.engines == 1
-    several = {"placement": {"inference": 4}, **tensor_parallel(2)}
-    assert names(placed(several, eight)) == (list("0123"), [["4", "5"], ["6", "7"]])
-    assert names(placed({"placement": {"inference": [1, 0, 5, 4]}, **tensor_parallel(2)}, eight)) == (
-        list("2367"),
-        [["1", "0"], ["5", "4"]],
-    )
     wide = tensor_parallel(2)
     wide["inference"]["engine"]["args"] = {"pipeline_parallel_size": 2, "data-parallel-size": 1, "seed": 1}
     assert names(placed(wide, eight)) == (list("0123"), [list("4567")])
     # By the names that CUDA_VISIBLE_DEVICES has, whatever they are.
-    placement = placed({"placement": {"trainer": [0, 1]}}, machine(4, first=4))
+    placement = placed(ranks(2), machine(4, first=4))
     assert names(placement) == (["4", "5"], [["6"], ["7"]])
     assert placement.environment(placement.engines[0]) == {"CUDA_VISIBLE_DEVICES": "6"}
 
@@ -155,23 +126,11 @@ def test_eight_gpus_are_divided_as_told() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"placement": {"trainer": 8}}, "needs 1 for the engines and 8 for the trainer, and there are 8 GPUs: lower"),
-        ({"placement": {"trainer": [0, 8]}}, r"placement.trainer = \[0, 8\] names GPU 8, and there are 8 GPUs"),
-        ({"placement": {"inference": 9}}, "needs 9 for the engines"),
-        ({"placement": {"trainer": [6, 7], "inference": 7}}, "needs 7 for the engines and 2 for the trainer"),
-        ({"trainer": {"parallel": {"num_ranks": 8}}}, "needs 1 for the engines and 8 for the trainer"),
-        (
-            {"trainer": {"parallel": {"num_ranks": 2}}, "placement": {"trainer": 3}},
-            r"num_ranks = 2, and the trainer gets 3 GPUs \(placement.trainer\)",
-        ),
-        (
-            {"placement": {"inference": 3}, **tensor_parallel(2)},
-            "placement.inference gives 3 GPUs to 1 engines of 2 each: give 2,",
-        ),
-        (
-            {"placement": {"inference": 3}, **tensor_parallel(1, engines=2)},
-            "placement.inference gives 3 GPUs to 2 engines of 1 each: give 2,",
-        ),
+        (ranks(8), "needs 1 for the engines and 8 for the trainer, and there are 8 GPUs: lower"),
+        ({**ranks(2), **tensor_parallel(1, engines=7)}, "needs 7 for the engines and 2 for the trainer"),
+        ({**ranks(9), "share_gpus": True}, "needs 8 for the engines and 9 for the trainer"),
+        (tensor_parallel(1, engines=9), "needs 9 for the engines and at least 1"),
+        ({"trainer": {"parallel": {"device": "cpu"}}, **tensor_parallel(9)}, "needs 9 for the engines and 0 for the"),
     ],
 )
 def test_what_does_not_fit_on_eight_is_refused(settings: dict[str, Any], words: str) -> None:
@@ -179,22 +138,9 @@ def test_what_does_not_fit_on_eight_is_refused(settings: dict[str, Any], words: 
         placed(settings, machine(8))
 
 
-def test_gpus_for_what_uses_none_are_refused() -> None:
-    on_cpu = {"trainer": {"parallel": {"device": "cpu"}}, "placement": {"trainer": 1}}
-    assert "the trainer, which computes on the CPU: trainer.parallel.device = 'cpu'" in refusal(on_cpu, machine(2))
-    vllm = refusal({"placement": {"inference": 1}}, machine(2, engine="cpu"))
-    assert "the engine, which computes on the CPU: the installed vLLM is its build for CPUs" in vllm
+def test_engines_elsewhere_leave_all_to_the_trainer() -> None:
     # Which server answers is found out at the start: what was meant for an own one does no harm.
-    elsewhere = placed({"placement": {"inference": 1}}, machine(2), starts_inference=False)
-    assert names(elsewhere) == (["0", "1"], [])
-
-
-def test_parts_of_gpus_do_not_work_together() -> None:
-    assert names(placed({}, machine(2, parts=True))) == (["MIG-0"], [["MIG-1"]])
-    assert "the trainer would be spread over 2 MIG instances" in refusal({}, machine(4, parts=True))
-    assert "an engine would be spread over 2 MIG instances" in refusal(tensor_parallel(2), machine(3, parts=True))
-    with pytest.raises(ConfigError, match=r"the trainer would be spread over 2 MIG .*set --parallel.num-ranks 1"):
-        place_training(ParallelConfig(), machine(2, parts=True))
+    assert names(placed(tensor_parallel(1, engines=2), machine(2), starts_inference=False)) == (["0", "1"], [])
 
 
 def test_a_training_program_has_the_machine_for_itself() -> None:
@@ -218,27 +164,7 @@ def test_an_engine_by_itself_gets_the_first_ones() -> None:
         inference_gpus(split, machine(1))
     with pytest.raises(ConfigError, match="build for GPUs, and there is no NVIDIA GPU here"):
         inference_gpus(split, machine(0))
-    with pytest.raises(ConfigError, match="the engine would be spread over 2 MIG instances"):
-        inference_gpus(split, machine(2, parts=True))
 
 
 def test_this_machine_is_what_is_installed() -> None:
     assert this_machine(Inventory()).engine_device == "cpu"
-
-
-def test_a_gpu_is_given_once() -> None:
-    for key in ("trainer", "inference"):
-        with pytest.raises(ValueError, match="must name each GPU once"):
-            RlConfig.model_validate({"placement": {key: [0, 0]}})
-
-
-def test_flags_say_how_many_or_which() -> None:
-    def given(*flags: str) -> int | list[int] | None:
-        return parse_command_line(RlConfig, list(flags), program="rl").placement.trainer
-
-    assert given("--placement.trainer", "4") == 4
-    assert given("--placement.trainer", "[4]") == [4]
-    assert given("--placement.trainer", "[0, 1]") == given("--placement.trainer", "0,1") == [0, 1]
-    for wrong in ("0", "[]", "some", "[-1]", "1.5"):
-        with pytest.raises(ConfigError, match="--placement.trainer: 'placement.trainer'"):
-            given("--placement.trainer", wrong)

@@ -31,9 +31,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from holdfast.errors import CheckpointError
 from holdfast.run import manifest
 from holdfast.run.checkpoints import TRAINER_DIR, Kind, require_weights, verify_checkpoint
-from holdfast.run.inputs import WEIGHT_PREFIXES
 from holdfast.run.manifest import MANIFEST_NAME, Verification
-from holdfast.run.weights import adapted_matrices
+from holdfast.run.weights import PEFT_PREFIX, adapted_matrices
 from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors, some
 from holdfast.trainer.mesh import RankGroup
 
@@ -46,6 +45,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+# Behind which of these the names of the model lie, in files of other programs.
+_PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
 # Tensors that are cast are read into buffers of at most this many bytes together.
 _BUFFER_BYTES = 1 << 30
 
@@ -258,7 +259,7 @@ def load_weights_only(
     with RankGroup() as ranks:  # one rank reads every byte; what it finds is raised on all
         ranks.on_main(lambda: _verify(path, kind, how), error=CheckpointError)
     source = open_source(path, kind)
-    prefixes = ("model.",) if kind is Kind.CHECKPOINT else WEIGHT_PREFIXES
+    prefixes = ("model.",) if kind is Kind.CHECKPOINT else _PREFIXES
     is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
     if layout is not None and kind is not Kind.CHECKPOINT and not is_as_in_memory and not adapted_matrices(tensors):
         source = ConvertedSource(source, layout)

@@ -1,4 +1,4 @@
-"""Data of a report: `metrics.jsonl` as columns of bounded length, and the charts that page and pictures draw."""
+"""Data of a report: `metrics.jsonl` as columns of bounded length, and the charts that the page draws."""
 
 from __future__ import annotations
 

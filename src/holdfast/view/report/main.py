@@ -209,23 +209,15 @@ def main(argv: list[str]) -> int:
     """
     arguments = parse(argv)
     import_extra("plotly", extra="report", needed_by="the page of a report")
-    if arguments.png is not None:
-        import_extra("matplotlib", extra="report", needed_by="report --png")
     to = arguments.to or arguments.runs[0] / "report.html"
     if to.suffix not in (".html", ".htm"):
         raise ConfigError(f"--to {to}: the name of a page ends with .html")
     runs = read_runs(arguments.runs)
-    for flag, place in (("--to", to), ("--png", arguments.png)):
-        if place is not None and not place.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {place}: there is no directory {place.parent}")
+    if not to.absolute().parent.is_dir():
+        raise ConfigError(f"--to {to}: there is no directory {to.parent}")
     page = build_page(runs, made=time.time())
     size = write_page(page, to)
     print(f"{printable(to)}: {size / 1e6:.1f} MB, of {', '.join(run.name for run in runs)}")
-    if arguments.png is not None:
-        from holdfast.view.report.page import draw_pictures
-
-        number = draw_pictures(page, arguments.png)
-        print(f"{arguments.png}: {number} pictures")
     return 0
 
 
@@ -239,7 +231,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output directories; several are overlaid")
     parser.add_argument("--to", type=Path, metavar="FILE.html", help="the file (report.html in the first RUN)")
-    parser.add_argument("--png", type=Path, metavar="DIR", help="also write every chart there, as DIR/<chart>.png")
     return parser.parse_args(argv)
 
 

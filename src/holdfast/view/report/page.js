@@ -35,7 +35,7 @@
       const length = figure.data.reduce((sum, trace) => sum + 50 + 7 * trace.name.length, 0);
       place.style.height = `${place.clientHeight + 18 * Math.ceil(length / place.clientWidth)}px`;
     }
-    Plotly.react(place, figure.data, layoutOf(figure, place), { responsive: true, displaylogo: false, displayModeBar: false });
+    Plotly.react(place, figure.data, layoutOf(figure, place), { responsive: true, displaylogo: false, modeBarButtons: [["toImage"]] });
   }
 
   const places = () => [...document.querySelectorAll(".chart")];

@@ -319,9 +319,7 @@ def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, pla
     model = ("--model.name", plain_model())
     for found, (path, _) in other_kinds(tmp_path, other, plain_model()).items():
         code, _, err = sft("--ckpt.weights-only", path, *model)
-        if found is Kind.WEIGHTS:
-            assert code == 2 and "none of its 1 tensors (such as weights_10) has the name" in err, err
-        elif isinstance(found, Kind) or path.name == "trainer":
+        if isinstance(found, Kind) or path.name == "trainer":
             assert code == 0, err
         else:
             assert code == 2 and f"from {path} (ckpt.weights_only): it is {found}" in err and "Needed: " in err
@@ -338,16 +336,10 @@ def test_damaged_or_other_weights_are_refused_before_anything_starts(
 
     code, _, err = sft("--ckpt.weights-only", plain_model(hidden_size=64), *model)
     assert code == 2 and "of another model" in err and "hidden_size is 64 there, 32 here" in err
-    file = tmp_path / "wide.safetensors"
-    shutil.copy(plain_model(hidden_size=64) / "model.safetensors", file)
+    file = tmp_path / "cut.safetensors"
+    file.write_bytes((plain_model() / "model.safetensors").read_bytes()[:-1])
     code, _, err = sft("--ckpt.weights-only", file, *model)
-    assert code == 2 and "does not fit" in err and " there, (" in err and "; and " in err
-    file.write_bytes(file.read_bytes()[:-1])
-    code, _, err = sft("--ckpt.weights-only", file, "--model.name", plain_model(hidden_size=64))
-    assert code == 2 and f"{file} cannot be read: it has " in err
-    nameless = add_weights(other, 3) / "model.safetensors"
-    code, _, err = sft("--ckpt.weights-only", nameless, "--model.name", plain_model(weights=False))
-    assert code == 2 and "hidden states are 32 wide" in err
+    assert code == 2 and f"{file} (ckpt.weights_only) was cut: it has " in err
     assert not RunDir(tmp_path / "new").holds_run()
 
 

@@ -63,6 +63,7 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Run
     num_charts = len([key for key in figures_of(page) if not key.startswith("other")])
     assert num_charts > 8 and f'data-charts="{num_charts}"' in shown
     assert shown.count('class="main-svg"') >= num_charts
+    assert shown.count('data-title="Download plot as a PNG"') == num_charts
     assert "data-hit" not in re.sub(r"<script.*?</script>", "", shown, flags=re.S)
     assert "<img src" not in shown and "&lt;img src=x" in shown
     assert "ALERT: &lt;/script&gt;" in shown and 'note = "&lt;/script&gt;' in shown

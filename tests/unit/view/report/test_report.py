@@ -226,17 +226,6 @@ def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Pa
     assert "hidden-" not in page and "s3://***@store/x" in page and "http://host/&lt;b&gt;" in page
 
 
-def test_pictures_are_written_beside_the_page(run_command: RunCommand, tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run $x_1$", resumed_from=(4,))
-    evaluated(run_dir, 4)
-    code, out, err = run_command("report", run_dir.path, "--png", tmp_path / "png")
-    assert code == 0, err
-    found = {path.stem: path.read_bytes() for path in (tmp_path / "png").iterdir()}
-    assert {"reward", "timeline_0", "phases_trainer", "evaluation_0"} <= set(found) and f"{len(found)} pictures" in out
-    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in found.values())
-    assert not any(name.startswith("other") for name in found)
-
-
 def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "run")
 
@@ -249,15 +238,8 @@ def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, mo
     assert "holds no run (no run.json" in refused(tmp_path / "nowhere")
     assert "the name of a page ends with .html" in refused(run_dir.path, "--to", tmp_path / "page.pdf")
     assert "there is no directory" in refused(run_dir.path, "--to", tmp_path / "nowhere" / "page.html")
-    assert "there is no directory" in refused(run_dir.path, "--png", tmp_path / "nowhere" / "png")
     assert "report --help shows what is allowed" in refused()
     (tmp_path / "taken.html").mkdir()
     assert "Choose another place with --to" in refused(run_dir.path, "--to", tmp_path / "taken.html")
-    (tmp_path / "png").mkdir()
-    (tmp_path / "png" / "reward.png").mkdir()
-    code, _, err = run_command("report", run_dir.path, "--png", tmp_path / "png")
-    assert code == 2 and "--png: " in err and "cannot be written" in err
-    for module in ("matplotlib", "plotly"):
-        with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, module, None)
-            assert "`uv sync --extra report`" in refused(run_dir.path, "--png", tmp_path)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert "`uv sync --extra report`" in refused(run_dir.path)
