@@ -17,9 +17,9 @@ import msgspec
 from benchmarks.learning.commands import environment_of
 from examples.environments.guess_number import Secret
 from examples.environments.ledger import Books
+from examples.environments.python_code import Program
 from holdfast import Message, Task, TaskSeed
 from holdfast.config.environments import EnvironmentConfig
-from holdfast.orchestrator.env.code import Program
 from holdfast.orchestrator.env.registry import load_environment
 
 Row = dict[str, Any]

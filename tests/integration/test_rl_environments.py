@@ -36,7 +36,8 @@ name = "guess_number"
 args = { turns = 2, high = 9 }
 
 [[environments]]
-id = "python_code"
+id = "examples.environments.python_code:PythonCode"
+name = "python_code"
 args = { max_steps = 1, num_inputs = 2, prompt = "{steps}" }
 """
 

@@ -20,7 +20,8 @@ from holdfast.run.lock import is_directory_locked
 from holdfast.view.tables import Grid, Report, size
 
 if TYPE_CHECKING:
-    from holdfast.trainer.export import DTypeName, Written
+    from holdfast.config.base import DType
+    from holdfast.trainer.export import Written
 
 
 def export(
@@ -28,7 +29,7 @@ def export(
     *,
     step: str,
     to: Path,
-    dtype: DTypeName | None,
+    dtype: DType | None,
     max_shard_size: int | None,
     model: str | None,
     base: str | None,
@@ -49,7 +50,7 @@ def promote(
     *,
     step: str,
     name: str,
-    dtype: DTypeName | None,
+    dtype: DType | None,
     max_shard_size: int | None,
     model: str | None,
     base: str | None,

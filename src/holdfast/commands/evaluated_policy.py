@@ -11,7 +11,7 @@ import msgspec
 from holdfast.commands.ckpt_dirs import CheckpointDirs
 from holdfast.commands.ckpt_export import export
 from holdfast.config.base import ModelConfig
-from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
@@ -244,14 +244,10 @@ def check_servable(config: EvaluateConfig) -> None:
     if config.model is not None:
         check_model_path(config.model.name, key="model.name")
         check_weights_path(config.model.name, needs_index=False)
-    served = config.inference.model
-    if config.seq_len > served.max_len:
-        raise ConfigError(
-            f"seq_len = {config.seq_len} is more than inference.model.max_len = {served.max_len}, the longest "
-            "session that the server takes. Lower seq_len or raise max_len."
-        )
-    if config.inference.engines > 1:
-        raise ConfigError(f"inference.engines = {config.inference.engines}: an evaluation has one server; leave it out")
+    try:
+        check_server(config.inference, seq_len=config.seq_len)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if config.model is not None:
         check_max_len(config.inference, config.model.name, key="inference.model")
     check_in_child("holdfast.orchestrator.evaluation.check", config)

@@ -244,7 +244,7 @@ class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str = "reverse_text"
-    """A built-in environment (`reverse_text`, `python_code`, `jsonl`), one of an installed package,
+    """A built-in environment (`reverse_text`, `jsonl`), one of an installed package,
     `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
 
     name: str | None = None

@@ -115,6 +115,21 @@ class EvaluateConfig(Command):
         return self
 
 
+def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
+    """Refuse a server that is not the one server of an evaluation, or whose sessions are too short.
+
+    Raises:
+        ValueError: it is.
+    """
+    if seq_len > inference.model.max_len:
+        raise ValueError(
+            f"seq_len = {seq_len} is more than inference.model.max_len = {inference.model.max_len}, the longest "
+            "session that the server takes: lower seq_len or raise max_len"
+        )
+    if inference.engines > 1:
+        raise ValueError(f"inference.engines = {inference.engines}: an evaluation has one server; leave it out")
+
+
 class CheckpointEvalConfig(EvalConfig):
     """Evaluations of checkpoints while training goes on, on held-out tasks. A bare ``--eval`` makes one every 10 steps.
 
@@ -147,15 +162,7 @@ class CheckpointEvalConfig(EvalConfig):
         if "max_len" not in served.model_fields_set:
             served = served.model_copy(update={"max_len": max(served.max_len, self.seq_len)})
             self.inference = self.inference.model_copy(update={"model": served})
-        if self.seq_len > served.max_len:
-            raise ValueError(
-                f"seq_len = {self.seq_len} is more than inference.model.max_len = {served.max_len}, the longest "
-                "session that the server takes: lower seq_len or raise max_len"
-            )
-        if self.inference.engines > 1:
-            raise ValueError(
-                f"inference.engines = {self.inference.engines}: an evaluation has one server; leave it out"
-            )
+        check_server(self.inference, seq_len=self.seq_len)
         return self
 
     def following(self, run: Path, directory: Path) -> EvaluateConfig:

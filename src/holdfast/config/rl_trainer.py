@@ -357,7 +357,7 @@ class TrainerConfig(TrainingCommand):
 
 
 # Environments with one sampled turn; those of users may have several.
-_SINGLE_TURN = ("reverse_text", "python_code", "jsonl")
+_SINGLE_TURN = ("reverse_text", "jsonl")
 
 
 def check_rewards(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:

@@ -25,6 +25,7 @@ import msgspec
 
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError, InferenceError, printable
+from holdfast.launcher.liveness import opener
 from holdfast.protocol.inference import (
     CLAIM_ROUTE,
     RELEASE_ROUTE,
@@ -125,8 +126,6 @@ _LOOK_AGAIN_S = 0.05
 _FAILURES = (OSError, ValueError, HTTPException, RecursionError)
 # Whoever answers at a port may do so without an end.
 _MOST_BYTES = 1 << 20
-# Proxies of the environment are for the internet, not for the engines of a run.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class _NotOurs(Exception):
@@ -404,7 +403,7 @@ def _look(url: str) -> ServedWeights | None:
         _NotOurs: something else answers.
     """
     try:
-        with _opener.open(f"{url}{WEIGHTS_ROUTE}", timeout=_TIMEOUT_S) as answer:
+        with opener.open(f"{url}{WEIGHTS_ROUTE}", timeout=_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)
     except urllib.error.HTTPError as error:
         error.close()
@@ -420,7 +419,7 @@ def _look(url: str) -> ServedWeights | None:
 def _post(url: str, route: str, owner: Owner, token: str | None) -> None:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     body = json.dumps({"run_id": owner.run_id, "directory": owner.directory}).encode()
-    with _opener.open(urllib.request.Request(f"{url}{route}", body, headers), timeout=_TIMEOUT_S):
+    with opener.open(urllib.request.Request(f"{url}{route}", body, headers), timeout=_TIMEOUT_S):
         return
 
 

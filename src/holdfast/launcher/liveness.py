@@ -22,8 +22,8 @@ from pathlib import Path
 from holdfast.process.heartbeat import PERIOD_S, Beat, awake_s, read_beat
 from holdfast.process.scratch import drop, hold, make_scratch, remove_abandoned, scratch_name
 
-# Proxies of the environment are for the internet, not for the server of a run.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Proxies of the environment are for the internet, not for the servers of a run.
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 PROBE_PERIOD_S = 5.0
 # A process imports before its first beat, for seconds on a busy machine.
@@ -245,7 +245,7 @@ class HealthProbe:
         while not self._ended.is_set():
             asked = awake_s()
             try:
-                with _opener.open(self._health.url, timeout=self._health.timeout_s):
+                with opener.open(self._health.url, timeout=self._health.timeout_s):
                     # When it was asked, not when it answered: that is what the answer proves.
                     self._last_good = asked
                     self.was_good = True

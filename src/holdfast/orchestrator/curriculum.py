@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
+from statistics import fmean
 
 import msgspec
 import xxhash
@@ -80,7 +81,7 @@ def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[flo
     `uniform_share` goes to all alike, the rest in proportion to the mean variance of the rewards in the latest groups.
     A level that has none yet counts as the one with the most.
     """
-    known = [_mean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
+    known = [fmean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
     most = max((value for value in known if value is not None), default=0.0)
     values = [most if value is None else value for value in known]
     total = math.fsum(values)
@@ -98,7 +99,7 @@ def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequ
         for level, group in _leveled(outcomes, section.label):
             found = position.curriculum.levels[level]
             rewards = [_total(rollout) for rollout in group]
-            found.rewards = [*found.rewards, _mean(rewards)][-settings.window :]
+            found.rewards = [*found.rewards, fmean(rewards)][-settings.window :]
             found.variances = [*found.variances, _variance(rewards)][-settings.window :]
         if settings.choice == "gates":
             _pass_gates(position.curriculum, settings, name=section.label)
@@ -108,7 +109,7 @@ def _pass_gates(state: CurriculumState, settings: CurriculumConfig, *, name: str
     latest = state.levels[state.level]
     if state.level + 1 >= len(settings.levels) or len(latest.rewards) < settings.window:
         return
-    reward, mastered = _mean(latest.rewards), mastered_share(latest)
+    reward, mastered = fmean(latest.rewards), mastered_share(latest)
     by_reward = settings.advance_reward is not None and reward >= settings.advance_reward
     by_mastered = settings.advance_mastered is not None and mastered >= settings.advance_mastered
     if by_reward or by_mastered:
@@ -125,7 +126,7 @@ def _pass_gates(state: CurriculumState, settings: CurriculumConfig, *, name: str
 def mastered_share(level: LevelState) -> float:
     """Return the share of the latest groups whose rewards are all equal, and above 0."""
     pairs = zip(level.rewards, level.variances, strict=True)
-    return _mean([variance == 0 and reward > 0 for reward, variance in pairs])
+    return fmean([variance == 0 and reward > 0 for reward, variance in pairs])
 
 
 def curriculum_metrics(
@@ -145,10 +146,10 @@ def curriculum_metrics(
         levels = [level for level, _ in own]
         latest = [position.curriculum.levels[level] for level in sorted(set(levels))]
         prefix = f"curriculum/{section.label}"
-        metrics[f"{prefix}/level"] = _mean(levels)
-        metrics[f"{prefix}/reward"] = _mean([reward for level in latest for reward in level.rewards])
-        metrics[f"{prefix}/variance"] = _mean([variance for level in latest for variance in level.variances])
-        metrics[f"{prefix}/mastered"] = _mean([mastered_share(level) for level in latest])
+        metrics[f"{prefix}/level"] = fmean(levels)
+        metrics[f"{prefix}/reward"] = fmean([reward for level in latest for reward in level.rewards])
+        metrics[f"{prefix}/variance"] = fmean([variance for level in latest for variance in level.variances])
+        metrics[f"{prefix}/mastered"] = fmean([mastered_share(level) for level in latest])
     return metrics
 
 
@@ -166,16 +167,12 @@ def _total(rollout: Rollout) -> float:
     return math.fsum([rollout.reward, *(rollout.step_rewards.rewards if rollout.step_rewards else ())])
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _variance(rewards: Sequence[float]) -> float:
     """Return the population variance; exactly 0 of equal rewards, whose mean may round."""
     if min(rewards) == max(rewards):
         return 0.0
-    mean = _mean(rewards)
-    return _mean([(reward - mean) ** 2 for reward in rewards])
+    mean = fmean(rewards)
+    return fmean([(reward - mean) ** 2 for reward in rewards])
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:

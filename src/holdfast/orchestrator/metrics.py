@@ -63,17 +63,18 @@ def batch_metrics(
     sampled = [rollout.loss_mask.num_sampled for rollout in rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     metrics = {
-        "reward/mean": _mean(rewards),
+        # Here and below fmean, which adds exactly: the order of the rollouts does not matter.
+        "reward/mean": statistics.fmean(rewards),
         "reward/std": _std(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "rollout/tokens_mean": _mean(lengths),
+        "rollout/tokens_mean": statistics.fmean(lengths),
         "rollout/tokens_max": float(max(lengths)),
-        "rollout/sampled_tokens_mean": _mean(sampled),
-        "rollout/truncated": _mean([rollout.truncated for rollout in rollouts]),
-        "rollout/turns": _mean([rollout.loss_mask.num_stretches for rollout in rollouts]),
-        "rollout/branches": _mean([len(rollout.branch_starts) for rollout in rollouts]),
-        "rollout/split": _mean([len(rollout.branch_starts) > 1 for rollout in rollouts]),
+        "rollout/sampled_tokens_mean": statistics.fmean(sampled),
+        "rollout/truncated": statistics.fmean([rollout.truncated for rollout in rollouts]),
+        "rollout/turns": statistics.fmean([rollout.loss_mask.num_stretches for rollout in rollouts]),
+        "rollout/branches": statistics.fmean([len(rollout.branch_starts) for rollout in rollouts]),
+        "rollout/split": statistics.fmean([len(rollout.branch_starts) > 1 for rollout in rollouts]),
         "rollout/reused_turns": float(num_reused),
         "groups/drawn": float(len(selection.groups) + len(selection.dropped)),
         "rollouts_per_s": len(rollouts) / times.period,
@@ -85,10 +86,10 @@ def batch_metrics(
         "engine/idle_share": min(1.0, max(0.0, 1.0 - times.busy / times.period)),
     }
     if compared := [group for group in groups if len(group) > 1]:
-        metrics["groups/zero_variance"] = _mean([not has_signal(group) for group in compared])
+        metrics["groups/zero_variance"] = statistics.fmean([not has_signal(group) for group in compared])
     if any(rollout.step_rewards for rollout in rollouts):
         steps = [rollout.step_rewards.rewards if rollout.step_rewards else () for rollout in rollouts]
-        metrics["reward/steps_mean"] = _mean([math.fsum(own) for own in steps])
+        metrics["reward/steps_mean"] = statistics.fmean([math.fsum(own) for own in steps])
     reasons = Counter(one.reason for one in selection.dropped)
     metrics |= {f"groups/dropped/{reason}": float(reasons[reason]) for reason in DROP_REASONS}
     for number, counts in enumerate(engines):
@@ -128,7 +129,7 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
     # Quantiles of a single reward are refused; those of the same one twice are that reward.
     deciles = statistics.quantiles(rewards if len(rewards) > 1 else rewards * 2, n=10, method="inclusive")
     metrics = {
-        f"reward/{name}/mean": _mean(rewards),
+        f"reward/{name}/mean": statistics.fmean(rewards),
         f"reward/{name}/std": _std(rewards),
         f"reward/{name}/p10": deciles[0],
         f"reward/{name}/p50": deciles[4],
@@ -138,23 +139,18 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
     for rollout in rollouts:
         for metric, value in rollout.metrics.items():
             values.setdefault(f"{name}/{metric}", []).append(value)
-    metrics |= {metric: _mean(found) for metric, found in values.items()}
+    metrics |= {metric: statistics.fmean(found) for metric, found in values.items()}
     verdicts = [[is_solved(rollout, settings.success_reward) for rollout in group] for group in groups]
     if all(verdict is not None for own in verdicts for verdict in own):
         solved = [sum(map(bool, own)) for own in verdicts]
         size = len(groups[0])
         for power in range(size.bit_length()):
             k = 2**power
-            metrics[f"{name}/pass@{k}"] = _mean([pass_at_k(size, number, k) for number in solved])
+            metrics[f"{name}/pass@{k}"] = statistics.fmean([pass_at_k(size, number, k) for number in solved])
     return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    # fsum: exact, so the order of the rollouts does not matter.
-    return math.fsum(values) / len(values)
 
 
 def _std(values: Sequence[float]) -> float:
     """Return the population std: the spread of these values, not an estimate for others."""
-    mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+    mean = statistics.fmean(values)
+    return math.sqrt(statistics.fmean([(value - mean) ** 2 for value in values]))

@@ -12,7 +12,6 @@ committed on this machine first and copied from there, so a store that fails cos
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -23,12 +22,11 @@ from holdfast.remote.object_store import ObjectStore, StorageError
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, Manifest
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import STEP_NAME, RunDir
 
 WEIGHTS_DIR = "weights"
 RUN_DIR = "run"
 DISCARDED_NAME = "discarded.json"
-_STEP = re.compile(r"step_(\d+)$")
 Kind = Literal["checkpoint", "weights"]
 _log = logging.getLogger("holdfast.remote")
 
@@ -266,7 +264,7 @@ class RemoteCheckpoints:
         self._store.abort()
 
     def _numbers(self, parent: str) -> list[int]:
-        matches = (_STEP.match(name) for name in self._store.names(parent.rstrip("/")))
+        matches = (STEP_NAME.match(name) for name in self._store.names(parent.rstrip("/")))
         return sorted(int(match[1]) for match in matches if match)
 
 

@@ -46,7 +46,7 @@ REFERENCE_NAME = "reference_logprobs.npz"
 JUDGEMENTS_NAME = "judgements.log"
 SUMMARY_NAME = "summary.json"
 """What an evaluation writes last."""
-_STEP = re.compile(r"step_(\d+)$")
+STEP_NAME = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
 
@@ -154,10 +154,17 @@ class RunDir:
         Raises:
             OSError: a directory cannot be read.
         """
-        for attempt in reversed(_numbered(self.path / "logs", _ATTEMPT)):
-            if found := {path.parent for path in self.logs(attempt).glob("profile_steps_*/rank_*.json.gz")}:
-                return sorted(found)
-        return []
+        found = self.logged("profile_steps_*/rank_*.json.gz")
+        return sorted({path.parent for attempt, path in found if attempt == found[-1][0]})
+
+    def logged(self, pattern: str) -> list[tuple[int, Path]]:
+        """The logs that match `pattern`, behind the numbers of their attempts, ascending.
+
+        Raises:
+            OSError: a directory cannot be read.
+        """
+        attempts = _numbered(self.path / "logs", _ATTEMPT)
+        return [(attempt, path) for attempt in attempts for path in sorted(self.logs(attempt).glob(pattern))]
 
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""
@@ -246,11 +253,11 @@ class RunDir:
 
     def published_batches(self) -> list[int]:
         """Steps whose batch is published, ascending."""
-        return _numbered(self.rollouts, _STEP)
+        return _numbered(self.rollouts, STEP_NAME)
 
     def published_weights(self) -> list[int]:
         """Policy versions whose weights are published, ascending."""
-        return _numbered(self.weights, _STEP)
+        return _numbered(self.weights, STEP_NAME)
 
     def next_attempt(self) -> int:
         """The number of the attempt that starts now, from 1."""

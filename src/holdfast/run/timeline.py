@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +133,6 @@ def span(name: str, *, step: int | None = None, version: int | None = None, lane
 
 
 _DECODER = msgspec.json.Decoder(Span)
-_ATTEMPT = re.compile(r"attempt_(\d+)$")
 
 
 def read_timeline(run_dir: RunDir) -> list[Span]:
@@ -146,10 +144,8 @@ def read_timeline(run_dir: RunDir) -> list[Span]:
         OSError: a file is there and cannot be read.
     """
     spans: list[Span] = []
-    for path in sorted((run_dir.path / "logs").glob("attempt_*/timeline_*.jsonl")):
-        match = _ATTEMPT.match(path.parent.name)
-        if match is not None:
-            spans += read_spans(path, attempt=int(match[1]))
+    for attempt, path in run_dir.logged("timeline_*.jsonl"):
+        spans += read_spans(path, attempt=attempt)
     return sorted(spans, key=lambda one: one.begin)
 
 

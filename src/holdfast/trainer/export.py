@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import tomli
 import torch
@@ -34,6 +34,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from holdfast.config.base import DType
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, SaveError
 from holdfast.run import atomic, manifest
@@ -46,9 +47,6 @@ from holdfast.trainer.model.build import initial_weights, is_classifier, load_mo
 from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
-
-if TYPE_CHECKING:
-    from holdfast.trainer.model.tensor_names import TensorLayout
 
 
 def meta_model(name: str) -> PreTrainedModel:
@@ -159,9 +157,6 @@ def describe(directory: Path) -> dict[str, Group]:
     return groups
 
 
-DTypeName = Literal["float32", "bfloat16"]
-
-
 @dataclass(frozen=True)
 class Export:
     """What to write of a checkpoint, and how.
@@ -177,7 +172,7 @@ class Export:
 
     step_directory: Path
     target: Path
-    dtype: DTypeName | None = None
+    dtype: DType | None = None
     max_file_bytes: int | None = None
     model: str | None = None
     base: str | None = None
@@ -380,8 +375,6 @@ def export(request: Export) -> Written:
             f"{step} holds no tensors named 'model.*'; it has {', '.join(list(reader.saved)[:3])} ..."
         )
     if adapted_matrices(names):
-        # transformers: seconds
-
         return export_adapter(request, reader)
     if request.base is not None:
         raise CheckpointError(f"{step} holds whole weights, not a LoRA adapter: leave out --base")
@@ -401,12 +394,6 @@ def _layout_of(step: Path, model: str | None) -> TensorLayout | None:
     """Return the layout of files: that of `model`, else what the checkpoint says; None: as in memory."""
     if model is None and not (step / MODEL_DIR / NAMES_NAME).exists():
         return None
-
-    from holdfast.trainer.model.tensor_names import (
-        TensorLayout,
-        names_in_files,  # transformers: seconds
-    )
-
     described = model or str(step / MODEL_DIR)
     return TensorLayout(meta_model(described), names_in_files(described))
 
@@ -423,8 +410,6 @@ def _write_description(
         copy_description(step, directory)
         set_dtype(directory / "config.json", dtype)
         return
-    # transformers: seconds
-
     expected = meta_model(model)
     found = {name.removeprefix(_MODEL): entry.size for name, entry in reader.saved.items() if name.startswith(_MODEL)}
     check_shapes(found, expected, f"{step} is not the model '{model}'")

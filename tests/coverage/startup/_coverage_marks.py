@@ -42,18 +42,6 @@ def _unchanged(modules: dict[str, tuple[int, int, str]], path: str) -> str | Non
     return code if (status.st_size, status.st_mtime_ns) == (size, mtime_ns) else None
 
 
-def code_of_script(directory: str, path: str) -> CodeType:
-    """Map the marks and return the marked code of a script, or its own if it has changed since.
-
-    For interpreters that do not run this module at their start: see `tests/coverage/scripts.py`.
-    """
-    import marshal
-    from pathlib import Path
-
-    code = _unchanged(_open(Path(directory)), path)
-    return compile(Path(path).read_bytes(), path, "exec") if code is None else marshal.loads(Path(code).read_bytes())
-
-
 def _install(directory: str) -> None:
     # Those of `_open` too: a package that is measured shall not be seen to import them.
     import json  # noqa: F401

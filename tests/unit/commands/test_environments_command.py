@@ -179,7 +179,7 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
     entries = {"sound": "faults:Sound", "broken": "broken_faults:Sound", "mute": "faults:Mute", "a:b": "faults:Sound"}
-    lines = [f"{name} = {target}" for name, target in {**entries, "python_code": "faults:Sound"}.items()]
+    lines = [f"{name} = {target}" for name, target in {**entries, "jsonl": "faults:Sound"}.items()]
     (info / "entry_points.txt").write_text("\n".join(["[holdfast.environments]", *lines, ""]))
     sys.path += [str(info.parent), str(tmp_path)]
     code, out, _ = environments("ls", "--json")
@@ -190,13 +190,13 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
         "reasoning_gym:NAME",
         "verifiers:ID",
     }
-    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "python_code")
+    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "jsonl")
     assert listed["sound", "games 1.0"] == {
         "id": "sound", "from": "games 1.0", "about": "Nothing is wrong with it.", "error": "",
     }  # fmt: skip
     assert listed["mute", "games 1.0"]["about"] == ""
     assert "there is no module 'broken_faults'" in listed["broken", "games 1.0"]["error"]
-    assert "is an environment of holdfast itself and of games 1.0" in listed["python_code", "games 1.0"]["error"]
+    assert "is an environment of holdfast itself and of games 1.0" in listed["jsonl", "games 1.0"]["error"]
     assert "read as module:Class" in listed["a:b", "games 1.0"]["error"]
     code, out, _ = environments("ls")
     assert "\nsound " in out and "('broken': there is no module 'broken_faults'" in out

@@ -176,7 +176,7 @@ def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
 
 def mixed(own: dict[str, Any], *flags: str) -> tuple[str, ...]:
     """The flags of a run with an environment as all are, and one with settings of its own."""
-    return ("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "python_code"} | own]), *flags)
+    return ("--orchestrator.environments", json.dumps([{"id": "reverse_text"}, {"id": "jsonl"} | own]), *flags)
 
 
 DYNAMIC = ("--orchestrator.dynamic-sampling",)
@@ -231,16 +231,16 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
          r"cuts off tokens \(temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'\), and trainer.kl"),
         (("--orchestrator.sampling.top-k", "1"), "1 leaves one token to choose from"),
         # What one environment cannot have.
-        (mixed({"seq_len": 1025}), "environment 'python_code': seq_len = 1025 is more than the seq_len = 1024 of all"),
-        (mixed({"group_size": 1}), "gives each of environment 'python_code' a single one"),
+        (mixed({"seq_len": 1025}), "environment 'jsonl': seq_len = 1025 is more than the seq_len = 1024 of all"),
+        (mixed({"group_size": 1}), "gives each of environment 'jsonl' a single one"),
         (mixed({"group_size": 1}, *DYNAMIC),
-         r"every group of one is \(environment 'python_code'\): set group_size to 2"),
+         r"every group of one is \(environment 'jsonl'\): set group_size to 2"),
         (mixed({"group_size": 2}, "--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "3"),
-         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'python_code'"),
-        (mixed({"sampling": {"top_k": 5}}, "--trainer.kl"), r"\(temperature 1, top_k 5, environment 'python_code'\)"),
+         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'jsonl'"),
+        (mixed({"sampling": {"top_k": 5}}, "--trainer.kl"), r"\(temperature 1, top_k 5, environment 'jsonl'\)"),
         (mixed({"sampling": {"top_k": 1}}), "1 leaves one token to choose from"),
         (mixed({"sampling": {"temperature": 0.5}}, *TEACHER, "--trainer.advantage", "distillation"),
-         "sampling of environment 'python_code' at temperature 0.5"),
+         "sampling of environment 'jsonl' at temperature 0.5"),
     ],
 )  # fmt: skip
 def test_parts_of_a_run_that_do_not_fit_together_are_refused(flags: tuple[str, ...], says: str) -> None:
@@ -266,8 +266,8 @@ def test_parts_of_a_run_that_do_not_fit_together_are_refused(flags: tuple[str, .
         (*SAMPLES, "--trainer.loss.type", "my_losses:imitate"),
         # What a teacher samples is imitated by the whole distribution.
         (*CUT, "--trainer.kl", *SAMPLES, *SFT),
-        mixed({"group_size": 1}, "--trainer.environments", '{"python_code": {"advantage": "reinforce_pp"}}'),
-        mixed({"group_size": 9}, "--trainer.environments", '{"python_code": {"advantage": "pass_at_k"}}',
+        mixed({"group_size": 1}, "--trainer.environments", '{"jsonl": {"advantage": "reinforce_pp"}}'),
+        mixed({"group_size": 9}, "--trainer.environments", '{"jsonl": {"advantage": "pass_at_k"}}',
               "--trainer.advantage-k", "9"),
         mixed({"seq_len": 500}, *PENALTY, "128"),
     ],

@@ -1,1 +1,1 @@
-"""Environments: the interface that users implement, built-in environments, tools, judges, sandboxes and harnesses."""
+"""Environments: the interface that users implement, built-in environments, tools, judges and harnesses."""

@@ -81,7 +81,6 @@ def find_plugins() -> dict[str, list[Plugin]]:
 
 BUILT_IN = {
     "reverse_text": "holdfast.orchestrator.env.reverse_text:ReverseText",
-    "python_code": "holdfast.orchestrator.env.code:PythonCode",
     "jsonl": "holdfast.orchestrator.env.jsonl:Jsonl",
 }
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 import msgspec
@@ -277,7 +277,7 @@ def summary_in(directory: Path) -> Summary:
 
 def estimates_of(groups: Sequence[Sequence[EvaluatedRollout]], samples: int) -> dict[str, list[float]]:
     """Return one value per task of `avg@k`, and of every `pass@k` where all rollouts say whether they solved it."""
-    values = {f"avg@{samples}": [_mean([rollout.reward for rollout in group]) for group in groups]}
+    values = {f"avg@{samples}": [fmean([rollout.reward for rollout in group]) for group in groups]}
     if all(rollout.solved is not None for group in groups for rollout in group):
         solved = [sum(bool(rollout.solved) for rollout in group) for group in groups]
         for k in powers_up_to(samples):
@@ -305,14 +305,10 @@ def _of_environment(
             for name, values in estimates_of(groups, samples).items()
         },
         # Not every rollout need have each.
-        metrics={name: _mean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
-        truncated=_mean([rollout.truncated for rollout in rollouts]),
-        sampled_tokens=_mean(lengths),
+        metrics={name: fmean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
+        truncated=fmean([rollout.truncated for rollout in rollouts]),
+        sampled_tokens=fmean(lengths),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Nothing here writes, and nothing waits: a file that goes away meanwhile is one t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,7 +23,6 @@ from holdfast.run.timeline import Span, read_timeline
 from holdfast.view.report.columns import Columns, read_columns
 from holdfast.view.state import LAUNCHER
 
-_ATTEMPT = re.compile(r"attempt_(\d+)$")
 _TOLD = ("ALERT", "WARNING")
 _MAX_CHECKPOINTS = 100
 
@@ -205,10 +203,7 @@ def _read_settings(directory: Path, notes: list[str]) -> tuple[dict[str, dict[st
 
 def _read_events(run_dir: RunDir) -> list[Event]:
     events: list[Event] = []
-    for path in sorted((run_dir.path / "logs").glob("attempt_*/events*.jsonl")):
-        match = _ATTEMPT.match(path.parent.name)
-        if match is None:
-            continue
+    for attempt, path in run_dir.logged("events*.jsonl"):
         try:
             lines = path.read_bytes().splitlines()
         except FileNotFoundError:  # a resume has just removed an old attempt
@@ -218,7 +213,7 @@ def _read_events(run_dir: RunDir) -> list[Event]:
                 one = msgspec.json.decode(line, type=_EventLine)
             except msgspec.DecodeError:
                 continue
-            events.append(Event(int(match[1]), one.time, one.process, one.phase, one.step, one.exit_code, one.error))
+            events.append(Event(attempt, one.time, one.process, one.phase, one.step, one.exit_code, one.error))
     return sorted(events, key=lambda event: event.time)
 
 

@@ -83,17 +83,17 @@ def test_a_file_of_that_name_in_the_working_directory_takes_nothing_away(
 
 
 def test_a_name_of_ours_or_of_two_packages_is_refused_and_all_others_go_on(install: Install) -> None:
-    install("impostor", {"python_code": "impostor:Knock", "knock": "impostor:Knock"}, impostor=SOUND)
+    install("impostor", {"reverse_text": "impostor:Knock", "knock": "impostor:Knock"}, impostor=SOUND)
     with pytest.raises(ConfigError) as caught:
-        load("python_code")
+        load("reverse_text")
     message = str(caught.value)
     assert message.startswith(
-        "environments[0].id: 'python_code' is an environment of holdfast itself and of impostor 1.0"
+        "environments[0].id: 'reverse_text' is an environment of holdfast itself and of impostor 1.0"
     )
-    for name in ("impostor:Knock", "holdfast.orchestrator.env.code:PythonCode"):
+    for name in ("impostor:Knock", "holdfast.orchestrator.env.reverse_text:ReverseText"):
         assert f"'{name}'" in message
         assert load(name)
-    assert load("knock") and load("reverse_text")
+    assert load("knock")
     install("second", {"knock": "second_games:Knock"}, second_games=SOUND)
     with pytest.raises(ConfigError, match=r"of impostor 1.0 and of second 1.0 .*'impostor:Knock' or 'second_"):
         load("knock")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,24 +15,19 @@ from typing import Any
 import psutil
 import pytest
 
+from examples.environments import python_code
+from examples.environments.python_code import Limits, Outcome, PythonCode, code_of, require_sandbox, run_python
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator.env import code, sandbox_inside
-from holdfast.orchestrator.env.code import Limits, Outcome, PythonCode, code_of, require_sandbox, run_python
 from holdfast.orchestrator.env.interface import Task, TaskSeed
-from tests.coverage.scripts import with_marks
 from tests.runs.processes import HANG_S
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _needs_a_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _needs_a_sandbox() -> None:
     try:
         require_sandbox()
     except ConfigError as error:
         pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:
-        script = with_marks(Path(sandbox_inside.__file__), tmp_path_factory.mktemp("inside"))
-        patch.setattr(sandbox_inside, "__file__", str(script))
-        yield
 
 
 # Nobody's time is over on a busy machine but for those that are meant to take forever.
@@ -53,7 +47,7 @@ def inside(pid: int) -> list[psutil.Process]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are meant to take forever have less time by the clock."""
-    monkeypatch.setattr(code, "_WALL_PER_CPU", 1)
+    monkeypatch.setattr(python_code, "_WALL_PER_CPU", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -311,7 +305,7 @@ print("nothing")
 @pytest.mark.launch
 def test_what_a_killed_process_had_in_a_sandbox_dies_with_it() -> None:
     script = (
-        "import asyncio\nfrom holdfast.orchestrator.env.code import Limits, run_python\n"
+        "import asyncio\nfrom examples.environments.python_code import Limits, run_python\n"
         "program = 'import os, time; os.fork(); time.sleep(1000)'\n"
         "asyncio.run(run_python(program, Limits(cpu_s=1000)))"
     )
@@ -348,14 +342,14 @@ def test_a_cancelled_program_is_gone() -> None:
 
 
 def test_a_machine_without_a_sandbox_is_refused_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = code._command
+    command = python_code._command
 
     def broken(limits: Limits) -> list[str]:
         # A directory for the devices that is a file: building fails as it does where mounting is forbidden.
         *words, values = command(limits)
         return [*words, values.replace('"/usr"', '"/dev"')]
 
-    monkeypatch.setattr(code, "_command", broken)
+    monkeypatch.setattr(python_code, "_command", broken)
     with pytest.raises(ConfigError, match="cannot be built on this machine: .*It needs Linux 5.12"):
         PythonCode()
     with pytest.raises(EnvironmentFailure, match="the sandbox could not be built"):

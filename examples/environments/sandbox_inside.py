@@ -1,4 +1,4 @@
-"""The inside of the sandbox: a script of the standard library alone, run by `code.py` with a bare interpreter.
+"""The inside of the sandbox: a script of the standard library alone, run by `python_code.py` with a bare interpreter.
 
 Three processes: this one, the first of new namespaces, which builds the file system, gives up its rights and waits,
 and the program. When one of the first two dies, whoever killed it, the kernel ends all that the program started.
@@ -17,7 +17,7 @@ import struct
 import sys
 from typing import Any, NoReturn
 
-SETUP_FAILED = 71  # EX_OSERR of sysexits.h
+SETUP_FAILED = 71  # EX_OSERR of sysexits.h; `python_code.py` knows it
 _NOBODY = 65534
 # Of linux/sched.h, linux/mount.h, linux/prctl.h and fcntl.h.
 _NAMESPACES = {"mount": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "user": 0x10000000, "PID": 0x20000000,

@@ -1,4 +1,4 @@
-"""Environment `python_code`: the policy writes a Python function, which runs on hidden inputs in a sandbox.
+"""Write a Python function, which runs on hidden inputs in a sandbox. Endless; the number of steps says how hard it is.
 
 The sandbox runs programs that nobody has read, so that they can do no harm. A program sees an interpreter with its
 standard library, read-only, and 16 MiB of its own files in memory. It has no network, no other processes and no rights.
@@ -20,12 +20,14 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator.env import sandbox_inside
-from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.errors import EnvironmentFailure
 from holdfast.orchestrator.env.jsonl import filled, require_placeholders
 from holdfast.process.child import available_cores
 
+_INSIDE = Path(__file__).with_name("sandbox_inside.py")
+_SETUP_FAILED = 71
+"""Its exit code where it cannot build the sandbox."""
 _VISIBLE = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/alternatives")
 _WALL_PER_CPU = 4
 """Seconds that may pass for every second of computing: a busy machine shall not decide what a program is worth."""
@@ -108,7 +110,7 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
         if process.returncode is None:
             process.kill()
         error = await _end(process)
-    if process.returncode == sandbox_inside.SETUP_FAILED:
+    if process.returncode == _SETUP_FAILED:
         raise EnvironmentFailure(f"the sandbox could not be built: {error.decode(errors='replace')}")
     return Outcome(output[: limits.output_bytes], ending)
 
@@ -153,7 +155,7 @@ def _command(limits: Limits) -> list[str]:
     }
     # Neither site-packages nor the directory of the script: what the program can import is the standard library.
     interpreter = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-X", "utf8"]
-    return [*interpreter, sandbox_inside.__file__, json.dumps(values)]
+    return [*interpreter, str(_INSIDE), json.dumps(values)]
 
 
 _STEPS: dict[str, tuple[str, Callable[[list[int]], list[int]]]] = {
