@@ -3,7 +3,7 @@
 The site has the pages of docs/ and, besides:
 
 - README.md as its first page, and the project's other papers (`PAPERS`),
-- one page per command, and one of all settings, see `docs_tools.options`,
+- one page per command, and one of all settings, see `docs_tools.options`; the JSON schema of their TOML files,
 - an index of docs/decisions,
 - the files of the repository that a page links to, where no `repo_url` is set to lead there instead,
 - llms.txt.
@@ -25,7 +25,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from docs_tools import links, options  # noqa: E402
+from docs_tools import links, listing, options  # noqa: E402
 
 _FENCE_INFO = re.compile(r"^( *```)(\w+)[ \t]+([^\n]+)$", re.MULTILINE)
 
@@ -72,6 +72,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in options.COMMANDS:
         files.append(File.generated(config, f"commands/{name}.md", content=options.page(name)))
     files.append(File.generated(config, "commands/index.md", content=options.index()))
+    for name in listing.SETTINGS:
+        files.append(File.generated(config, f"schemas/{name}.json", content=listing.json_schema(name)))
     rows = [f"- {Path(path).name[:4]}: [{title}]({Path(path).name})" for path, title in _decisions().items()]
     text = "# Decisions\n\nWhy things are as they are: one short page for each choice that had alternatives.\n\n"
     files.append(File.generated(config, "decisions/index.md", content=text + "\n".join(rows) + "\n"))

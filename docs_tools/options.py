@@ -10,8 +10,8 @@ import importlib
 import re
 from pathlib import Path
 
+from docs_tools.listing import SETTINGS, Setting, tables
 from holdfast.cli import COMMANDS
-from holdfast.config.listing import SETTINGS, Setting, tables
 
 FORMS = {"evaluate": ["--compare"]}
 """Command -> flags that make another command line of it, with a parser of its own."""

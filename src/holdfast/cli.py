@@ -111,15 +111,10 @@ def run(name: str, argv: list[str]) -> int:
     module, _, attribute = function.partition(":")
     if configuration is None:
         return getattr(import_module(f"holdfast.{module}"), attribute)(argv)
-    from holdfast import help
+    from holdfast.config import help
 
     if help.is_asked(argv):
         print(help.text(name, summary, argv))
-        return 0
-    if argv == ["--json-schema"]:  # for editors, which complete and check TOML files by it
-        from holdfast.config.listing import json_schema
-
-        print(json_schema(name))
         return 0
     from holdfast.config.load import parse_command_line
 
@@ -158,11 +153,9 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     import signal
 
     from holdfast.errors import STORAGE_FAILED, HoldfastError
-    from holdfast.installation import correct_wheel_label
     from holdfast.process.child import make_output_lossy
 
     make_output_lossy("stderr")  # an error that nobody can read has the exit code that it has
-    correct_wheel_label()
     try:
         try:
             code = run()

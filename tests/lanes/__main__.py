@@ -28,6 +28,7 @@ from tests.lanes import parts, written
 from tests.lanes.durations import BOUND_S, COMMAND_BOUND_S, ROOT, recorded, slowest, too_long
 from tests.lanes.marks import EVERYDAY
 from tests.lanes.shares import Share, longest_first
+from tests.lanes.wheel_label import correct_wheel_label
 
 _PYTEST = (sys.executable, "-m", "pytest")
 _WORDS = ("everyday", "nightly", "touched", "bound", "slowest")
@@ -197,6 +198,7 @@ def touched(base: str, words: list[str], processes: int) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run what is asked for; return an exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    correct_wheel_label()
     parser = argparse.ArgumentParser(
         prog="python -m tests.lanes", usage="%(prog)s [LANE] [--processes N] [--base COMMIT] [options of pytest]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,

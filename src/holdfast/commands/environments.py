@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.arguments import Subcommands, add_json
 from holdfast.errors import ConfigError, HoldfastError, RunDirError, printable
-from holdfast.installation import is_checkout
+from holdfast.process.imports import is_checkout
 
 if TYPE_CHECKING:
     from holdfast.view.tables import Report

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast import help
 from holdfast.arguments import Parser
+from holdfast.config import help
 from holdfast.process.child import make_output_lossy
 
 if TYPE_CHECKING:

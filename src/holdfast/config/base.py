@@ -69,7 +69,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class Section(BaseModel):
-    """A part of a configuration. A docstring beneath a field is its ``--help`` text: `holdfast.config.listing`."""
+    """A part of a configuration. A docstring beneath a field is its ``--help`` text: `docs_tools.listing`."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -151,8 +151,9 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
         ConfigError: a file, key, type or value cannot be used.
     """
     files, words = _split_files(argv, command)
+    given: dict[str, str] = {}
     try:
-        values, given = _read_flags(words, flags_of(command))
+        values = _read_flags(words, flags_of(command), given)
         return command.model_validate(_merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
@@ -211,14 +212,16 @@ def flags_of(command: type[BaseModel], prefix: str = "") -> dict[str, Flag]:
     return flags
 
 
-def _read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of the flags, nested as their keys are, and dotted key -> flag as it was given.
+def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, str]) -> dict[str, Any]:
+    """Return the values of the flags, nested as their keys are.
+
+    Args:
+        given: gets dotted key -> flag as it was given.
 
     Raises:
         ConfigError: a word that is no flag, a flag without its value, or a value that is no JSON where that is needed.
     """
     values: dict[str, Any] = {}
-    given: dict[str, str] = {}
     waiting = list(reversed(words))
     unknown = []
     while waiting:
@@ -251,7 +254,7 @@ def _read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, 
         keys = [flag.key for flag in known.values()]
         hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
         raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
-    return values, given
+    return values
 
 
 def _is_a_value(word: str) -> bool:

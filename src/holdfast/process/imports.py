@@ -225,3 +225,8 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
             f"{needed_by} needs the extra '{extra}', which is not installed: `uv sync --inexact --extra {extra}` in a "
             f"checkout, or `pip install 'holdfast[{extra}]'` where holdfast is installed (see docs/installation.md)"
         ) from None
+
+
+def is_checkout(package: Path = Path(__file__).parents[1]) -> bool:
+    """Return whether `package`, by default ours, lies in a checkout, where commands begin with `uv run`."""
+    return (package.parents[1] / "pyproject.toml").is_file()

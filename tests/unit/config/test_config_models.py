@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from docs_tools.listing import texts_of
 from holdfast.config import (
     DpoConfig,
     EvaluateConfig,
@@ -25,7 +26,6 @@ from holdfast.config import (
 )
 from holdfast.config.algorithm import DistillationConfig
 from holdfast.config.base import Command, ModelConfig
-from holdfast.config.listing import texts_of
 from holdfast.config.load import read_toml, to_toml
 from holdfast.config.resolved import fingerprint
 from tests.conftest import ROOT

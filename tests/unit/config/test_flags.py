@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config import DpoConfig, RlConfig, SftConfig
-from holdfast.config.elsewhere import ELSEWHERE, hint
+from holdfast.config.elsewhere import hint, names_elsewhere
 from holdfast.config.load import flags_of
 
 COMMANDS = {"sft": SftConfig, "dpo": DpoConfig, "rl": RlConfig}
@@ -122,8 +122,8 @@ def test_keys_of_prime_rl(name: str) -> None:
 def test_every_name_of_another_system_stands_for_settings_that_there_are() -> None:
     known = {key for keys in KEYS.values() for key in keys}
     alone = {key.partition(".")[2] for key in KEYS["rl"]}  # of `trainer`, `orchestrator` and `inference`
-    for theirs, (ours, said) in ELSEWHERE.items():
-        assert (ours or said) and set(ours) <= known | alone, theirs
+    for theirs, one in names_elsewhere().items():
+        assert (one["settings"] or one["said"]) and set(one["settings"]) <= known | alone, theirs
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from importlib import import_module
 
 import pytest
 
+from docs_tools.listing import texts_of
 from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import PolicyLossConfig
 from holdfast.config.base import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
-from holdfast.config.listing import texts_of
 from holdfast.config.preference import PreferenceLossConfig
 from tests.conftest import ROOT
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.errors import ConfigError
-from holdfast.installation import is_checkout
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_thread_environment
+from holdfast.process.imports import is_checkout
 
 if TYPE_CHECKING:
     from holdfast.view.report.serve import Built

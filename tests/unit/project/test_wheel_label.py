@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.installation import correct_wheel_label, is_checkout
+from holdfast.process.imports import is_checkout
+from tests.lanes.wheel_label import correct_wheel_label
 
 
 def _install(folder: Path, tag: str) -> Path:

