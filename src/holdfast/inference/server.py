@@ -149,11 +149,18 @@ async def _serve(
             )
         )
         vllm_app.state.server = server
-        return await _run(server, engine, sock=preflight.sock, signals=signals)
+        ready = f'ready: {config.server.url}/v1, model "{config.model.name}"' if owner is None else ""
+        return await _run(server, engine, sock=preflight.sock, signals=signals, ready=ready)
 
 
-async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket, signals: Sequence[signal.Signals]) -> int:
-    """Serve until one of `signals` comes or the engine dies."""
+async def _run(
+    server: _Server, engine: AsyncLLM, *, sock: socket.socket, signals: Sequence[signal.Signals], ready: str
+) -> int:
+    """Serve until one of `signals` comes or the engine dies.
+
+    Args:
+        ready: the line for people who started the server by itself, once it answers.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in signals:
@@ -173,6 +180,8 @@ async def _run(server: _Server, engine: AsyncLLM, *, sock: socket.socket, signal
             raise InferenceError("the web server ended while it started (its log is above)")
         await asyncio.sleep(0.005)
     report("ready", host=host, port=port)
+    if ready:
+        print(ready, flush=True)
     await asyncio.wait((serving, watching, asked), return_when=asyncio.FIRST_COMPLETED)
     # Ctrl-C may end the engine as well as us: then we were asked to.
     died = watching.done() and not stopping.is_set()

@@ -45,7 +45,7 @@ def test_a_label_that_cannot_be_written_is_left_and_told(
     def fail(*_: object) -> None:
         raise PermissionError("not yours")
 
-    caplog.set_level("INFO", logger="holdfast")
+    caplog.set_level("INFO", logger="tests.lanes.wheel_label")
     label = _install(tmp_path, "cp26-cp26-linux_x86_64")
     monkeypatch.syspath_prepend(str(tmp_path))
     with monkeypatch.context() as patch:
