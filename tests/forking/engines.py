@@ -142,6 +142,15 @@ class Engines:
 
     def __init__(self) -> None:
         self._server = ForkServer("tests.forking.engines:prepare")
+        self._forks_launchers = False
+
+    def server_of_launchers(self) -> ForkServer:
+        """Return the server of forks, for a launcher whose own forks are to have imported vLLM."""
+        require("engine")
+        if not self._forks_launchers:
+            self._server.prepare("tests.forking.commands:prepare")
+            self._forks_launchers = True
+        return self._server
 
     def start(
         self,
@@ -207,13 +216,17 @@ def shared_engines() -> Engines:
 
 
 def prepare() -> None:
-    """In the server of forks: import what a server imports."""
+    """In the server of forks: import what a server imports, with what it sets for that; launchers have none of it."""
     from holdfast.inference.main import set_environment
 
+    kept = dict(os.environ)
     with heavy_imports():
         set_environment(InferenceConfig.model_validate({"engine": {"eager": True}}), "cpu")
         for name in _IMPORTED:
             importlib.import_module(name)
+    for name in os.environ.keys() - kept.keys():
+        del os.environ[name]
+    os.environ.update(kept)
 
 
 def be_server(arguments: list[str], sabotage: str) -> None:
