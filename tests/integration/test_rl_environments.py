@@ -135,7 +135,7 @@ def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
         "args": {"faults": faults, "marks": str(tmp_path)},
         "workers": 2,
         "on_error": "drop",
-        "timeout_s": 15.0,  # of a group that is well, on a busy machine: seconds
+        "timeout_s": 10.0,  # of a group that is well, on a busy machine: seconds
         "worker_memory_gb": 0.7,
     }
     flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", str(_STEPS + 1))
