@@ -73,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
     _cache = make_scratch(Path(tempfile.gettempdir()))  # also one that was killed leaves nothing for good
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A thread that waits for another sleeps: on busy cores one that spins keeps the other from its work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HOLDFAST_CACHE"] = f"{_cache}/holdfast"
     os.environ["HF_DATASETS_CACHE"] = f"{_cache}/datasets"

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 from holdfast.process.child import heavy_imports
 from holdfast.run.run_dir import RunDir
+from tests.forking.engines import shared_engines
 from tests.forking.popen import STUB_ENGINE, Engine, begin, fork_children, run_module
 from tests.forking.server import Fork, ForkServer
 from tests.lanes.marks import require
@@ -150,13 +151,14 @@ class Commands:
             fault: Python source that runs in the command first.
             trainer_fault: the same in its trainer, before the ranks are forked.
             until: stop when the run directory is prepared, or go on and train.
-            engine: what the inference servers of `rl` sample with; vLLM is started as a user starts it.
+            engine: what the inference servers of `rl` sample with.
         """
         require("launch")
         log = log or output.with_name(f"{output.name}.out")
         words = {"fault": fault, "trainer_fault": trainer_fault, "until": until, "engine": engine}
         called = "tests.forking.commands:be_command"
-        fork = self._server.fork(called, log, environment=environment, program=program, argv=argv, **words)
+        server = self._server if engine == "stub" else shared_engines().server_of_launchers()
+        fork = server.fork(called, log, environment=environment, program=program, argv=argv, **words)
         return Run(output, fork)
 
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:

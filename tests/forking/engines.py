@@ -95,17 +95,18 @@ class ServerHandle:
         import httpx
 
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            try:
-                code = self.wait(_POLL_S)
-            except TimeoutError:
-                continue
-            raise RuntimeError(f"the server ended with exit code {code}:\n{self.log()}")
+        with httpx.Client(timeout=timeout_s, verify=False) as client:  # one: each would read certificates for 20 ms
+            while time.monotonic() < deadline:
+                try:
+                    if client.get(f"{self.url}/health").status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                try:
+                    code = self.wait(_POLL_S)
+                except TimeoutError:
+                    continue
+                raise RuntimeError(f"the server ended with exit code {code}:\n{self.log()}")
         raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
 
     def wait(self, timeout_s: float = HANG_S) -> int:
@@ -142,6 +143,15 @@ class Engines:
 
     def __init__(self) -> None:
         self._server = ForkServer("tests.forking.engines:prepare")
+        self._forks_launchers = False
+
+    def server_of_launchers(self) -> ForkServer:
+        """Return the server of forks, for a launcher whose own forks are to have imported vLLM."""
+        require("engine")
+        if not self._forks_launchers:
+            self._server.prepare("tests.forking.commands:prepare")
+            self._forks_launchers = True
+        return self._server
 
     def start(
         self,
@@ -207,13 +217,17 @@ def shared_engines() -> Engines:
 
 
 def prepare() -> None:
-    """In the server of forks: import what a server imports."""
+    """In the server of forks: import what a server imports, with what it sets for that; launchers have none of it."""
     from holdfast.inference.main import set_environment
 
+    kept = dict(os.environ)
     with heavy_imports():
         set_environment(InferenceConfig.model_validate({"engine": {"eager": True}}), "cpu")
         for name in _IMPORTED:
             importlib.import_module(name)
+    for name in os.environ.keys() - kept.keys():
+        del os.environ[name]
+    os.environ.update(kept)
 
 
 def be_server(arguments: list[str], sabotage: str) -> None:

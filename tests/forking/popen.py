@@ -1,6 +1,6 @@
 """What the launcher starts, less the start of Python: forked from the launcher, which has imported torch already.
 
-Launcher, trainer, ranks and the stub engine are processes of their own as ever, with the same parents, sessions,
+Launcher, trainer, ranks and inference servers are processes of their own as ever, with the same parents, sessions,
 environments and logs; the imports alone are not made again.
 """
 
@@ -33,7 +33,7 @@ Engine = Literal["stub", "vllm"]
 
 
 def fork_children(trainer_fault: str, *, engine: Engine) -> None:
-    """Make the launcher in this process fork trainer, orchestrator and a stub engine; vLLM is started as ever.
+    """Make the launcher in this process fork trainer, orchestrator and inference servers.
 
     Args:
         trainer_fault: Python source that runs in a trainer before anything else.
@@ -41,12 +41,11 @@ def fork_children(trainer_fault: str, *, engine: Engine) -> None:
     """
     import holdfast.launcher.cluster.hosts
 
-    forked = (*_FORKED, _ENGINE) if engine == "stub" else _FORKED
-
     def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
-        if len(argv) < 4 or argv[3] not in forked:
+        if len(argv) < 4 or argv[3] not in (*_FORKED, _ENGINE):
             return subprocess.Popen(argv, **options)
-        return ForkedModule(argv, **options, fault=trainer_fault if argv[3] == _TRAINER else "")
+        fault = trainer_fault if argv[3] == _TRAINER else ""
+        return ForkedModule(argv, **options, fault=fault, engine=engine)
 
     kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
     holdfast.launcher.cluster.hosts.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
@@ -86,6 +85,7 @@ class ForkedModule:
         env: Mapping[str, str],
         start_new_session: bool,
         fault: str,
+        engine: Engine,
     ) -> None:
         begin = module_command(argv[3])
         assert argv[: len(begin)] == begin and start_new_session, argv
@@ -95,7 +95,8 @@ class ForkedModule:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_module(argv[3:], stdout.fileno(), env, fault)
+            words = [STUB_ENGINE, *argv[4:]] if (argv[3], engine) == (_ENGINE, "stub") else argv[3:]
+            _be_module(argv[3:], words, stdout.fileno(), env, fault)
 
     def poll(self) -> int | None:
         """Return the exit code of a process that has ended."""
@@ -125,8 +126,8 @@ class ForkedModule:
         return code
 
 
-def _be_module(argv: list[str], output: int, env: Mapping[str, str], fault: str) -> NoReturn:
-    """The child: as after `exec`."""
+def _be_module(argv: list[str], words: list[str], output: int, env: Mapping[str, str], fault: str) -> NoReturn:
+    """The child, as after `exec` of `argv`: run the module that `words` begin with."""
 
     def run() -> int:
         signal.set_wakeup_fd(-1)
@@ -145,7 +146,7 @@ def _be_module(argv: list[str], output: int, env: Mapping[str, str], fault: str)
         _take_name(argv)
         begin()
         exec(fault, {})
-        run_module([STUB_ENGINE, *argv[1:]] if argv[0] == _ENGINE else argv)
+        run_module(words)
         return 0
 
     end_with(run)

@@ -101,6 +101,11 @@ class ForkServer:
         self._reader = threading.Thread(target=self._read_answers, daemon=True)
         self._reader.start()
 
+    def prepare(self, function: str) -> None:
+        """Have the server call one more function before it forks what is asked for after this."""
+        with self._lock:
+            self._write({"prepare": function})
+
     def fork(self, function: str, log: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Fork:
         """Call a function, `module:function`, in a child with what JSON can say; return when the child is there.
 
@@ -115,11 +120,14 @@ class ForkServer:
         with self._lock:
             number = len(self._forks)
             self._forks[number] = fork
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"id": number, **request}) + "\n")
-            self._process.stdin.flush()
+            self._write({"id": number, **request})
         fork.pid = fork._next_answer(IMPORT_TIMEOUT_S)
         return fork
+
+    def _write(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """End the server and every child."""
@@ -157,11 +165,19 @@ def _serve() -> NoReturn:
             *lines, buffer = (buffer + chunk).split(b"\n")
             for line in lines:
                 request = json.loads(line)
+                if "prepare" in request:
+                    _prepare(request["prepare"])
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     _be_child(request)
                 running[os.pidfd_open(pid)] = (request["id"], pid)
                 _say(request["id"], pid)
+
+
+def _prepare(function: str) -> None:
+    _named(function)()
+    sys.stdout.flush()  # every child has a copy of what is left
 
 
 def _say(number: int, value: int) -> None:
@@ -199,6 +215,5 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what imports print is no answer
     if importlib.util.find_spec("setproctitle"):  # comes with vLLM; finds its place only before the environment changes
         importlib.import_module("setproctitle").getproctitle()
-    _named(sys.argv[1])()
-    sys.stdout.flush()  # once: every child has a copy of what is left
+    _prepare(sys.argv[1])
     _serve()

@@ -11,13 +11,15 @@ import pytest
 
 from holdfast.run.metrics import read_metrics
 from tests.conftest import ROOT
-from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.faults.held_steps import at_start, exists, held_after
+from tests.integration.conftest import UsedServer
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.rl import CompletedRun, RlRun, complete
 
 pytestmark = pytest.mark.launch
 
 _STEPS = 2
+_HIT_STEPS = 10  # the reference goes on behind them
 _VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/env/verifiers_player.py"
 _REASONS = ("environment_error", "crash", "timeout", "memory")
 _ENVIRONMENTS = """
@@ -57,25 +59,35 @@ def test_a_run_trains_on_every_built_in_environment(rl_server: UsedServer, tmp_p
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)
 
 
+def _trained_through_deaths(output_dir: Path, *flags: str) -> CompletedRun:
+    """Run while a worker dies, and the orchestrator with all of them a few steps later."""
+    dealt = output_dir.with_name("dealt")
+    held = at_start(held_after(7, until=exists(dealt)))  # the orchestrator has a batch to make
+    flags = (*flags, "--max-steps", str(_HIT_STEPS), "--ckpt.interval", "4")
+    with RlRun(output_dir, *flags, environment=held) as run:
+        run.wait_for_step(3)
+        run.find("holdfast.orchestrator.worker")[-1].kill()
+        run.wait_for_step(6)
+        (orchestrator,) = run.find("holdfast.orchestrator.main")
+        orchestrator.kill()
+        run.wait_for_output("orchestrator was killed by signal 9")
+        dealt.touch()
+        done = complete(run)
+    assert done.exit_code == 0 and not done.survivors, done.output
+    return done
+
+
+def _weights(run: CompletedRun) -> bytes:
+    return (run.run_dir.weights_of(_HIT_STEPS) / "model.safetensors").read_bytes()
+
+
 def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
     """The weights are those of a run that plays its environment in the orchestrator, and is not disturbed."""
     workers = ("--orchestrator.environments", '[{"id": "reverse_text", "workers": 2}]')
-    flags = (*rl_server.flags, *workers, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "4")
-    with RlRun(tmp_path / "run", *flags) as run:
-        run.wait_for_step(3)
-        run.find("holdfast.orchestrator.worker")[-1].kill()
-        run.wait_for_step(7)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.kill()
-        done = complete(run)
-    assert done.exit_code == 0 and "orchestrator was killed by signal 9" in done.output, done.output
-    weights = [
-        run_dir.weights_of(REFERENCE_STEPS) / "model.safetensors" for run_dir in (run.run_dir, reference.run_dir)
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert not run.survivors()
+    done = _trained_through_deaths(tmp_path / "run", *rl_server.flags, *workers)
+    assert _weights(done) == _weights(reference)
 
 
 def test_a_harness_over_http_trains_the_same_weights_through_deaths(
@@ -83,20 +95,9 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
 ) -> None:
     """The weights are those of the environment whose sessions it plays, undisturbed."""
     mine = '[{"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": 1}]'
-    flags = (*rl_server.flags, "--orchestrator.environments", mine, "--max-steps", str(REFERENCE_STEPS))
-    with RlRun(tmp_path / "run", *flags, "--ckpt.interval", "4") as run:
-        run.wait_for_step(3)
-        run.find("holdfast.orchestrator.worker")[-1].kill()
-        run.wait_for_step(7)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.kill()
-        done = complete(run)
-    assert done.exit_code == 0, done.output
-    weights = [
-        run_dir.weights_of(REFERENCE_STEPS) / "model.safetensors" for run_dir in (run.run_dir, reference.run_dir)
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert read_metrics(run.run_dir.metrics)[-1]["reverse_text/requests/answered"] == 1.0
+    done = _trained_through_deaths(tmp_path / "run", *rl_server.flags, "--orchestrator.environments", mine)
+    assert _weights(done) == _weights(reference)
+    assert read_metrics(done.run_dir.metrics)[-1]["reverse_text/requests/answered"] == 1.0
 
 
 @pytest.mark.timeout(900)  # verifiers is imported at every start
@@ -135,7 +136,7 @@ def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
         "args": {"faults": faults, "marks": str(tmp_path)},
         "workers": 2,
         "on_error": "drop",
-        "timeout_s": 30.0,  # of a group that is well, on a busy machine: seconds
+        "timeout_s": 10.0,  # of a group that is well, on a busy machine: seconds
         "worker_memory_gb": 0.7,
     }
     flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", str(_STEPS + 1))

@@ -34,8 +34,7 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
     straight = succeeded(tmp_path / "straight", *flags).run_dir
     flags = (*flags, "--ckpt.keep", "1", "--ckpt.dir", f"file://{tmp_path}/store")
     held = at_start(held_after(_STEPS - 1, until=NEVER))
-    # By new Pythons: sets of other orders than those of the undisturbed run, which is forked as the last attempt is.
-    with RlRun(tmp_path / "killed", *flags, environment=held, starts_python=True) as run:
+    with RlRun(tmp_path / "killed", *flags, environment=held) as run:
         run.wait_for_step(2)
         (orchestrator,) = run.find("holdfast.orchestrator.main")
         orchestrator.kill()
@@ -50,7 +49,10 @@ def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_b
         assert complete(run).exit_code == -signal.SIGKILL
     # The machine is lost: an empty one goes on from what was uploaded.
     before = read_metrics((tmp_path / "killed").rename(tmp_path / "lost") / "metrics.jsonl")
-    resumed = succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto")
+    # By new Pythons: sets of other orders than those of the attempts before it and of the undisturbed run, all forks.
+    with RlRun(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto", starts_python=True) as run:
+        resumed = complete(run)
+    assert resumed.exit_code == 0 and not resumed.survivors, resumed.output
     assert "copied the checkpoint of step" in resumed.output and "copied the weights of version" in resumed.output
     killed, steps = resumed.run_dir, range(1, _STEPS + 1)
     assert_same(outcome(killed, _STEPS), outcome(straight, _STEPS))

@@ -25,9 +25,18 @@ TIMEOUT_S = 400.0
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[RayNodes]:
-    with RayNodes(2, 2) as nodes:
+def head() -> Iterator[RayNodes]:
+    """The cluster of all tests. The first of them finds no node but its head."""
+    with RayNodes(3, 3) as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def nodes(head: RayNodes) -> RayNodes:
+    """The cluster with two nodes."""
+    for node in (0, 1):
+        head.add(node)
+    return head
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +51,23 @@ def on_ray(nodes: RayNodes, output_dir: Path, *flags: str) -> RlRun:
     return RlRun(output_dir, *FLAGS, *cluster, *flags, **AS_A_USER)
 
 
+def test_a_node_without_our_version_is_refused_by_name(head: RayNodes, tmp_path: Path) -> None:
+    """Before anything starts. The head runs nothing, so that all processes come to the node of a stranger."""
+    for version, reason in (
+        (None, "a node of the Ray cluster cannot import holdfast: ModuleNotFoundError: No module named 'holdfast'"),
+        ("0.0.1", " has holdfast 0.0.1, this machine has "),
+    ):
+        python = other_environment(tmp_path / f"of_{version}", version=version)
+        with node_of(python, head.address, cores=4):
+            flags = ("--cluster", f"ray://{head.address}", "--cluster-timeout-s", "150")
+            with RlRun(tmp_path / "run", *FLAGS, *flags, **AS_A_USER) as run:
+                refused = complete(run)
+        assert refused.exit_code == 2 and reason in refused.output, refused.output
+        assert not refused.survivors and not (tmp_path / "run" / "logs").exists()
+
+
 def test_a_node_that_is_lost_and_comes_back(nodes: RayNodes, local: CompletedRun, tmp_path: Path) -> None:
-    """And a stop behind that, from which the run goes on."""
+    """And a stop behind that, from which this machine alone takes the run to its end."""
     with on_ray(nodes, tmp_path / "run") as run:
         run.wait_for_step(3)
         nodes.remove(1)
@@ -57,66 +81,41 @@ def test_a_node_that_is_lost_and_comes_back(nodes: RayNodes, local: CompletedRun
         stopped = complete(run, TIMEOUT_S)
     assert stopped.exit_code == 128 + signal.SIGTERM and "which is saved" in stopped.output, stopped.output
     assert not stopped.survivors and before < STEPS
-    with on_ray(nodes, tmp_path / "run", "--ckpt.resume-step", "latest") as run:
-        done = complete(run, TIMEOUT_S)
-    assert done.exit_code == 0, done.output
+    here = ("--trainer.parallel.num-ranks", "2", "--ckpt.resume-step", "latest")
+    done = succeeded(tmp_path / "run", *FLAGS, *here, timeout_s=TIMEOUT_S)
     assert_same(outcome(done.run_dir, STEPS), outcome(local.run_dir, STEPS))
     logs = {path.name for path in done.run_dir.logs(1).glob("*.log")}
     assert logs == {"trainer.log", "trainer_1.log", "orchestrator.log", "inference.log"}
 
 
-def test_a_node_without_our_version_is_refused_by_name(tmp_path: Path) -> None:
-    """Before anything starts. The head runs nothing, so that all processes come to the node of a stranger."""
-    with RayNodes() as nodes:
-        for version, reason in (
-            (None, "a node of the Ray cluster cannot import holdfast: ModuleNotFoundError: No module named 'holdfast'"),
-            ("0.0.1", " has holdfast 0.0.1, this machine has "),
-        ):
-            python = other_environment(tmp_path / f"of_{version}", version=version)
-            with node_of(python, nodes.address, cores=4):
-                flags = ("--cluster", f"ray://{nodes.address}", "--cluster-timeout-s", "150")
-                with RlRun(tmp_path / "run", *FLAGS, *flags, **AS_A_USER) as run:
-                    refused = complete(run)
-            assert refused.exit_code == 2 and reason in refused.output, refused.output
-            assert not refused.survivors and not (tmp_path / "run" / "logs").exists()
-
-
-def test_nothing_outlives_the_launcher(nodes: RayNodes, tmp_path: Path) -> None:
-    with on_ray(nodes, tmp_path / "run") as run:
-        run.wait_for_match("trainer_1 +importing torch")
-        run.interrupt(signal.SIGKILL)
-        assert not complete(run).survivors
-
-
-def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
-    """Under one name, in two directories, with the same ports to begin with."""
+def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(nodes: RayNodes, tmp_path: Path) -> None:
+    """Under one name, in two directories, with the same ports to begin with. Nothing outlives the killed launcher."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    with RayNodes(3, 3) as nodes:
-        flags = ("--cluster", f"ray://{nodes.address}")
-        with (
-            RlRun(tmp_path / "a" / "run", *FLAGS, *flags, **AS_A_USER) as one,
-            RlRun(tmp_path / "b" / "run", *FLAGS, *flags, **AS_A_USER) as other,
-        ):
-            one.wait_for_step(2)
-            other.wait_for_step(1)
-            one.interrupt(signal.SIGKILL)
-            done = complete(other, TIMEOUT_S)
-            assert not complete(one).survivors
-        assert done.exit_code == 0 and "attempt 2" not in done.output, done.output
-        with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", **AS_A_USER) as again:
-            resumed = complete(again, TIMEOUT_S)
+    flags = ("--cluster", f"ray://{nodes.address}")
+    with (
+        RlRun(tmp_path / "a" / "run", *FLAGS, *flags, **AS_A_USER) as one,
+        RlRun(tmp_path / "b" / "run", *FLAGS, *flags, **AS_A_USER) as other,
+    ):
+        one.wait_for_step(2)
+        other.wait_for_step(1)
+        one.interrupt(signal.SIGKILL)
+        done = complete(other, TIMEOUT_S)
+        assert not complete(one).survivors
+    assert done.exit_code == 0 and "attempt 2" not in done.output, done.output
+    with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", **AS_A_USER) as again:
+        resumed = complete(again, TIMEOUT_S)
     assert resumed.exit_code == 0, resumed.output
     assert_same(outcome(done.run_dir, STEPS), outcome(resumed.run_dir, STEPS))
 
 
 def test_what_the_cluster_does_not_have_is_said_before_anything_starts(nodes: RayNodes, tmp_path: Path) -> None:
-    with on_ray(nodes, tmp_path / "run", "--trainer.parallel.num-ranks", "3") as run:
+    with on_ray(nodes, tmp_path / "run", "--trainer.parallel.num-ranks", "4") as run:
         refused = complete(run)
     assert refused.exit_code == 2
-    assert "too few resources" in refused.output and "trainer: 3 CPU; trainer_1: 3 CPU" in refused.output
+    assert "too few resources" in refused.output and "trainer: 4 CPU; trainer_1: 4 CPU" in refused.output
     there = refused.output.partition("there, node by node: ")[2].strip()
-    assert sorted(there.split("; ")) == ["2 CPU", "2 CPU", "nothing"]
+    assert sorted(there.split("; ")) == ["3 CPU", "3 CPU", "nothing"]
     with on_ray(nodes, tmp_path / "run", "--dry-run") as run:
         planned = complete(run)
     assert planned.exit_code == 0 and "\ntrainer (2 nodes)  by ray://" in planned.output, planned.output

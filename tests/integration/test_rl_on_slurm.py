@@ -15,7 +15,7 @@ from tests.runs.rl import CONFIG, SMALL_BATCH, assert_same, last_step, outcome, 
 from tests.runs.slurm_nodes import SlurmNodes, install
 from tests.runs.training import sft_command
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.launch, pytest.mark.engine, pytest.mark.timeout(900)]
 STEPS = 30
 TIMEOUT_S = 400.0
 FLAGS = (

@@ -19,7 +19,7 @@ _MEMORY_BYTES = 80_000_000
 
 
 class RayNodes:
-    """A head that runs nothing, and nodes with so many cores each. Use as a context manager."""
+    """A head that runs nothing, and nodes with so many cores each, once they are added. Use as a context manager."""
 
     def __init__(self, *cores: int) -> None:
         self._process = subprocess.Popen(
@@ -43,7 +43,7 @@ class RayNodes:
         self._ask(f"remove {node}")
 
     def add(self, node: int) -> None:
-        """Bring a node back."""
+        """Start a node, or bring it back."""
         self._ask(f"add {node}")
 
     def _ask(self, words: str) -> None:
@@ -101,17 +101,14 @@ def main(cores: list[int]) -> None:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": _MEMORY_BYTES})
 
-    def add(node: int) -> Any:
-        return cluster.add_node(num_cpus=cores[node], object_store_memory=_MEMORY_BYTES)
-
-    nodes = [add(node) for node in range(len(cores))]
+    nodes: dict[int, Any] = {}
     print(cluster.address, flush=True)
     for line in sys.stdin:
         word, node = line.split()
         if word == "remove":
-            cluster.remove_node(nodes[int(node)], allow_graceful=False)
+            cluster.remove_node(nodes.pop(int(node)), allow_graceful=False)
         else:
-            nodes[int(node)] = add(int(node))
+            nodes[int(node)] = cluster.add_node(num_cpus=cores[int(node)], object_store_memory=_MEMORY_BYTES)
         print("done", flush=True)
     cluster.shutdown()
 

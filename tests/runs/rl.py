@@ -47,8 +47,8 @@ END_TIMEOUT_S = 600.0
 class RlRun:
     """One start of the `rl` command, in a session of its own as from a terminal.
 
-    Launcher, trainer, orchestrator and stub engine are forked, see `forking.popen`. Use as a context manager: whatever
-    happens in the test, no process is left.
+    Launcher, trainer, orchestrator and inference servers are forked, see `forking.popen`. Use as a context manager:
+    whatever happens in the test, no process is left.
 
     Args:
         environment: variables on top of those of this process.

@@ -73,7 +73,7 @@ class Asker(vf.Harness[AskerConfig]):
         chat: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
         more = {"temperature": 0.5} if fault == "temperature" else {}
         headers = {"Authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(headers=headers, timeout=None) as client:
+        async with httpx.AsyncClient(headers=headers, timeout=None, verify=False) as client:
             for question in ("again", None):
                 answer = await client.post(
                     f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": chat, **more}
