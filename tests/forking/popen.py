@@ -27,7 +27,12 @@ from tests.runs.processes import end_with
 
 _TRAINER = "holdfast.trainer.launch"
 _ENGINE = "holdfast.inference.main"
-_FORKED = (_TRAINER, "holdfast.orchestrator.main", "holdfast.orchestrator.evaluation.main")
+_FORKED = (
+    _TRAINER,
+    "holdfast.commands.evaluate_follow",
+    "holdfast.orchestrator.main",
+    "holdfast.orchestrator.evaluation.main",
+)
 STUB_ENGINE = "tests.servers.stub_engine"
 
 Engine = Literal["stub", "vllm"]
