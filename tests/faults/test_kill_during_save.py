@@ -28,7 +28,7 @@ pytestmark = pytest.mark.launch
 
 SEED = 16
 LAST, KEEP = 3, 2
-NUM_EVEN, NUM_TIMED = 12, 4
+NUM_EVEN, NUM_TIMED = 8, 4
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def trials(calls: list[Call]) -> list[Trial]:
     commits = [call for call in calls if call.name == "rename" and "/.tmp-" not in f"/{Path(call.path).parent}"]
     found = [Trial(call.number, "half way") for call in lines]
     found += [Trial(call.number, when) for call in [*lines, *commits] for when in ("before", "after")]
-    found += [Trial(call.number) for call in [call for call in calls if call.name in ("unlink", "rmdir")][1::3]]
+    found += [Trial(call.number) for call in [call for call in calls if call.name in ("unlink", "rmdir")][1::6]]
     # A save writes thousands of small pieces: as many of them count as there are calls of other kinds.
     writes = [call for call in calls if call.name == "write" and call not in lines]
     others = [call for call in calls if call.name not in ("write", "unlink", "rmdir") and call not in commits]
