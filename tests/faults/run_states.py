@@ -11,7 +11,7 @@ from holdfast.run.run_dir import RunDir
 
 FLAGS = ("--max-steps", "6", "--ckpt.interval", "2", "--ckpt.keep", "2", "--ckpt.resume-step", "auto")
 """Three saves, of which the last removes the first. Packing, accumulation and shuffling are on by default."""
-LAST, INTERVAL, KEEP = 6, 2, 2
+LAST = 6
 
 # These name the attempt or the path, or are checked by what they list.
 _NOT_STATE = {"trainer/.metadata", "trainer/config.toml", "manifest.json"}

@@ -1,8 +1,8 @@
 """A process that is killed at any instant of a save resumes as if nothing had happened, bit for bit.
 
-The killed process trains on one rank. Its calls that change the run directory are numbered, and a trial dies at one of
-them, or some time after one. `sft` is watched in its checkpoints: three saves and one removal. The trainer of `rl` is
-watched in all that it writes: weights, metrics, checkpoints, and the batches that it removes.
+The killed process is the trainer of `rl` on one rank. Its calls that change the run directory are numbered, and a trial
+dies at one of them, or some time after one: in weights, metrics, checkpoints, and the batches that it removes. The
+other programs save by the same code; that their state is complete, `tests/unit/trainer/programs` says.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import Call, Instant, read_trail
 from tests.faults.forked_programs import Program, run, trail_of
-from tests.faults.run_states import KEEP, LAST, differing, lost_batches, whole_steps
+from tests.faults.run_states import differing, lost_batches, whole_steps
 from tests.unit.trainer.programs import in_process
 
 pytestmark = pytest.mark.launch
 
 SEED = 16
-NUM_EVEN, NUM_TIMED = 12, 4
-LONG = 30
+LAST, KEEP = 3, 2
+NUM_EVEN, NUM_TIMED = 8, 4
 
 
 @dataclass(frozen=True)
@@ -61,38 +61,33 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def programs(tiny_model: ModelFactory, sft_data: Path) -> dict[str, Program]:
-    model = {"model": {"name": str(tiny_model(attention_dropout=0.3))}, "optim": {"lr": 1e-3}}
-    data = {"name": str(sft_data), "batch_size": 8, "micro_batch_size": 2, "seq_len": 32}
-    kept = {"resume_step": "auto", "keep": KEEP}
-    sft = model | {"data": data, "ckpt": kept | {"interval": 2}}
+def undisturbed(tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     # The average is published behind the last save: whoever dies in between has nothing left to train.
-    rl = model | {"mismatch_limit": "inf", "ckpt": kept | {"interval": 1}, "journal": {"keep": 0}, "ema": {}}
-    return {"sft": Program("sft", sft, LAST, "checkpoints"), "rl": Program("rl", rl, 3)}
-
-
-@pytest.fixture(scope="module", params=["sft", "rl"])
-def undisturbed(
-    request: pytest.FixtureRequest, programs: dict[str, Program], tmp_path_factory: pytest.TempPathFactory
-) -> Undisturbed:
-    program, output = programs[request.param], tmp_path_factory.mktemp("undisturbed") / "run"
+    settings = {
+        "model": {"name": str(tiny_model(attention_dropout=0.3))}, "optim": {"lr": 1e-3}, "mismatch_limit": "inf",
+        "ckpt": {"resume_step": "auto", "keep": KEEP, "interval": 1}, "journal": {"keep": 0}, "ema": {},
+    }  # fmt: skip
+    program, output = Program("rl", settings, LAST), tmp_path_factory.mktemp("undisturbed") / "run"
     ended = run(program, output)
     assert ended.code == 0, ended.log
     run_dir = RunDir(output)
-    state = in_process.end_state(run_dir, last=program.until)
-    return Undisturbed(program, run_dir, state, read_trail(trail_of(output)))
+    return Undisturbed(program, run_dir, in_process.end_state(run_dir, last=LAST), read_trail(trail_of(output)))
 
 
 def trials(calls: list[Call]) -> list[Trial]:
-    """Choose instants: around renames and lines of metrics, in removals, evenly over others, and at random times."""
+    """Choose instants: around commits and lines of metrics, in removals, evenly over others, and at random times.
+
+    A commit is a rename that gives or takes a final name. Renames within a directory that has none yet are among the
+    others: whatever such a directory holds, a resume ignores it. The state after a call is the state before the next.
+    """
     lines = [call for call in calls if call.name == "write" and call.path == "metrics.jsonl"]
+    commits = [call for call in calls if call.name == "rename" and "/.tmp-" not in f"/{Path(call.path).parent}"]
     found = [Trial(call.number, "half way") for call in lines]
-    shown = [*lines, *(call for call in calls if call.name == "rename")]
-    found += [Trial(call.number, when) for call in shown for when in ("before", "after")]
-    found += [Trial(call.number) for call in [call for call in calls if call.name in ("unlink", "rmdir")][1::3]]
+    found += [Trial(call.number, when) for call in [*lines, *commits] for when in ("before", "after")]
+    found += [Trial(call.number) for call in [call for call in calls if call.name in ("unlink", "rmdir")][1::6]]
     # A save writes thousands of small pieces: as many of them count as there are calls of other kinds.
     writes = [call for call in calls if call.name == "write" and call not in lines]
-    others = [call for call in calls if call.name not in ("write", "rename", "unlink", "rmdir")]
+    others = [call for call in calls if call.name not in ("write", "unlink", "rmdir") and call not in commits]
     spread = sorted((*others, *writes[:: len(writes) // (len(others) // 4)]), key=lambda call: call.number)
     instants: tuple[Instant, ...] = ("before", "after")
     for place in range(NUM_EVEN):
@@ -131,19 +126,18 @@ def check_trial(trial: Trial, undisturbed: Undisturbed, output: Path) -> str:
         return f"{trial.name}: only {sorted(there)} are left of {sorted(certain)}"
     for version in run_dir.published_weights():
         manifest.verify(run_dir.weights_of(version))
-    if program.name == "rl" and (lost := lost_batches(run_dir, program.until)):  # `run` would make them again
+    if lost := lost_batches(run_dir, LAST):  # `run` would make them again
         return f"{trial.name}: batches {lost} are gone, and no checkpoint of {sorted(there)} is behind them"
     resumed = run(program, output)
     if resumed.code != 0 or "Traceback" in resumed.log:
         return f"{trial.name}: the resume ended with {resumed.code}:\n{resumed.log[-3000:]}"
     if there and f"from step {max(there)} " not in resumed.log:
         return f"{trial.name}: it did not resume from step {max(there)}:\n{resumed.log[-3000:]}"
-    last, interval = program.until, program.settings["ckpt"]["interval"]
     # The step that was resumed from stays; and where nothing was left to save, nothing was removed either.
-    expected = set(there) if last in there else {last - interval, last, *sorted(there)[-1:]}
+    expected = set(there) if LAST in there else {LAST - 1, LAST, *sorted(there)[-1:]}
     if set(run_dir.committed_steps()) != expected:
         return f"{trial.name}: {run_dir.committed_steps()} are left after a resume from {max(there, default=0)}"
-    differs = differing(in_process.end_state(run_dir, last=last), undisturbed.state)
+    differs = differing(in_process.end_state(run_dir, last=LAST), undisturbed.state)
     shutil.rmtree(output)
     return f"{trial.name}: {differs} differ" if differs else ""
 
@@ -159,14 +153,11 @@ def test_killed_at_any_instant_of_a_save_it_goes_on_bit_for_bit(undisturbed: Und
 
 def test_the_calls_that_are_counted_are_those_of_saves_and_removals(undisturbed: Undisturbed) -> None:
     """Otherwise the test above could miss the instants that matter."""
-    renamed = [call for call in undisturbed.calls if call.name == "rename"]
-    if undisturbed.program.name == "sft":
-        renames = [(call.path, call.target.rsplit("-", 1)[0]) for call in renamed if "/" not in call.path]
-        assert renames == [
-            (".tmp-step_2", "step_2"), (".tmp-step_4", "step_4"), (".tmp-step_6", "step_6"), ("step_2", ".tmp-step_2"),
-        ]  # fmt: skip
-    else:
-        assert {call.target.split("/")[0] for call in renamed} >= {"weights", "checkpoints", "rollouts"}
-    last, interval = undisturbed.program.until, undisturbed.program.settings["ckpt"]["interval"]
-    assert undisturbed.run_dir.committed_steps() == [last - interval, last]
+    renamed = [(call.path, call.target.rsplit("-", 1)[0]) for call in undisturbed.calls if call.name == "rename"]
+    assert [names for names in renamed if names[0].startswith("checkpoints/") and names[0].count("/") == 1] == [
+        *((f"checkpoints/.tmp-step_{step}", f"checkpoints/step_{step}") for step in (1, 2, 3)),
+        ("checkpoints/step_1", "checkpoints/.tmp-step_1"),
+    ]
+    assert {target.split("/")[0] for _, target in renamed} == {"weights", "checkpoints", "rollouts"}
+    assert undisturbed.run_dir.committed_steps() == [LAST - 1, LAST]
     assert {"mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"} <= {call.name for call in undisturbed.calls}

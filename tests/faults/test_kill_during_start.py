@@ -140,10 +140,12 @@ def check_death(number: int, instant: str, case: Case, output: Path, expected: d
 
 
 def deaths(calls: list[Call]) -> list[tuple[int, str]]:
-    """Return every call with the instant before it, and renames with that after it."""
-    return [(call.number, "before") for call in calls] + [
-        (call.number, "after") for call in calls if call.name in ("rename", "unlink")
-    ]
+    """Return every state of the directory once: before each call, and after the last one.
+
+    The state after a call is the state before the next, and `fsync` makes no new one.
+    """
+    before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
+    return [*((call.number, "before") for call in before), (calls[-1].number, "after")]
 
 
 def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(

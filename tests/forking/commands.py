@@ -38,6 +38,7 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.launcher.api",
+    "holdfast.commands.evaluate_follow",
     "holdfast.orchestrator.evaluation.main",
     "holdfast.orchestrator.main",
     "holdfast.trainer.programs.dpo",

@@ -1,7 +1,7 @@
 """What the launcher starts, less the start of Python: forked from the launcher, which has imported torch already.
 
-Launcher, trainer, ranks and inference servers are processes of their own as ever, with the same parents, sessions,
-environments and logs; the imports alone are not made again.
+Launcher, its checks of a user's functions, trainer, ranks and inference servers are processes of their own as ever,
+with the same parents, sessions, environments and logs; the imports alone are not made again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -26,20 +27,26 @@ from tests.runs.processes import end_with
 
 _TRAINER = "holdfast.trainer.launch"
 _ENGINE = "holdfast.inference.main"
-_FORKED = (_TRAINER, "holdfast.orchestrator.main", "holdfast.orchestrator.evaluation.main")
+_FORKED = (
+    _TRAINER,
+    "holdfast.commands.evaluate_follow",
+    "holdfast.orchestrator.main",
+    "holdfast.orchestrator.evaluation.main",
+)
 STUB_ENGINE = "tests.servers.stub_engine"
 
 Engine = Literal["stub", "vllm"]
 
 
 def fork_children(trainer_fault: str, *, engine: Engine) -> None:
-    """Make the launcher in this process fork trainer, orchestrator and inference servers.
+    """Make the launcher in this process fork its checks, trainer, orchestrator and inference servers.
 
     Args:
         trainer_fault: Python source that runs in a trainer before anything else.
         engine: what an inference server of the run samples with.
     """
     import holdfast.launcher.cluster.hosts
+    import holdfast.launcher.preflight
 
     def start(argv: list[str], **options: Any) -> ForkedModule | subprocess.Popen[bytes]:
         if len(argv) < 4 or argv[3] not in (*_FORKED, _ENGINE):
@@ -49,6 +56,7 @@ def fork_children(trainer_fault: str, *, engine: Engine) -> None:
 
     kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
     holdfast.launcher.cluster.hosts.subprocess = SimpleNamespace(Popen=start, **kept)  # type: ignore[assignment]
+    holdfast.launcher.preflight.subprocess = SimpleNamespace(run=_run, **kept)  # type: ignore[assignment]
 
 
 def begin() -> None:
@@ -96,7 +104,8 @@ class ForkedModule:
         self.pid = os.fork()
         if self.pid == 0:
             words = [STUB_ENGINE, *argv[4:]] if (argv[3], engine) == (_ENGINE, "stub") else argv[3:]
-            _be_module(argv[3:], words, stdout.fileno(), env, fault)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            _be_module(argv[3:], words, (nothing, stdout.fileno(), stdout.fileno()), env, fault, new_session=True)
 
     def poll(self) -> int | None:
         """Return the exit code of a process that has ended."""
@@ -126,7 +135,33 @@ class ForkedModule:
         return code
 
 
-def _be_module(argv: list[str], words: list[str], output: int, env: Mapping[str, str], fault: str) -> NoReturn:
+def _run(
+    argv: list[str], *, input: bytes, stdout: int, stderr: BinaryIO, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[bytes]:
+    """Do what `subprocess.run` does for the checks before a start."""
+    assert argv[: len(begin := module_command(argv[3]))] == begin and stdout == subprocess.DEVNULL, argv
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as given:
+        given.write(input)
+        given.seek(0)
+        pid = os.fork()
+        if pid == 0:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            _be_module(argv[3:], argv[3:], (given.fileno(), nothing, stderr.fileno()), env, "", new_session=False)
+        _, status = os.waitpid(pid, 0)
+    return subprocess.CompletedProcess(argv, os.waitstatus_to_exitcode(status))
+
+
+def _be_module(
+    argv: list[str],
+    words: list[str],
+    streams: tuple[int, int, int],
+    env: Mapping[str, str],
+    fault: str,
+    *,
+    new_session: bool,
+) -> NoReturn:
     """The child, as after `exec` of `argv`: run the module that `words` begin with."""
 
     def run() -> int:
@@ -136,8 +171,9 @@ def _be_module(argv: list[str], words: list[str], output: int, env: Mapping[str,
                 signal.signal(number, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
-        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+        if new_session:
+            os.setsid()
+        for target, source in enumerate(streams):
             os.dup2(source, target)
         _cut_off_descriptors()
         os.environ.clear()

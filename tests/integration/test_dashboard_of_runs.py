@@ -27,6 +27,18 @@ pytestmark = pytest.mark.launch
 _ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
 _NAMES_OF_OURS = ("web", "dashboard", "report", "live", "builds", "monitor")
 
+# In every launcher: the next page is made at once. How long a run waits is tested in test_dashboard_endpoint.py.
+_AT_ONCE = """
+from holdfast.view.report import serve
+serve._SHARE = 1.0
+serve.Builds.__init__.__kwdefaults__["pause_s"] = 0.1
+"""
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT_AT_START", _AT_ONCE)
+
 
 @pytest.fixture
 def started(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterator[tuple[Run, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking.commands import shared_commands
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL
 from tests.runs.training import DEADLINE_S
@@ -39,14 +40,10 @@ def letters(random):
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(params=["", "."], ids=["no PYTHONPATH", "PYTHONPATH=."])
-def run(request: pytest.FixtureRequest, command: Callable[[str], str], tmp_path: Path) -> Run:
-    """Run a command in a directory full of traps."""
-    traps = [*_OURS, *_OTHERS]
-    if not request.param:
-        # Were it on PYTHONPATH, the installed script itself would import it, before anything of ours.
-        traps.append("holdfast")
-    for name in traps:
+@pytest.fixture
+def traps(tmp_path: Path) -> Path:
+    """Return a directory full of traps, and of a user's modules."""
+    for name in (*_OURS, *_OTHERS):
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(_TRAP)
@@ -54,12 +51,21 @@ def run(request: pytest.FixtureRequest, command: Callable[[str], str], tmp_path:
         (tmp_path / f"{name}.py").write_text(_ENVIRONMENT)
     (tmp_path / "helpers.py").write_text(_HELPERS)
     (tmp_path / "badly.py").write_text("from torch import something\n")
+    return tmp_path
+
+
+@pytest.fixture(params=["", "."], ids=["no PYTHONPATH", "PYTHONPATH=."])
+def run(request: pytest.FixtureRequest, command: Callable[[str], str], traps: Path) -> Run:
+    """Run a command in the directory of traps."""
+    if not request.param:
+        # Were it on PYTHONPATH, the installed script itself would import it, before anything of ours.
+        (traps / "holdfast.py").write_text(_TRAP)
 
     def to_end(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": request.param}
         done = subprocess.run(
             [command(program), *words],
-            cwd=tmp_path,
+            cwd=traps,
             env=environment,
             capture_output=True,
             text=True,
@@ -85,28 +91,30 @@ def environment(identity: str) -> tuple[str, str]:
     return "--orchestrator.environments", json.dumps([{"id": identity}])
 
 
-def test_a_users_module_is_found_and_a_name_that_is_taken_is_refused(run: Run) -> None:
-    flags = ("--model.name", str(MODEL), "--dry-run")
-    found = run("rl", *flags, *environment("orchestrator:Mine"))
+def test_a_users_module_is_found(run: Run) -> None:
+    found = run("rl", "--model.name", str(MODEL), "--dry-run", *environment("orchestrator:Mine"))
     assert found.returncode == 0, found.stdout + found.stderr
-    refused = run("rl", *flags, "--trainer.loss.type", "torch:loss")
-    assert refused.returncode == 2 and "loss.type = 'torch': the name 'torch' belongs to" in refused.stderr
 
 
-@pytest.mark.parametrize("run", [""], indirect=True)
-def test_the_message_says_whose_the_name_is(run: Run) -> None:
-    flags = ("--model.name", str(MODEL), "--dry-run")
-    for identity, said in (
-        ("torch:Mine", "environments[0].id: 'torch': the name 'torch' belongs to"),
-        ("datasets.load:Mine", "the name 'datasets' belongs to"),
-        ("badly:Mine", "The name 'torch' belongs to"),
-        ("nowhere:Mine", "there is no module 'nowhere'"),
+def test_the_message_says_whose_the_name_is(traps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of commands that are forked: they find modules as those do that a user starts."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    there = f"import os; os.chdir({str(traps)!r})"
+    for place, (flags, said) in enumerate(
+        (
+            (("--trainer.loss.type", "torch:loss"), "loss.type = 'torch': the name 'torch' belongs to"),
+            (environment("torch:Mine"), "environments[0].id: 'torch': the name 'torch' belongs to"),
+            (environment("datasets.load:Mine"), "the name 'datasets' belongs to"),
+            (environment("badly:Mine"), "The name 'torch' belongs to"),
+            (environment("nowhere:Mine"), "there is no module 'nowhere'"),
+        )
     ):
-        refused = run("rl", *flags, *environment(identity))
-        assert refused.returncode == 2, refused.stdout + refused.stderr
-        assert said in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
+        argv, output = ["--model.name", str(MODEL), "--dry-run", *flags], traps / str(place)
+        refused = shared_commands().start("rl", output, argv, fault=there).wait()
+        assert refused.code == 2, refused.log
+        assert said in refused.log and "Traceback" not in refused.log and "was imported" not in refused.log, refused.log
         if "belongs" in said:
-            assert "torch.py" in refused.stderr or "datasets.py" in refused.stderr
+            assert "torch.py" in refused.log or "datasets.py" in refused.log
 
 
 @pytest.mark.engine

@@ -50,7 +50,7 @@ SHARES = (
         "run",
         (
             *(f"tests/unit/{package}" for package in ("chat", "config", "process", "protocol", "remote", "run")),
-            *(f"tests/unit/test_{name}.py" for name in ("cli", "commands", "errors", "installation", "output")),
+            *(f"tests/unit/test_{name}.py" for name in ("cli", "commands", "errors", "output")),
         ),
         55,
         light=True,

@@ -38,13 +38,13 @@ _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
 _FORKED = (*TRAINING, "rl", "evaluate", "ckpt", "rollouts", "environments")
 _MODEL = "examples/reverse_text/model"
 # So that there is less to sample and to train on: the pages show no number that a test would compare.
-RL_STEPS = 20
+RL_STEPS = 10
 _FEW_ROWS = ("--data.batch-size", "8", "--parallel.threads", "1")
 _SMALLER = {
     "rl": ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4", "--max-steps", str(RL_STEPS)),
     "sft": _FEW_ROWS,
-    "dpo": _FEW_ROWS,
-    "reward-model": _FEW_ROWS,
+    "dpo": (*_FEW_ROWS, "--max-steps", "8"),
+    "reward-model": (*_FEW_ROWS, "--max-steps", "8"),
     "evaluate": ("--num-tasks", "8"),
 }
 

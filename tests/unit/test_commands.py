@@ -40,7 +40,7 @@ def test_every_command_is_installed_by_its_own_name_too() -> None:
 def test_every_training_program_has_a_command_of_its_name() -> None:
     of_command = {name: entry[2] for name, entry in cli.COMMANDS.items()}
     for program, configuration in config.PROGRAMS.items():
-        assert of_command["trainer" if program == "rl" else program] == configuration.__name__
+        assert of_command["trainer" if program == "rl" else program] == configuration
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

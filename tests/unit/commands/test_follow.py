@@ -14,7 +14,7 @@ import pytest
 from holdfast.commands import evaluate_follow, evaluated_policy
 from holdfast.commands.evaluate_follow import FollowedRun
 from holdfast.commands.evaluated_policy import name_of_export, prepare_directory, run_evaluation, write_settings
-from holdfast.config import PROGRAMS, OrchestratorConfig, SftConfig
+from holdfast.config import OrchestratorConfig, SftConfig, program_config
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml, to_toml
@@ -41,7 +41,7 @@ def run_of(path: Path, *steps: int, program: str = "sft", attempt: int = 1, **se
     """Return a run with checkpoints of `steps`, which trains until step 10 unless `settings` say otherwise."""
     run_dir = RunDir(path)
     run_dir.create()
-    config = PROGRAMS[program].model_validate({"max_steps": 10, "model": {"name": MODEL}} | settings)
+    config = program_config(program).model_validate({"max_steps": 10, "model": {"name": MODEL}} | settings)
     directory = run_dir.configs(attempt)
     directory.mkdir(parents=True)
     (directory / f"{'trainer' if program == 'rl' else program}.toml").write_text(to_toml(config))
@@ -236,6 +236,9 @@ def test_evaluations_get_the_gpus_that_the_trainer_leaves() -> None:
     with pytest.raises(ConfigError, match=r"needs 1 of the 2 GPUs, and the trainer leaves 0: lower parallel.num_ranks"):
         evaluation_gpus(greedy, place_training(greedy.parallel, machine(2)), machine(2))
     on_cpu = machine(2, engine="cpu")
+    with pytest.raises(ConfigError, match="To sample on the CPU all the same: --eval.inference.engine.device cpu"):
+        evaluation_gpus(greedy, place_training(greedy.parallel, on_cpu), on_cpu)
+    greedy = evaluated_sft(eval={"interval": 4, "inference": {"engine": {"device": "cpu"}}})
     assert evaluation_gpus(greedy, place_training(greedy.parallel, on_cpu), on_cpu) == ()
 
 

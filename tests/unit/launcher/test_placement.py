@@ -84,7 +84,12 @@ def test_one_gpu_is_shared_only_where_that_is_said() -> None:
     assert "needs 2 for the engines" in too_few and "there is 1 GPU: lower --inference.engines" in too_few
     # One that does not share: with engines elsewhere, on the CPU, or a trainer there.
     assert names(placed({}, machine(1), starts_inference=False)) == (["0"], [])
-    assert names(placed({}, machine(1, engine="cpu"))) == (["0"], [])
+    assert "To sample on the CPU all the same: --inference.engine.device cpu" in refusal({}, machine(1, engine="cpu"))
+    engine_on_cpu: dict[str, Any] = {"inference": {"engine": {"device": "cpu"}}}
+    assert names(placed(engine_on_cpu, machine(1, engine="cpu"))) == (["0"], [])
+    assert "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in refusal(
+        engine_on_cpu, machine(1)
+    )
     on_cpu = placed({"trainer": {"parallel": {"device": "cpu"}}}, machine(1))
     assert names(on_cpu) == ([], [["0"]]) and on_cpu.trainer_device == "cpu"
     assert on_cpu.environment(on_cpu.trainer) == {"CUDA_VISIBLE_DEVICES": ""}
@@ -159,7 +164,11 @@ def test_a_training_program_has_the_machine_for_itself() -> None:
 def test_an_engine_by_itself_gets_the_first_ones() -> None:
     split = InferenceConfig.model_validate({"engine": {"tensor_parallel_size": 2}})
     assert [gpu.name for gpu in inference_gpus(split, machine(8))] == ["0", "1"]
+    with pytest.raises(ConfigError, match=r"GPU 0-7 .*To sample on the CPU all the same: --engine.device cpu"):
+        inference_gpus(split, machine(8, engine="cpu"))
+    split.engine.device = "cpu"
     assert inference_gpus(split, machine(8, engine="cpu")) == ()
+    split.engine.device = "auto"
     with pytest.raises(ConfigError, match=r"split over 2 GPUs \(engine.tensor_parallel_size\), and there is 1 GPU"):
         inference_gpus(split, machine(1))
     with pytest.raises(ConfigError, match="build for GPUs, and there is no NVIDIA GPU here"):

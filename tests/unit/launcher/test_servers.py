@@ -44,9 +44,7 @@ class Launcher:
     """As much of an `rl` command as chooses its server."""
 
     def __init__(self, directory: Path, port: int, *flags: str) -> None:
-        config = parse_command_line(
-            RlConfig, [*flags, "--output-dir", str(directory), "--model.name", MODEL], program="rl"
-        )
+        config = parse_command_line(RlConfig, [*flags, "--output-dir", str(directory), "--model.name", MODEL])
         self.picks = picks_its_port(config)
         self.config = hand_down_shared(config)
         if self.picks:  # as if the default were this

@@ -23,6 +23,7 @@ from holdfast.config.resolved import FREE
 from holdfast.launcher import engines, liveness, plan
 from holdfast.run import record_log
 from tests.conftest import BASE, ROOT
+from tests.forking.commands import shared_commands
 from tests.integration.test_documented_commands import STARTED
 from tests.pages import guarantees
 from tests.pages.documentation import (
@@ -53,6 +54,20 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     return Checkout(tmp_path)
 
 
+@pytest.fixture
+def run_forked(tmp_path: Path) -> RunCommand:
+    """Return what runs a command in `tmp_path`, and what it checks in processes of its own, by forks."""
+    there = f"import os; os.chdir({str(tmp_path)!r})"
+
+    def run(name: str, *argv: object) -> tuple[int, str, str]:
+        log = tmp_path / f"dry_{len(list(tmp_path.glob('dry_*')))}.out"
+        run = shared_commands().start(name, tmp_path, [str(word) for word in argv], log=log, fault=there).wait()
+        assert run.code is not None
+        return run.code, run.log, ""
+
+    return run
+
+
 def test_every_fence_names_its_language() -> None:
     assert not [block.where for block in EVERYWHERE if block.language not in LANGUAGES]
     fences = sum(page.read_text().count("```") for page in PAGES)
@@ -69,18 +84,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.docs
+@pytest.mark.launch
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout, run_command: RunCommand) -> None:
+def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout, run_forked: RunCommand) -> None:
     """None is refused by what those before it have left; what is resumed or looked into was made before."""
     checkout.save_files(page)
     for command in commands(page):
         if page.name not in STARTED or not can_be_started(command):
-            checkout.dry_run(command, run_command)
+            checkout.dry_run(command, run_forked)
     for number, line in enumerate(re.findall(r"`uv run ([^`]+)`", prose(page))):
         alone = Command(f"{page.name}, inline {number}", line, behind_uv(["uv", "run", *line.split()]))
         checkout.made.clear()
         if alone.words[0] not in ("ckpt", "rollouts", "report"):
-            checkout.dry_run(alone, run_command)
+            checkout.dry_run(alone, run_forked)
 
 
 @pytest.mark.docs
@@ -92,13 +108,14 @@ def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Chec
 
 
 @pytest.mark.docs
+@pytest.mark.launch
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "toml"], ids=lambda block: block.where)
-def test_settings_can_be_used(block: Block, checkout: Checkout, run_command: RunCommand) -> None:
+def test_settings_can_be_used(block: Block, checkout: Checkout, run_forked: RunCommand) -> None:
     checkout.save_files(block.page)
     base = ROOT / "configs" / "reverse_text" / f"{block.info[1]}.toml"
     flags = ("@", base, "@", settings_file(block, checkout.path), "--output-dir", checkout.path / "run", "--dry-run")
-    code, _, err = run_command(block.info[1], *flags)
-    assert code == 0, f"{block.where}: {err}"
+    code, printed, _ = run_forked(block.info[1], *flags)
+    assert code == 0, f"{block.where}: {printed}"
 
 
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "yaml"], ids=lambda block: block.where)

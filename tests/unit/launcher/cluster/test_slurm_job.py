@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config import PROGRAMS, RlConfig, SftConfig, SupervisedCommand
+from holdfast.config import RlConfig, SftConfig, SupervisedCommand, program_config
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.load import parse_command_line, read_toml
 from holdfast.errors import ConfigError
@@ -25,7 +25,7 @@ def parsed(output_dir: Path, *flags: str) -> RlConfig:
 
 
 def parsed_training(program: str, output_dir: Path, *flags: str) -> SupervisedCommand:
-    config = PROGRAMS[program]
+    config = program_config(program)
     assert issubclass(config, SupervisedCommand)
     data = "examples/reverse_text/" + ("sft.jsonl" if program == "sft" else "preferences.jsonl")
     argv = ["--data.name", data, "--output-dir", str(output_dir), *flags]
@@ -138,7 +138,6 @@ def test_a_script_holds_what_a_shell_would_read_otherwise(
     config = parse_command_line(
         SftConfig,
         ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"],
-        program="sft",
     )
     assert launch_training(config) == 0
     script = capsys.readouterr().out
