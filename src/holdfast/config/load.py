@@ -240,7 +240,7 @@ def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, st
             _put(values, flag.key, not name.startswith("--no-"))
             continue
         if not has_value:
-            if flag.is_section and not (waiting and waiting[-1].startswith(("{", "null"))):
+            if flag.is_section and not (waiting and _is_a_value(waiting[-1])):
                 value = "{}"
             elif waiting and _is_a_value(waiting[-1]):
                 value = waiting.pop()
@@ -271,7 +271,7 @@ def _value(flag: Flag, name: str, text: str) -> Any:
             return json.loads(text)
         except ValueError:
             raise ConfigError(
-                f"a value of {name} is no JSON. Sections and lists are given as JSON, by single settings "
+                f"a value of {name} is no JSON: '{_cut(text)}'. Sections and lists are given as JSON, by single settings "
                 f"({name}.NAME VALUE), or by a file ({name} @ FILE.toml)."
             ) from None
     if flag.kinds & {list, tuple} and str not in flag.kinds:

@@ -27,7 +27,8 @@ def _wheel(directory: Path, kind: str) -> str:
     name = f"fakellm_{kind}-1.0-py3-none-any.whl"
     info = f"fakellm_{kind}-1.0.dist-info"
     files = {
-        "fakellm/__init__.py": f"KIND = {kind!r}\n",
+        # Of its own length: both have the time 1980, and Python takes old bytecode of a file of the same time and size.
+        "fakellm/__init__.py": f"KIND = {kind!r}\n" + "#" * (5 if kind == "gpu" else 9) + "\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: fakellm-{kind}\nVersion: 1.0\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
