@@ -145,7 +145,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
 FLAGS = [
     _sft("a flag of TRL", "--learning_rate", "1e-5", said=("'--learning_rate'", "Did you mean '--optim.lr'?")),
     _sft("a batch size of TRL", "--per_device_train_batch_size", "2", said=("'--data.micro-batch-size'",)),
-    _sft("epochs", "--num_train_epochs", "3", said=("'--num_train_epochs'", "'--max-steps'", "--help")),
+    _sft("epochs", "--num_train_epochs", "3", said=("'--num_train_epochs'", "max_steps steps", "--help")),
     Case("the end of a flag", "rl", ("--lr", "1"), ("'--lr'", "'--trainer.optim.lr'")),
     _sft("a section that is switched on", "--ckpt", "true", said=("--ckpt", "section", "--ckpt.NAME VALUE")),
     _sft("a file for a section", "--data", "x.jsonl", said=("--data", "no JSON", "--data.NAME VALUE", "@ FILE.toml")),

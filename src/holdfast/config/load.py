@@ -271,8 +271,8 @@ def _value(flag: Flag, name: str, text: str) -> Any:
             return json.loads(text)
         except ValueError:
             raise ConfigError(
-                f"a value of {name} is no JSON: '{_cut(text)}'. Sections and lists are given as JSON, by single settings "
-                f"({name}.NAME VALUE), or by a file ({name} @ FILE.toml)."
+                f"a value of {name} is no JSON: '{_cut(text)}'. Sections and lists are given as JSON, by single "
+                f"settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)."
             ) from None
     if flag.kinds & {list, tuple} and str not in flag.kinds:
         return text.split(",")
