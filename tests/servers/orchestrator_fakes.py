@@ -350,5 +350,5 @@ def played(directory: Path, section: dict[str, Any], *, max_steps: int, **change
     asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
     assert len(asked) == len(set(asked)), "nothing is sampled twice"
     living = psutil.Process().children(recursive=True)
-    assert not [one for one in living if "worker_process" in "".join(command_line(one))]
+    assert not [one for one in living if "holdfast.orchestrator.worker" in "".join(command_line(one))]
     return batches

@@ -28,7 +28,7 @@ from holdfast.trainer.session import Stopwatch
 from tests.conftest import ModelFactory
 from tests.faults.rl_trainers import STEPS, Trainers, make_journal, run_trainer
 from tests.runs.ports import free_port
-from tests.runs.processes import wait_until
+from tests.runs.processes import HANG_S, wait_until
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
 
 
@@ -158,8 +158,8 @@ with open_mesh(ParallelConfig(collective_timeout_s=timeout_s, threads=1)) as mes
         mesh.barrier()
     except Exception as error:
         print(f"{ran_s:.1f} {error}", flush=True)
-    os.kill(other, signal.SIGKILL)
-    os._exit(0)
+        os.kill(other, signal.SIGKILL)
+        raise
 """
 
 
@@ -178,6 +178,7 @@ def test_the_clock_of_a_collective_goes_on_while_all_is_frozen() -> None:
             for one in ranks:
                 one.resume()
             ran_s, _, told = rank.stdout.read().partition(" ")
+            assert rank.wait(HANG_S) == 1, "the rank dies of it"
         finally:
             for one in ranks:
                 with suppress(psutil.NoSuchProcess):
