@@ -61,6 +61,8 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
     old = read_settings(before / f"{name}.toml")
     if stretched := describe_stretch(old, trainer, step=steps[-1] if steps else 0):
         changed.append(stretched)
+    if steps and trainer.ckpt is None:  # no process would read the checkpoint
+        changed.append("ckpt: set -> unset")
     if not steps and (weights := _weights_only(old)) != _weights_only(settings_of(trainer)):
         changed.append(f"ckpt.weights_only: {weights or 'unset'} -> {_weights_only(settings_of(trainer)) or 'unset'}")
     if changed:

@@ -131,6 +131,15 @@ def test_other_settings_are_refused_and_nothing_moves(run: RunDir, changes: dict
     assert run.next_attempt() == 2 and run.metrics.read_text() and not run.discarded(2).exists()
 
 
+def test_a_run_with_checkpoints_does_not_go_on_without(run: RunDir) -> None:
+    """Its trainer would begin at step 1, behind the metrics of the steps before."""
+    _start(_sft(run, ckpt=CkptConfig(interval=5)))
+    _train(run, 7)
+    _checkpoint(run, 5)
+    with pytest.raises(RunDirError, match="ckpt: set -> unset"):
+        _start(_sft(run))
+
+
 def test_an_end_of_the_schedule_that_moves_is_refused(run: RunDir) -> None:
     _start(_sft(run, optim={"schedule": "linear"}))
     _train(run, 7)
@@ -172,7 +181,7 @@ def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir)
     longer = _sft(run, max_steps=200, ckpt=CkptConfig(resume_step="latest"))
     _start(longer)
     run.logs(2).mkdir(parents=True)
-    assert _start(_sft(run, max_steps=200)).resume_step == 100
+    assert _start(_sft(run, max_steps=200, ckpt=CkptConfig())).resume_step == 100
 
 
 def test_settings_that_are_gone_are_refused(run: RunDir) -> None:
