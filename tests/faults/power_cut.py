@@ -164,8 +164,9 @@ class _Recorder:
                 status = _status(entry)
                 if status is None:
                     continue  # removed by somebody else just now
+                if not self._pin(entry.path, status.st_ino):
+                    continue
                 names[entry.name] = status.st_ino
-                self._pin(entry.path, status.st_ino)
                 if stat.S_ISREG(status.st_mode):
                     disk.contents[status.st_ino] = self._blob(entry.path, status)
             disk.names[inode] = names
@@ -177,10 +178,14 @@ class _Recorder:
             if entry.is_dir(follow_symlinks=False):
                 yield from self._directories(entry.path, entry.inode())
 
-    def _pin(self, path: str, inode: int) -> None:
-        """Keep an inode, so that its number never means another file."""
+    def _pin(self, path: str, inode: int) -> bool:
+        """Keep an inode, so that its number never means another file; False if it was removed just now."""
         if inode not in self._pins:
-            self._pins[inode] = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+            try:
+                self._pins[inode] = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                return False
+        return True
 
     def _blob(self, path: str, status: os.stat_result) -> int:
         version = (status.st_size, status.st_mtime_ns)

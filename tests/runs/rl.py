@@ -44,6 +44,13 @@ END_TIMEOUT_S = 600.0
 """How long a test waits for the end of a whole run: the quick start takes a minute, on a busy machine several."""
 
 
+def _saving_as_asked(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what takes back the saving of the shipped configuration: a test asks for its own, or for none."""
+    if any(flag.startswith("--ckpt") for flag in flags):
+        return ("--ckpt.interval", "null", "--ckpt.keep", "null")
+    return ("--ckpt", "null")
+
+
 class RlRun:
     """One start of the `rl` command, in a session of its own as from a terminal.
 
@@ -70,7 +77,8 @@ class RlRun:
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
         self._output.touch()
         self._seen: set[psutil.Process] = set()
-        argv = ["@", CONFIG, "--output-dir", str(output_dir), *flags]
+        saving = () if starts_python else _saving_as_asked(flags)
+        argv = ["@", CONFIG, "--output-dir", str(output_dir), *saving, *flags]
         variables = {**os.environ, **(environment or {})}
         self._launcher: _Started | _Forked
         if starts_python or through:
