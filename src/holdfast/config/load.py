@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tomli
 import tomli_w
@@ -154,7 +154,7 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
     given: dict[str, str] = {}
     try:
         values = _read_flags(words, flags_of(command), given)
-        return command.model_validate(_merged(files.data, values))
+        return command.model_validate(merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
     except RecursionError:
@@ -177,6 +177,12 @@ class Flag:
     def kinds(self) -> set[Any]:
         """The types that its annotation names at the top level."""
         return _kinds(self.annotation)
+
+    @property
+    def words(self) -> set[Any]:
+        """The words that stand for themselves, such as `all-linear`."""
+        parts = [self.annotation, *typing.get_args(self.annotation)]
+        return {word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
 
     @property
     def is_switch(self) -> bool:
@@ -223,21 +229,25 @@ def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, st
     """
     values: dict[str, Any] = {}
     waiting = list(reversed(words))
-    unknown = []
+    unknown, stray = [], ""
     while waiting:
         word = waiting.pop()
         name, has_value, value = word.partition("=")
         if not name.startswith("--"):
-            raise ConfigError(f"unexpected '{_cut(word)}'. Settings are '--name value', files '@ file.toml'.")
-        flag = known.get(name.replace("_", "-"))
+            stray = stray or word
+            continue
+        plain = name.replace("_", "-")
+        flag = known.get(plain)
         if flag is None:
             unknown.append(name)
             if not has_value and waiting and not waiting[-1].startswith("--"):
                 waiting.pop()  # of the unknown flag
             continue
         given[flag.key] = name
-        if flag.is_switch and not has_value:
-            _put(values, flag.key, not name.startswith("--no-"))
+        if flag.is_switch and (not has_value or plain != f"--{flag.key.replace('_', '-')}"):
+            if has_value:
+                raise ConfigError(f"flag '{name}' takes no value, and was given '{_cut(value)}'.")
+            _put(values, flag.key, not plain.startswith("--no-"))
             continue
         if not has_value:
             if flag.is_section and not (waiting and _is_a_value(waiting[-1])):
@@ -254,6 +264,8 @@ def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, st
         keys = [flag.key for flag in known.values()]
         hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
         raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
+    if stray:
+        raise ConfigError(f"unexpected '{_cut(stray)}'. Settings are '--name value', files '@ file.toml'.")
     return values
 
 
@@ -265,16 +277,18 @@ def _value(flag: Flag, name: str, text: str) -> Any:
     """Return what the text of a flag stands for, as far as that does not need the type: pydantic reads numbers."""
     if text == "null" and type(None) in typing.get_args(flag.annotation):
         return None
-    is_table = flag.is_section or dict in flag.kinds
-    if is_table or (flag.kinds & {list, tuple} and text.startswith("[")):
+    is_table, is_list = flag.is_section or dict in flag.kinds, bool(flag.kinds & {list, tuple})
+    if is_table or (is_list and text.startswith(("[", "{"))):
         try:
-            return json.loads(text)
+            value = json.loads(text)
         except ValueError:
+            others = f"by single settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)"
             raise ConfigError(
-                f"a value of {name} is no JSON: '{_cut(text)}'. Sections and lists are given as JSON, by single "
-                f"settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)."
+                f"a value of {name} is no JSON: '{_cut(text)}'. Sections, tables and lists are given as JSON, "
+                f"{others if flag.is_section else 'or in a file of the whole configuration (@ FILE.toml)'}."
             ) from None
-    if flag.kinds & {list, tuple} and str not in flag.kinds:
+        return [value] if is_list and not is_table and isinstance(value, dict) else value
+    if is_list and str not in flag.kinds and text not in flag.words:
         return text.split(",")
     return text
 
@@ -288,18 +302,18 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values = values[name]
     before = values.get(last)
     if isinstance(value, dict) and isinstance(before, dict):
-        values[last] = _merged(before, value)
+        values[last] = merged(before, value)
     else:
         values[last] = [*before, *value] if isinstance(value, list) and isinstance(before, list) else value
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return `below` with the values of `above` in it, table by table."""
-    merged = dict(below)
+    both = dict(below)
     for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
+        old = both.get(key)
+        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
 
 
 def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig
+from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
+from holdfast.config.load import merged
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, check_rewards
 from holdfast.config.view import (
@@ -190,7 +191,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
             _hand_down_model(config, names)
             continue
         value = _agreed(config, setting, names)
-        if value is None:
+        if value is None and setting not in config.model_fields_set:
             continue
         setattr(config, setting, value)
         for name in names:
@@ -271,8 +272,9 @@ def _check_truncation(config: RlConfig) -> None:
 
 
 def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
-    if setting in config.model_fields_set:
-        return getattr(config, setting)
+    own = getattr(config, setting) if setting in config.model_fields_set else None
+    if setting in config.model_fields_set and not isinstance(own, Section):
+        return own
     given = {
         name: getattr(getattr(config, name), setting)
         for name in names
@@ -283,6 +285,9 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
         flag = setting.replace("_", "-")
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
+    if isinstance(own, Section):  # what it does not set stays as the processes have it
+        below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, Section)]
+        return type(own).model_validate(merged(below[0] if below else {}, own.model_dump(exclude_unset=True)))
     return values[0] if values else getattr(getattr(config, names[0]), setting)
 
 

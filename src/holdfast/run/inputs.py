@@ -348,9 +348,17 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
     config_of = {Kind.CHECKPOINT: path / MODEL_DIR, Kind.WEIGHTS: path, Kind.HUGGING_FACE: path}
     if kind in config_of:
         _compare_configs(config_of[kind] / "config.json", own / "config.json", path, model.name)
-    for file in [path] if kind is Kind.TENSORS else path.glob("*.safetensors"):
+    for file in [path] if kind is Kind.TENSORS else _read_by_the_trainer(path):
         if wrong := _wrong_with_weights(file):
             raise CheckpointError(f"{file} (ckpt.weights_only) {wrong}")
+
+
+def _read_by_the_trainer(directory: Path) -> list[Path]:
+    """Return the weights files of a Hugging Face directory: those of the index, or one of the usual name, or all."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.is_file():
+        return [directory / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
 
 
 def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> None:

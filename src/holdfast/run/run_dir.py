@@ -342,6 +342,7 @@ class RunDir:
         identity = self.identity() if path.exists() else {}
         # What is there wins: checkpoints and servers know the run by its first id.
         identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
+        identity.pop("forked_from", None)  # of a fork that was killed before it was copied
         if forked_from is not None:
             identity["forked_from"] = forked_from
         atomic.write_file(path, json.dumps(identity, indent=1).encode())

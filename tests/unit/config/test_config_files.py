@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config import OrchestratorConfig, RlConfig, SftConfig
+from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
 from holdfast.config.base import CkptConfig, Command
 from holdfast.config.load import parse_command_line, read_toml
 from holdfast.errors import ConfigError, is_storage_failure
@@ -248,9 +248,26 @@ def test_flags_are_read_as_their_settings_are_typed() -> None:
     assert urls == ["http://a:1", "http://b:1"]
 
 
+@pytest.mark.parametrize("flag", ["--no-clean", "--no_clean", "--no-dry_run", "--no_data.pack"])
+def test_a_switch_that_is_turned_off_is_off_however_it_is_spelled(flag: str) -> None:
+    """`--no_clean` as `--clean` would remove a run."""
+    config = sft(flag)
+    assert not config.clean and not config.dry_run and config.data.pack is not flag.endswith("pack")
+    assert "takes no value" in refused(f"{flag}=true")
+
+
+def test_tables_and_words_in_a_list() -> None:
+    (one,) = rl("--orchestrator.environments", '{"id": "jsonl"}').orchestrator.environments
+    assert one.id == "jsonl"
+    lora = sft("--model.lora.target-modules", "all-linear").model.lora
+    assert lora is not None and lora.target_modules == "all-linear"
+    assert "(@ FILE.toml)" in refused("--engine.args", "seed=3", command=InferenceConfig)
+
+
 def test_all_unknown_flags_are_told_at_once() -> None:
     message = refused("--max-stepz", "3", "--unheard-of=4", "--seed", "1", "--another", "--dry-run")
     assert [line.split("'")[1] for line in message.splitlines()] == ["--max-stepz", "--unheard-of", "--another"]
+    assert "'--max-stepz'" in refused("--max-stepz", "0.9", "0.95")
 
 
 def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:

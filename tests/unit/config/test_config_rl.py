@@ -390,3 +390,11 @@ def test_numbers_and_page_of_a_run_may_not_be_given_the_same_port(owners: tuple[
     trainer = rl(*flags("0")).trainer
     assert trainer.prometheus is not None and trainer.dashboard is not None
     assert trainer.prometheus.port == trainer.dashboard.port == 0
+
+
+def test_a_flag_of_rl_leaves_the_rest_of_a_section_as_its_processes_have_it() -> None:
+    """`--ckpt.resume-step 10` took the interval of [trainer.ckpt] away."""
+    config = rl("--trainer", "@", "configs/reverse_text/train.toml", "--ckpt.resume-step", "10")
+    for ckpt in (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt):
+        assert ckpt is not None and (ckpt.interval, ckpt.keep, ckpt.resume_step) == (10, 2, 10)
+    assert rl("--trainer", "@", "configs/reverse_text/train.toml", "--ckpt", "null").trainer.ckpt is None

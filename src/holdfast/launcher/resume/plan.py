@@ -117,6 +117,8 @@ def _goes_on(
     """
     if not (run_dir.holds_run() or run_dir.entries()):
         return False
+    if (run_dir.path / "config" / "evaluate.toml").exists():
+        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
     source = trainer.ckpt.resume_dir if trainer.ckpt else None
     if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
         raise RunDirError(
@@ -162,7 +164,10 @@ def _make_room(
             run_dir.note_rewind(attempt.resume_step or 0)
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         if trainer.keep_attempts != "all":
-            _forget_attempts(attempt, trainer.keep_attempts, has_engine=inference is not None)
+            own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
+            others = {"orchestrator": orchestrator, "inference": inference}
+            names = (own, *(name for name, section in others.items() if section is not None))
+            _forget_attempts(attempt, trainer.keep_attempts, names)
     except OSError as error:
         raise RunDirError(
             f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
@@ -187,9 +192,8 @@ def _takes_another_way(
     )
 
 
-def _forget_attempts(attempt: Attempt, keep: int, *, has_engine: bool) -> None:
-    """Remove what the oldest attempts left, but for the settings that the next one compares its own with."""
-    names = ("trainer", "orchestrator", *(["inference"] if has_engine else []))
+def _forget_attempts(attempt: Attempt, keep: int, names: tuple[str, ...]) -> None:
+    """Remove what the oldest attempts left, but for the settings `names` that the next one compares its own with."""
     started = last_started(attempt.run_dir, attempt.number, names)
     last = attempt.number - keep
     if started is not None:
@@ -337,7 +341,7 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     run_dir, number = attempt.run_dir, attempt.number
     for path in run_dir.clear_leftovers(of_batches=of_batches):
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
-    if attempt.fork is not None or not run_dir.holds_run():
+    if attempt.fork is not None or attempt.resume_step is None or not run_dir.holds_run():
         run_dir.create(forked_from=attempt.fork.origin if attempt.fork else None)
     aside = run_dir.discarded(number)
     for path, reason in set_aside_damaged(run_dir, number):

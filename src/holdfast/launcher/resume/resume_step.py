@@ -73,7 +73,10 @@ def resolve_resume_step(
     if newest is not None:
         return newest
     if damaged:
-        raise CheckpointError(f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}")
+        raise CheckpointError(
+            f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}. `ckpt verify` says more; "
+            "put a copy in their place, or choose another directory with --output-dir"
+        )
     if wanted == "auto":
         return None
     raise CheckpointError(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from holdfast.config import PROGRAMS
 from holdfast.config.base import Command
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import TrainingCommand
+from holdfast.config.training import TrainingCommand, schedule_end
 from holdfast.errors import RunDirError
 from holdfast.launcher.resume.attempt import last_started
 from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch, settings_of
@@ -20,6 +21,8 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
 _MOST_LINES = 12
+_PROGRAM_FILES = {"trainer" if program == "rl" else program: program for program in PROGRAMS}
+_OF_DEVICES = ("model.activation_checkpointing:", "model.logits_chunk_tokens:", "engine.eager:")
 
 
 def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, others: Mapping[str, Command]) -> None:
@@ -36,31 +39,42 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         return
     elsewhere = "or choose another directory with --output-dir"
     steps = run_dir.steps_there()
+    name = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
+    if (other := _other_program(run_dir, number, name)) is not None:
+        raise RunDirError(f"{run_dir.path} holds a run of {other}: choose another directory with --output-dir.")
     if (step := _finished_at(run_dir, number)) is not None:
         further = (
-            f"raise --max-steps and add --ckpt.resume-step latest (step {steps[-1]}) to train further"
+            f"raise --max-steps and add --ckpt.resume-step latest (step {steps[-1]}) to train further, {elsewhere}"
             if steps
-            else f"start a new run from its weights with --model.name {run_dir.weights_of(step)}"
+            else "choose another directory with --output-dir, and with --model.name "
+            f"{run_dir.weights_of(step)} if a new run is to begin with its weights"
         )
-        raise RunDirError(f"{run_dir.path} holds a run that is finished, at step {step}: {further}, {elsewhere}.")
-    name = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
+        raise RunDirError(f"{run_dir.path} holds a run that is finished, at step {step}: {further}.")
     sections: dict[str, Command] = {name: trainer, **others}
     before = last_started(run_dir, number, tuple(sections))
-    if before is None and run_dir.forked_from() is not None:
+    if before is None and run_dir.forked_from() is not None and number == 1:
         return  # killed between the copy of the other run's checkpoint and the settings: nothing has started
     if before is None:
         raise RunDirError(
             f"{run_dir.path} already holds a run, and its settings are not there to compare with: go on with "
             f"--ckpt.resume-step auto, {elsewhere}."
         )
+    old = read_settings(before / f"{name}.toml")
+    # On another kind of device the launcher has chosen them anew.
+    chosen = _OF_DEVICES if old.get("parallel", {}).get("device") != trainer.parallel.device else ()
     changed = [
         line
         for section, config in sections.items()
         for line in compare_settings(read_settings(before / f"{section}.toml"), settings_of(config)).computing
+        if not line.startswith(chosen)
     ]
-    old = read_settings(before / f"{name}.toml")
     if stretched := describe_stretch(old, trainer, step=steps[-1] if steps else 0):
         changed.append(stretched)
+    critic = trainer.critic if isinstance(trainer, TrainerConfig) else None
+    lasts = (old.get("max_steps", trainer.max_steps), trainer.max_steps)
+    ends = [schedule_end(critic.optim, last) for last in lasts] if critic is not None else []
+    if len(set(ends)) > 1:
+        changed.append(f"the schedule of the critic now ends at step {ends[1]} instead of {ends[0]}")
     if steps and trainer.ckpt is None:  # no process would read the checkpoint
         changed.append("ckpt: set -> unset")
     if not steps and (weights := _weights_only(old)) != _weights_only(settings_of(trainer)):
@@ -77,6 +91,15 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
     print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
 
 
+def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:
+    """Return the program of the newest attempt, if its settings are those of another one than `name`."""
+    for attempt in range(number - 1, 0, -1):
+        there = {path.stem for path in run_dir.configs(attempt).glob("*.toml")} & _PROGRAM_FILES.keys()
+        if there:
+            return None if name in there else _PROGRAM_FILES[min(there)]
+    return None
+
+
 def _finished_at(run_dir: RunDir, number: int) -> int | None:
     """Return the last step of the run if its newest attempt that ended has finished; None if it has not."""
     for attempt in range(number - 1, 0, -1):
@@ -86,7 +109,7 @@ def _finished_at(run_dir: RunDir, number: int) -> int | None:
             except ValueError:  # torn by a kill
                 continue
             if event.get("phase") == "ended":
-                return event["step"] if event.get("exit_code") == 0 else None
+                return event.get("step") if event.get("exit_code") == 0 else None
         if run_dir.logs(attempt).is_dir():
             return None
     return None

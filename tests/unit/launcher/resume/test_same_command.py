@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config import RlConfig, SftConfig
+from holdfast.config import DpoConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.base import CkptConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import RunDirError
@@ -189,3 +189,66 @@ def test_settings_that_are_gone_are_refused(run: RunDir) -> None:
     _train(run, 7)
     with pytest.raises(RunDirError, match="its settings are not there to compare with"):
         _start(_sft(run))
+
+
+def _dpo(run: RunDir) -> Attempt:
+    return prepare(DpoConfig(output_dir=run.path), clean=False, dry_run=False)
+
+
+def test_the_directory_of_another_program_is_refused(run: RunDir) -> None:
+    _start(_sft(run))
+    _train(run, 7)
+    with pytest.raises(RunDirError, match="holds a run of sft: choose another directory"):
+        _dpo(run)
+
+
+def test_the_directory_of_an_evaluation_is_refused(run: RunDir) -> None:
+    run.create()
+    (run.path / "config").mkdir()
+    (run.path / "config" / "evaluate.toml").touch()
+    with pytest.raises(RunDirError, match="holds an evaluation: choose another directory"):
+        _start(_sft(run))
+
+
+def test_a_schedule_of_the_critic_that_moves_is_refused(run: RunDir) -> None:
+    def start(max_steps: int) -> None:
+        critic = {"optim": {"schedule": "linear"}}
+        config = TrainerConfig.model_validate(
+            {"output_dir": run.path, "max_steps": max_steps, "advantage": "gae", "critic": critic}
+        )
+        write_config(prepare(config, clean=False, dry_run=False), "trainer", config, dry_run=False)
+
+    start(100)
+    _train(run, 7)
+    start(100)
+    _train(run, 7)
+    with pytest.raises(RunDirError, match="the schedule of the critic now ends at step 200 instead of 100"):
+        start(200)
+
+
+def test_what_was_chosen_for_another_device_is_no_other_setting(run: RunDir) -> None:
+    def on(device: str, **model: Any) -> SftConfig:
+        return _sft(run, parallel={"device": device}, model={"activation_checkpointing": device == "cuda", **model})
+
+    _start(on("cuda"))
+    _train(run, 7)
+    assert _start(on("cpu")).number == 2
+    _train(run, 7)
+    with pytest.raises(RunDirError, match="model.activation_checkpointing: False -> True"):
+        _start(_sft(run, parallel={"device": "cpu"}, model={"activation_checkpointing": True}))
+
+
+def test_a_fork_that_was_killed_before_its_copy_is_no_fork_any_more(run: RunDir, tmp_path: Path) -> None:
+    run.create(forked_from={"run_id": "other", "step": 5, "path": str(tmp_path / "other")})
+    _start(_sft(run))
+    assert run.forked_from() is None
+
+
+def test_the_settings_to_compare_with_are_kept_with_few_attempts(run: RunDir) -> None:
+    """A start that is killed before it has written its own must not make the next one refuse."""
+    _start(_sft(run, keep_attempts=1))
+    _train(run, 7)
+    prepare(_sft(run, keep_attempts=1), clean=False, dry_run=False)
+    run.configs(2).mkdir(parents=True)
+    _train(run, 7)
+    assert _start(_sft(run, keep_attempts=1)).number == 3
