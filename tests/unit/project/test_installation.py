@@ -96,6 +96,21 @@ def test_developers_get_the_build_for_cpus(standin: Standin) -> None:
     assert standin.kind() == "cpu"
 
 
+def _exported(*groups: str) -> set[str]:
+    """Return `name==version` of what the lock names for this machine with `groups`."""
+    words = ["export", "--frozen", "--offline", "--quiet", "--no-hashes", "--no-annotate", "--no-emit-project"]
+    words += [word for group in groups for word in ("--group", group)]
+    done = subprocess.run(["uv", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {line.partition(" ;")[0] for line in done.stdout.splitlines() if "==" in line and not line.startswith("#")}
+
+
+@pytest.mark.parametrize("group", ["cpu", "gpu", "dev"])
+def test_uv_run_replaces_no_version_of_a_group(group: str) -> None:
+    """`uv run` installs what the lock names without a group, over what is there."""
+    alone = _exported()
+    assert len(alone) > 50 and alone <= _exported(group)
+
+
 def test_cuda_packages_of_the_lock_are_of_one_major_version() -> None:
     """Of cuda-python 12 and cuda-bindings 13, both own the files of `cuda.bindings`."""
     lock = tomli.loads((ROOT / "uv.lock").read_text())
