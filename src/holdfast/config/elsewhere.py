@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ _FILE = Path(__file__).with_name("elsewhere.toml")
 _SIMILAR = 0.75
 
 
+@cache
 def names_elsewhere() -> dict[str, Any]:
     """Return the name of a setting in another system -> `settings` here, and what is `said` without any of them."""
     return tomli.loads(_FILE.read_text())

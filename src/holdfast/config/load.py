@@ -355,13 +355,13 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
     if elsewhere := misplaced(files.parts, command.model_fields, _keys_of_sections(command)):
         return "\n       ".join(elsewhere)
     lines: dict[str, list[str]] = {}
+    keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():
         location, model = _resolve(finding["loc"], command)
         key = ".".join(map(str, location))
         if finding["type"] == "extra_forbidden":
             assert model is not None
             known = list(model.model_fields)
-            keys = [flag.key for flag in flags_of(command).values()]
             said = nearest(str(location[-1]), known) or hint(key, keys) or f" Allowed here: {', '.join(known)}."
             text = f"unknown key '{key}'.{said}"
         else:
