@@ -16,69 +16,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from holdfast.errors import ConfigError, nearest
 
 _FILE = Path(__file__).with_name("settings.json")
+_FIRST = Path(__file__).with_name("help.toml")
 _MOST_COLUMNS = 120
 _INDENT = "  "
 
-EXAMPLES = {
-    "sft": (
-        "sft @ configs/reverse_text/sft.toml",
-        "sft --model.name Qwen/Qwen3-0.6B --data.name my.jsonl --output-dir outputs/my_sft --ckpt.interval 100",
-        "sft @ my.toml --optim.lr 2e-5 --max-steps 500 --dry-run",
-    ),
-    "dpo": (
-        "dpo @ configs/reverse_text/dpo.toml",
-        "dpo --model.name outputs/my_sft/weights/step_500 --data.name pairs.jsonl --output-dir outputs/my_dpo",
-        "dpo @ my.toml --loss.type simpo --dry-run",
-    ),
-    "reward-model": (
-        "reward-model @ configs/reverse_text/reward_model.toml",
-        "reward-model --model.name Qwen/Qwen3-0.6B --data.name pairs.jsonl --output-dir outputs/my_reward_model",
-    ),
-    "rl": (
-        "rl @ configs/reverse_text/rl.toml",
-        "rl @ configs/reverse_text/rl.toml --max-steps 100 --trainer.optim.lr 1e-4 --output-dir outputs/mine",
-        "rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml --dry-run",
-    ),
-    "trainer": ("trainer @ configs/reverse_text/train.toml --output-dir outputs/by_hand --max-steps 20",),
-    "orchestrator": ("orchestrator @ configs/reverse_text/orch.toml --output-dir outputs/by_hand",),
-    "inference": (
-        "inference @ configs/reverse_text/infer.toml",
-        "inference --model.name outputs/my_sft/weights/step_500",
-    ),
-    "evaluate": ("evaluate --run outputs/reverse_text_rl --num-tasks 64", "evaluate --compare A B"),
-}
 
-_OF_A_RUN = (
-    "model.name", "output_dir", "max_steps", "ckpt.interval", "ckpt.keep", "ckpt.resume_step", "seed", "dry_run",
-    "clean",
-)  # fmt: skip
-_OF_OPTIMISATION = ("optim.lr", "optim.schedule", "optim.warmup_steps", "model.lora.rank", "parallel.num_ranks")
-_OF_DATA = ("data.name", "data.batch_size", "data.micro_batch_size", "data.seq_len", "data.validation_fraction")
-COMMON = {
-    "sft": (*_OF_A_RUN[:1], *_OF_DATA, *_OF_A_RUN[1:], *_OF_OPTIMISATION),
-    "dpo": (*_OF_A_RUN[:1], *_OF_DATA, "loss.type", "loss.beta", *_OF_A_RUN[1:], *_OF_OPTIMISATION),
-    "reward-model": (*_OF_A_RUN[:1], *_OF_DATA, *_OF_A_RUN[1:], *_OF_OPTIMISATION),
-    "rl": (
-        "model.name", "orchestrator.environments", "orchestrator.problems_per_step", "orchestrator.group_size",
-        "orchestrator.seq_len", "orchestrator.sampling.max_tokens", "orchestrator.sampling.temperature",
-        "trainer.optim.lr", "trainer.loss.type", "trainer.advantage", "trainer.kl.coef", "trainer.model.lora.rank",
-        "async_level", "trainer.parallel.num_ranks", *_OF_A_RUN[1:],
-    ),
-    "trainer": ("advantage", "loss.type", "kl.coef", *_OF_A_RUN, *_OF_OPTIMISATION),
-    "orchestrator": (
-        "environments", "problems_per_step", "group_size", "seq_len", "sampling.max_tokens", "sampling.temperature",
-        "client.urls", *(key for key in _OF_A_RUN if key != "clean"),
-    ),
-    "inference": (
-        "model.name", "model.max_len", "server.host", "server.port", "engine.gpu_memory_utilization",
-        "engine.tensor_parallel_size", "output_dir", "seed", "dry_run",
-    ),
-    "evaluate": ("run", "model.name", "environments", "num_tasks", "sampling.max_tokens", "output_dir", "seed"),
-}  # fmt: skip
-"""Command -> the settings that people change, which its help shows first."""
+def first(command: str) -> dict[str, list[str]]:
+    """Return what the help of a command shows first: its `examples`, and the `settings` that people change."""
+    return tomli.loads(_FIRST.read_text())[command]
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -153,9 +103,9 @@ def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], wid
         summary,
         "",
     ]
-    lines += ["examples:", *(f"{_INDENT}uv run {example}" for example in EXAMPLES[command]), ""]
+    lines += ["examples:", *(f"{_INDENT}uv run {example}" for example in first(command)["examples"]), ""]
     lines.append("settings that people change (default):")
-    for key in COMMON[command]:
+    for key in first(command)["settings"]:
         if key in by_key:
             one = by_key[key]
             default = "" if one["default"] == "unset" else f" ({_plain(one['default'])})"

@@ -31,11 +31,11 @@ def test_help_fits_on_a_screen_and_names_what_there_is(command: str, monkeypatch
     assert len(lines) <= 60 and SUMMARY in lines
     sections = help._sections(command)
     keys = {one["key"] for section in sections.values() for one in section["settings"]}
-    assert set(help.COMMON[command]) <= keys
+    assert set(help.first(command)["settings"]) <= keys
     for name, section in sections.items():
         assert not name or f"{name} {len(section['settings'])}" in " ".join(text.split())
     if command != "evaluate":
-        assert all(f"uv run {example}" in text for example in help.EXAMPLES[command])
+        assert all(f"uv run {example}" in text for example in help.first(command)["examples"])
 
 
 @pytest.mark.parametrize("command", listing.SETTINGS)
