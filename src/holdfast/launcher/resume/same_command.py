@@ -52,7 +52,8 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         raise RunDirError(f"{run_dir.path} holds a run that is finished, at step {step}: {further}.")
     sections: dict[str, Command] = {name: trainer, **others}
     before = last_started(run_dir, number, tuple(sections))
-    if before is None and run_dir.forked_from() is not None and number == 1:
+    has_settings = any(run_dir.path.glob("configs/attempt_*/*.toml"))
+    if before is None and run_dir.forked_from() is not None and not has_settings:
         return  # killed between the copy of the other run's checkpoint and the settings: nothing has started
     if before is None:
         raise RunDirError(
