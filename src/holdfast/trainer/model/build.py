@@ -29,7 +29,7 @@ from transformers import (
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.training import TrainedModelConfig
-from holdfast.errors import CheckpointError, DataError, HoldfastError
+from holdfast.errors import CheckpointError, DataError, HoldfastError, RankLost
 from holdfast.run.inputs import check_weights_path
 from holdfast.trainer.checkpoint.init_from import ConvertedSource, SafetensorsSource, Source, local_part
 from holdfast.trainer.mesh import Mesh
@@ -330,6 +330,7 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
     """Name the model whose forward pass in the block fails.
 
     Raises:
+        RankLost: a collective of it failed, as another rank has ended.
         DataError: it failed: the model cannot compute with its config.json in this dtype.
     """
     try:
@@ -337,6 +338,8 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
     except (HoldfastError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):  # gloo has no type of its own
+            raise RankLost(f"another rank of the trainer ended during a forward pass: {one_line(error)}") from error
         _log.debug("the forward pass failed", exc_info=True)
         advice = " Try model.dtype = float32." if dtype != "float32" else ""
         raise DataError(

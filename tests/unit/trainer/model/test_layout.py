@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.training import TrainedModelConfig
-from holdfast.errors import DataError
+from holdfast.errors import DataError, RankLost
 from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import build as initial_weights
@@ -228,6 +228,15 @@ def test_a_forward_pass_that_fails_names_the_model(
         with pytest.raises(type(error)) as passed, naming_failures(policy, "a/model", dtype):
             raise error
         assert passed.value is error
+
+
+def test_the_death_of_another_rank_in_a_forward_pass_is_no_fault_of_the_model(hf_model: PreTrainedModel) -> None:
+    """As a fault of the model it would end the run, which heals from the death of a rank."""
+    policy = Policy(hf_model, logits_chunk_tokens=8)
+    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    for error in (gloo, torch.distributed.DistBackendError("NCCL communicator was aborted")):
+        with pytest.raises(RankLost, match="rank of the trainer ended"), naming_failures(policy, "model", "float32"):
+            raise error
 
 
 def test_the_cost_of_attention_is_that_of_its_floating_point_operations(hf_model: PreTrainedModel) -> None:
