@@ -51,7 +51,7 @@ class Case:
     ckpt: dict[str, Any]
     other: Path | None = None
 
-    def prepare(self, output: Path, **fault: Any) -> int:
+    def prepare(self, output: Path, *, clean: bool = False, **fault: Any) -> int:
         """Prepare `output` in a process of its own; return the exit code, a signal as a negative number."""
         trail = output.with_suffix(".trail")
         trail.unlink(missing_ok=True)
@@ -63,7 +63,7 @@ class Case:
             os.dup2(log, 1)
             os.dup2(log, 2)
             install(str(output), str(trail), **fault)
-            attempt = prepare(config, clean=False, dry_run=False)
+            attempt = prepare(config, clean=clean, dry_run=False)
             write_config(attempt, "sft", with_resume(config, attempt.resume_step), dry_run=False)
 
         return os.waitstatus_to_exitcode(os.waitpid(in_a_child(start), 0)[1])
@@ -168,3 +168,46 @@ def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
     train("sft", undisturbed, case.settings | {"ckpt": {"interval": 2}}, until=LAST, resume=resume)
     ends = [end_state(RunDir(path), last=LAST, first=resume + 1) for path in (undisturbed, finished)]
     assert differing(*ends) == []
+
+
+def test_killed_at_any_call_of_clean_no_start_goes_on_with_a_rest_of_the_old_run(
+    settings: dict[str, Any], finished: Path, tmp_path: Path
+) -> None:
+    """The run is there as it was, or the next start, which asks to go on with it, removes the rest and is a new run."""
+    before = tmp_path / "before"
+    shutil.copytree(finished, before)
+    (before / "rollouts").mkdir()
+    (before / "rollouts" / "generations_7.log").write_bytes(b"of the old run")
+    (before / "notes.txt").write_text("mine")
+    weights = tmp_path / "other disk"
+    (before / "weights").rename(weights)
+    cleaning, going_on = Case(before, settings, {}), Case(before, settings, {"resume_step": "auto"})
+
+    def copy(name: str) -> Path:
+        output = tmp_path / name
+        shutil.copytree(before, output)
+        shutil.copytree(weights, tmp_path / f"{name} weights")
+        (output / "weights").symlink_to(tmp_path / f"{name} weights")
+        return output
+
+    undisturbed = copy("undisturbed")
+    assert cleaning.prepare(undisturbed, clean=True) == 0, undisturbed.with_suffix(".out").read_text()
+    instants = deaths(read_trail(undisturbed.with_suffix(".trail")))
+    new = {"notes.txt", "run.json", "run.lock", "configs/attempt_1/sft.toml"}
+    assert contents(undisturbed).keys() == new and (undisturbed / "weights").is_symlink()
+
+    old, resumed = RunDir(before).run_id(), 0
+    for place, (number, instant) in enumerate(instants):
+        output = copy(f"death {place}")
+        log = output.with_suffix(".out")
+        assert cleaning.prepare(output, clean=True, kill_at=number, instant=instant) == -signal.SIGKILL, log.read_text()
+        assert going_on.prepare(output) == 0, log.read_text()
+        if RunDir(output).run_id() == old:
+            resumed += 1
+            assert [*whole_steps(output / "checkpoints")] == [2, 4, 6]
+        else:
+            named = {place for place in contents(output) if ".tmp-" not in place}
+            assert named <= {*new, "configs/attempt_2/sft.toml"}
+        assert (output / "weights").is_symlink() and (output / "notes.txt").read_text() == "mine"
+        shutil.rmtree(output)
+    assert 1 <= resumed <= 6 < len(instants)  # only up to the mark

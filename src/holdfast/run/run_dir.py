@@ -3,6 +3,7 @@
 run.json                 run id, creation time, the checkpoint of another run that it began with, and the steps that it
                          went back to in order to take another way
 run.lock                 held by the launcher while the run is going, or by a trainer started by hand
+removal.mark             there while `--clean` removes the run: the next start removes the rest
 nodes.mark               written by the head node, while several nodes train: the other nodes must see it
 orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
 configs/attempt_K/       the resolved TOML of every process
@@ -20,7 +21,8 @@ judgements.log           every reply of a judge, by its request
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
                          timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B/ of profiled steps
-discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints
+discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints; below `checkpoints`,
+                         `weights`, `rollouts` or `evaluations` if that is a link to another filesystem
 
 `owner_of` says who a run is to the inference servers that it uses: see `holdfast.inference.access`.
 """
@@ -44,6 +46,7 @@ from holdfast.run.manifest import read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
 JUDGEMENTS_NAME = "judgements.log"
+DISCARDED = "discarded"
 SUMMARY_NAME = "summary.json"
 """What an evaluation writes last."""
 STEP_NAME = re.compile(r"step_(\d+)$")
@@ -66,6 +69,33 @@ def numbered_paths(parent: Path) -> list[Path]:
 def profile_name(first: int, last: int) -> str:
     """Return the name, among the logs of an attempt, of what was recorded of the steps `first` to `last`."""
     return f"profile_steps_{first}_to_{last}"
+
+
+# In the order of their removal: without its checkpoints and batches nobody takes the rest for a run to go on with.
+_OF_RUN = (
+    "checkpoints",
+    "rollouts",
+    "weights",
+    "evaluations",
+    "metrics.jsonl",
+    "tensorboard",
+    "tracking",
+    "prometheus.json",
+    REFERENCE_NAME,
+    JUDGEMENTS_NAME,
+    "configs",
+    "logs",
+    "beats",
+    DISCARDED,
+    "run.json",
+)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        atomic.remove_directory(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _reason(error: OSError) -> str:
@@ -97,6 +127,7 @@ class RunDir:
         self.judgements = self.path / JUDGEMENTS_NAME
         self.tracking = self.path / "tracking"
         self.prometheus = self.path / "prometheus.json"
+        self._removal = self.path / "removal.mark"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step`."""
@@ -168,7 +199,11 @@ class RunDir:
 
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""
-        return self.path / "discarded" / f"attempt_{attempt}"
+        return self.path / DISCARDED / f"attempt_{attempt}"
+
+    def discarded_elsewhere(self, path: Path, attempt: int) -> Path:
+        """Where attempt `attempt` put `path`, if its parent is a link to another filesystem."""
+        return path.parent / DISCARDED / f"attempt_{attempt}" / path.name
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
@@ -224,11 +259,17 @@ class RunDir:
         """The steps that the run went back to on purpose: what it trained after them before is another way."""
         return self.identity().get("rewinds", [])
 
-    def note_rewind(self, step: int) -> None:
-        """Note that the run goes back to `step`, and takes another way from there."""
+    def note_rewind(self, step: int, *, by_attempt: int) -> None:
+        """Note that the run goes back to `step` in attempt `by_attempt`, and takes another way from there.
+
+        Noted before anything moves; a start that failed behind it and is given again has the same number.
+        """
         path = self.path / "run.json"
         identity = self.identity()
-        identity["rewinds"] = [*identity.get("rewinds", []), step]
+        earlier = identity.get("rewinds", [])
+        if identity.get("rewound_by_attempt") == by_attempt:
+            earlier = earlier[:-1]
+        identity |= {"rewinds": [*earlier, step], "rewound_by_attempt": by_attempt}
         atomic.write_file(path, json.dumps(identity, indent=1).encode())
 
     def entries(self) -> list[Entry]:
@@ -347,30 +388,30 @@ class RunDir:
             identity["forked_from"] = forked_from
         atomic.write_file(path, json.dumps(identity, indent=1).encode())
 
+    def is_being_removed(self) -> bool:
+        """Whether a removal of the run was interrupted here."""
+        return self._removal.exists()
+
     def remove_run(self) -> None:
-        """Remove everything that a run made here; other files stay."""
-        for name in (
-            "run.json",
-            "checkpoints",
-            "rollouts",
-            "weights",
-            "evaluations",
-            "metrics.jsonl",
-            "tensorboard",
-            "tracking",
-            "prometheus.json",
-            REFERENCE_NAME,
-            JUDGEMENTS_NAME,
-            "configs",
-            "logs",
-            "beats",
-            "discarded",
-        ):
+        """Remove everything that a run made here; other files stay.
+
+        A mark is written first. While it is there, every start removes the rest before it looks at anything.
+
+        Raises:
+            OSError: the storage fails.
+        """
+        atomic.write_file(self._removal, b"")
+        for name in _OF_RUN:
             path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path)
+            if path.is_symlink() and path.is_dir():  # to another disk: the link was made by somebody, not by the run
+                for child in list(path.iterdir()):
+                    _remove(child)
             else:
-                path.unlink(missing_ok=True)
+                _remove(path)
+        atomic.clear_leftovers(self.path)  # of a removal that was interrupted before
+        atomic.fsync_directory(self.path)
+        self._removal.unlink()
+        atomic.fsync_directory(self.path)
 
     def remove_weights_after(self, step: int) -> None:
         """Remove the published weights of versions after `step`."""
@@ -381,7 +422,8 @@ class RunDir:
 
     def remove_old_attempts(self, last: int) -> None:
         """Remove logs, settings and what was set aside of the attempts up to `last`."""
-        for parent in (self.path / "logs", self.path / "configs", self.path / "discarded"):
+        set_aside_in = (self.path, self.checkpoints, self.rollouts, self.weights, self.evaluations)
+        for parent in (self.path / "logs", self.path / "configs", *(parent / DISCARDED for parent in set_aside_in)):
             for number in _numbered(parent, _ATTEMPT):
                 if number <= last:
                     shutil.rmtree(parent / f"attempt_{number}")

@@ -338,7 +338,7 @@ class TestFetch:
         identity = json.loads((there.path / "run.json").read_text()) | {"run_id": "run"}
         (there.path / "run.json").write_text(json.dumps(identity))
         Cursor.take(there, "wandb").write(3)
-        there.note_rewind(2)
+        there.note_rewind(2, by_attempt=2)
         second = Cursor.take(there, "trackio")
         second.write(1)
         (there.tracking / "unreadable.json").mkdir()
@@ -351,7 +351,7 @@ class TestFetch:
         cursor = Cursor.take(empty, "wandb")
         assert (cursor.run_id, cursor.step) == ("run-2", 0), "what was sent of steps behind 2 is another way"
         assert Cursor.take(empty, "trackio").step == 1
-        empty.note_rewind(1)
+        empty.note_rewind(1, by_attempt=3)
         set_aside_remote_after(url, 1, empty)
         third = RunDir(tmp_path / "third")
         assert fetch(url, third, "latest") == 1 and third.rewinds() == [2, 1]

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -166,6 +167,27 @@ def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: 
     aside = run_dir.discarded(2)
     assert [(aside / "checkpoints" / name / "data").read_bytes() for name in ("step_2", "step_2.2")] == [b"1", b"2"]
     assert [json.loads((aside / name).read_text())["loss"] for name in ("metrics.jsonl", "metrics.jsonl.2")] == [1, 2]
+
+
+def test_what_lies_on_another_disk_is_set_aside_there_and_forgotten_with_its_attempt(run_dir: RunDir) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        assert Path(disk).stat().st_dev != run_dir.path.stat().st_dev
+        for parent in (run_dir.checkpoints, run_dir.weights):
+            (Path(disk) / parent.name).mkdir()
+            parent.symlink_to(Path(disk) / parent.name)
+        for step in (1, 2):
+            commit(run_dir, step)
+        (run_dir.weights / "step_9").mkdir()
+        moved = set_aside_after(run_dir, 1, attempt=4)
+        assert {path.relative_to(run_dir.path).as_posix() for path in moved if path.is_dir()} >= {
+            "checkpoints/discarded/attempt_4/step_2",
+            "weights/discarded/attempt_4/step_9",
+        }
+        assert run_dir.committed_steps() == [1] and run_dir.published_weights() == []
+        run_dir.remove_old_attempts(4)
+        assert [*run_dir.path.rglob("*/discarded/*")] == []
+        run_dir.remove_run()
+        assert [*Path(disk).rglob("step_*")] == [] and run_dir.weights.is_symlink()
 
 
 def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) -> None:

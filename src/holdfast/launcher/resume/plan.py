@@ -79,6 +79,12 @@ def prepare(
         run_dir.lock()
         if orchestrator is not None:
             run_dir.lock_orchestrator()
+    if not again and run_dir.is_being_removed():
+        print(f"{run_dir.path} holds the rest of a run whose removal by --clean was interrupted: it is removed")
+        if dry_run:
+            clean, ckpt = True, ckpt.model_copy(update={"resume_step": None})
+        else:
+            _remove_rest(run_dir)
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     # A store that is away must not keep a run from going on that has all it needs here.
     store = None if dry_run or (again and _newest_is_whole(run_dir, ckpt.verify)) else ckpt.dir
@@ -161,7 +167,7 @@ def _make_room(
             # They will be published again, bit for bit: many deaths must not fill the disk with copies.
             run_dir.remove_weights_after(attempt.resume_step or 0)
         elif attempt.number > 1 and run_dir.holds_run() and _takes_another_way(attempt, ckpt, trainer, orchestrator):
-            run_dir.note_rewind(attempt.resume_step or 0)
+            run_dir.note_rewind(attempt.resume_step or 0, by_attempt=attempt.number)
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         if trainer.keep_attempts != "all":
             own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
@@ -172,6 +178,21 @@ def _make_room(
         raise RunDirError(
             f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
             "or the permissions, then start again."
+        ) from error
+
+
+def _remove_rest(run_dir: RunDir) -> None:
+    """Go on with the removal of a run that was interrupted.
+
+    Raises:
+        RunDirError: the storage fails.
+    """
+    try:
+        run_dir.remove_run()
+    except OSError as error:
+        raise RunDirError(
+            f"{run_dir.path} holds the rest of a run that --clean began to remove, and it cannot be removed: {error}. "
+            "Mend the storage or the permissions, then start again."
         ) from error
 
 
@@ -352,7 +373,9 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     # Before the fork is copied: it gets names that may be taken.
     if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
         print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
-        print("  " + ", ".join(str(path.relative_to(aside)) for path in moved))
+        # On another filesystem it is set aside there: the whole path says so.
+        paths = (path.relative_to(aside if path.is_relative_to(aside) else run_dir.path) for path in moved)
+        print("  " + ", ".join(map(str, paths)))
     if attempt.fork is not None:
         copy_fork(attempt.fork, run_dir, how=how)
         print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id})")

@@ -6,6 +6,7 @@ on journaled batches that it can keep, instead of sampling them again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -152,7 +153,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
-            aside = _free_name(run_dir, run_dir.metrics, attempt)
+            aside = _free_name(run_dir.discarded(attempt) / run_dir.metrics.name)
             # Put aside before they go: a kill between leaves them twice, not nowhere.
             atomic.write_file(aside, b"".join(line for line in lines if _step_of(line) > step))
             atomic.write_file(run_dir.metrics, b"".join(kept))
@@ -161,15 +162,21 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
 
 
 def set_aside(run_dir: RunDir, path: Path, attempt: int) -> Path:
-    """Move `path` to `discarded/attempt_K`; return where it is now."""
-    aside = _free_name(run_dir, path, attempt)
-    os.rename(path, aside)
+    """Move `path` to `discarded/attempt_K`, on its own filesystem; return where it is now."""
+    aside = _free_name(run_dir.discarded(attempt) / path.relative_to(run_dir.path))
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        aside = _free_name(run_dir.discarded_elsewhere(path, attempt))
+        os.rename(path, aside)
     return aside
 
 
-def _free_name(run_dir: RunDir, path: Path, attempt: int) -> Path:
-    """Where to put `path`: an attempt that died while it set things aside has put others there already."""
-    aside = wanted = run_dir.discarded(attempt) / path.relative_to(run_dir.path)
+def _free_name(wanted: Path) -> Path:
+    """Return `wanted` or a name like it: an attempt that died at this point has put others there already."""
+    aside = wanted
     atomic.make_directory(wanted.parent)
     copies = 1
     # rename would replace a file, or fail on a directory.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +36,7 @@ from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.weight_sync import PublishedWeights
 from holdfast.orchestrator.workers import Workers, starting_workers
 from holdfast.process.events import report
+from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
@@ -115,7 +115,7 @@ class PolicyEvaluation:
             claim_directory(directory, {"policy": policy.identity, **self._tasks.identity()})
         except (ConfigError, DataError) as error:
             _log.warning("evaluated anew: %s", error)
-            shutil.rmtree(directory)
+            atomic.remove_directory(directory)
 
 
 @asynccontextmanager
