@@ -21,13 +21,14 @@ from random import Random
 from typing import Literal
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.errors import EnvironmentFailure
+from holdfast.errors import EnvironmentFailure, ProcessKilled
 from holdfast.orchestrator.env.jsonl import filled, require_placeholders
-from holdfast.process.child import available_cores
+from holdfast.process.child import available_cores, killed_by
 
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _SETUP_FAILED = 71
-"""Its exit code where it cannot build the sandbox."""
+_KILLED = 72
+"""Its exit codes: it cannot build the sandbox; a process of the sandbox's own was killed."""
 _VISIBLE = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/alternatives")
 _WALL_PER_CPU = 4
 """Seconds that may pass for every second of computing: a busy machine shall not decide what a program is worth."""
@@ -88,6 +89,7 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
 
     Raises:
         EnvironmentFailure: the sandbox could not be built.
+        ProcessKilled: somebody, or the kernel, killed the sandbox, which no program inside can.
     """
     limits = limits or Limits()
     pipe = asyncio.subprocess.PIPE
@@ -107,11 +109,14 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
     except TimeoutError:
         output = b""  # how far it came is a matter of how busy the machine was
     finally:
+        is_ours = process.returncode is None and ending != "ended"
         if process.returncode is None:
             process.kill()
         error = await _end(process)
     if process.returncode == _SETUP_FAILED:
         raise EnvironmentFailure(f"the sandbox could not be built: {error.decode(errors='replace')}")
+    if process.returncode == _KILLED or (not is_ours and killed_by(process.returncode) is not None):
+        raise ProcessKilled("its sandbox was killed from outside")
     return Outcome(output[: limits.output_bytes], ending)
 
 

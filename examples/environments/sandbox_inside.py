@@ -18,6 +18,7 @@ import sys
 from typing import Any, NoReturn
 
 SETUP_FAILED = 71  # EX_OSERR of sysexits.h; `python_code.py` knows it
+KILLED = 72  # the first process of the namespaces was killed, which nothing inside can do; `python_code.py` knows it
 _NOBODY = 65534
 # Of linux/sched.h, linux/mount.h, linux/prctl.h and fcntl.h.
 _NAMESPACES = {"mount": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "user": 0x10000000, "PID": 0x20000000,
@@ -68,7 +69,8 @@ def main() -> NoReturn:
     except OSError as error:
         _fail(error)
     _, status = os.wait()
-    os._exit(SETUP_FAILED if os.waitstatus_to_exitcode(status) == SETUP_FAILED else 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(KILLED if code < 0 else SETUP_FAILED if code == SETUP_FAILED else 0)
 
 
 def _die_with_parent(parent: int) -> None:

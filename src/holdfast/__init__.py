@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
     from holdfast.config.algorithm import PolicyLossConfig
     from holdfast.config.environments import JudgeConfig
-    from holdfast.errors import CheckpointError, ConfigError, DataError, HoldfastError, RankLost, ReadError, SaveError
+    from holdfast.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        HoldfastError,
+        ProcessKilled,
+        RankLost,
+        ReadError,
+        SaveError,
+    )
     from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
     from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
     from holdfast.orchestrator.env.judge import Judge, Judgement
@@ -61,6 +70,7 @@ __all__ = [
     "Message",
     "PolicyLossConfig",
     "PolicyLossInput",
+    "ProcessKilled",
     "RankLost",
     "ReadError",
     "Retention",
@@ -102,6 +112,7 @@ _NAMES_OF = {
         "ConfigError",
         "DataError",
         "HoldfastError",
+        "ProcessKilled",
         "RankLost",
         "ReadError",
         "SaveError",

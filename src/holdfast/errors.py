@@ -13,6 +13,7 @@
     │   ├── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
     │   ├── JudgeFailure        a judge gave no reply that can be read             the rollout is dropped
     │   └── WorkerCrashed       the process that played a group died of it         the rollout is dropped
+    ├── ProcessKilled           a process that plays was killed from outside       its group is played again
     ├── JudgeDenied             a judge knows neither key nor model                exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     │   ├── EngineLost          a server was away or failed for longer than it may exit 3
@@ -88,6 +89,8 @@ def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
 NOT_SAVED = 4
 STORAGE_FAILED = 5
 STUCK = 6
+MOST_KILLED = 20
+"""Times in a row that the processes which play for an environment may be killed from outside."""
 GO_ON_OR_BEGIN_AGAIN = (
     "go on with --ckpt.resume-step latest, or, where there is no checkpoint, begin again with --clean"
 )
@@ -133,6 +136,13 @@ class CheckpointError(HoldfastError):
     """A checkpoint is missing, damaged or does not fit this run."""
 
     exit_code = 2
+
+
+class ProcessKilled(HoldfastError):
+    """A process that played for an environment was killed from outside, which says nothing about the answer.
+
+    An environment may raise it for a process of its own. The group is played again, and nothing is sampled again.
+    """
 
 
 class ReadError(HoldfastError):

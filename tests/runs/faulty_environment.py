@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, ProcessKilled
 
 
 class Faulty(Environment):
@@ -32,6 +32,9 @@ class Faulty(Environment):
             raise ConfigError("it is not to be")
         if load == "exit":
             os._exit(9)
+        if load == "killed once" and not (self.marks / "loaded").exists():
+            (self.marks / "loaded").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))
@@ -78,6 +81,10 @@ class Faulty(Environment):
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "terminated":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "bereft":  # of a process of its own
+                raise ProcessKilled("its helper was killed from outside")
             case "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "blocks":

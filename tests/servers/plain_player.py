@@ -7,6 +7,8 @@ Its settings are `starts`, one word for each start, and `directory`, in which it
     plays    plays: task 0 ends it, task 1 asks the endpoint once and earns the number of the start, task 2 says
              so at the named pipe `asked` and takes for ever, task 3 fails; what is cancelled it says at `cancelled`
     exits    ends while it loads
+    killed   gets SIGKILL while it loads
+    falls    gets SIGKILL while it plays
     refuses  says that it cannot be loaded
     other    has one task more
     waits    says that it has begun at the named pipe `began`, and waits for who writes `go`
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import urllib.request
@@ -44,6 +47,8 @@ def main(descriptor: int) -> None:
         word = settings["starts"][number - 1]
         if word == "exits":
             return
+        if word == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if word == "waits":
             (directory / "began").write_text("x")
             (directory / "go").read_text()
@@ -53,6 +58,8 @@ def main(descriptor: int) -> None:
             asked = json.loads(line)
             if "cancel" in asked:
                 (directory / "cancelled").write_text(str(asked["cancel"]))
+            elif word == "falls":
+                os.kill(os.getpid(), signal.SIGKILL)
             elif asked["task"] == 0:
                 os._exit(7)
             elif asked["task"] == 2:

@@ -24,7 +24,7 @@ from typing import Any
 
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import ConfigError, DataError, HoldfastError
+from holdfast.errors import ConfigError, DataError, HoldfastError, ProcessKilled
 from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, sampling, watching_calls
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
@@ -257,6 +257,7 @@ def _kind_of(error: HoldfastError) -> FailureKind:
         CallTimeout: "timeout",
         ConfigError: "config",
         DataError: "data",
+        ProcessKilled: "killed",
     }
     return kinds.get(type(error), "environment")
 

@@ -21,7 +21,7 @@ from holdfast.orchestrator.state import TaskSeed
 from holdfast.protocol.inference import ChatReply, Completion
 from holdfast.protocol.rollouts import Dropped, Rollout, TokenIds, decode_packed, encode_packed
 
-FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeout", "memory"]
+FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeout", "memory", "killed"]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

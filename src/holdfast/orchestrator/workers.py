@@ -10,7 +10,7 @@ fault.
     it exits, or of a signal             played again once, then fails: crash   played again
     it is out of memory                  played again alone, then fails: memory played again
     nobody's code ran                    all are played again, each alone
-    SIGKILL, which is somebody else's    all are played again
+    a signal of somebody else's          all are played again
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ import psutil
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import STUCK, ConfigError, DataError, EnvironmentFailure, HoldfastError, printable
+from holdfast.errors import (
+    MOST_KILLED,
+    STUCK,
+    ConfigError,
+    DataError,
+    EnvironmentFailure,
+    HoldfastError,
+    ProcessKilled,
+    printable,
+)
 from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
@@ -56,6 +65,7 @@ from holdfast.orchestrator.worker_protocol import (
     frame,
     read_from_worker,
 )
+from holdfast.process.child import killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
 from holdfast.protocol.inference import Completion
@@ -117,6 +127,7 @@ class WorkerLink:
 
         Raises:
             ConfigError, DataError, EnvironmentFailure: the environment cannot be loaded.
+            WorkerDied: somebody killed it meanwhile.
         """
         async with self._starting:
             running = self._running
@@ -351,9 +362,9 @@ class _Running:
             await self._writer.wait_closed()
         kind, told = self._how_it_ended(code)
         if not self.is_ready.done():
-            self.is_ready.set_exception(
-                EnvironmentFailure(f"environment '{self._name}': a worker ended while it loaded it: {told}")
-            )
+            what = f"environment '{self._name}': a worker ended while it loaded it: {told}"
+            killed = WorkerDied(kind, 0, is_mine=False, told=told, process_id=self._process.pid)
+            self.is_ready.set_exception(killed if kind == "killed" else EnvironmentFailure(what))
         if self._groups:
             _log.warning("a worker of environment '%s' ended with %d groups: %s", self._name, len(self._groups), told)
         for number, group in self._groups.items():
@@ -371,8 +382,10 @@ class _Running:
             return "hung", last.removeprefix("error: ")
         if self._kind == "hung":
             return "hung", f"its worker came no further for {self._bound_s:g} s, and was killed"
-        if self._kind == "killed" or code == -signal.SIGKILL:
-            return "killed", "somebody killed it (SIGKILL); the kernel does so when memory runs out"
+        by = signal.SIGKILL if self._kind == "killed" else killed_by(code)
+        if by is not None:
+            why = "; the kernel does so when memory runs out" if by == signal.SIGKILL else ""
+            return "killed", f"somebody killed it ({by.name}){why}"
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return "crashed", f"its worker process {how}" + (f"; its last words: {last}" if last else "")
 
@@ -427,8 +440,6 @@ def _taken(group: _Group) -> Callable[[asyncio.Task[None]], None]:
     return take
 
 
-_MOST_DEATHS = 20
-"""Deaths of workers in a row, without a group that was played to its end, of which no group is guilty."""
 _MOST_CRASHES = 1
 """Crashes of a group that are forgiven: a machine may be at fault."""
 
@@ -458,7 +469,7 @@ class Workers:
             ConfigError, DataError, EnvironmentFailure: the environment cannot be loaded.
         """
         try:
-            self.num_tasks = (await asyncio.gather(*(link.start() for link in self._links)))[0]
+            self.num_tasks = (await asyncio.gather(*map(self._start, self._links)))[0]
         except BaseException:
             await self.rest()
             raise
@@ -470,6 +481,13 @@ class Workers:
     async def rest(self) -> None:
         """End the processes; what is played later starts them again."""
         await asyncio.gather(*(link.close() for link in self._links))
+
+    async def _start(self, link: WorkerLink) -> int | None:
+        while True:
+            try:
+                return await link.start()
+            except WorkerDied as death:
+                self._count(death, is_guilty=False)
 
     def _new_link(self) -> WorkerLink:
         return WorkerLink(self._settings, self._config)
@@ -487,7 +505,7 @@ class Workers:
             remembering.close()
 
     async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
-        is_alone, num_crashes = False, 0
+        is_alone, num_crashes, killed = False, 0, _Killed(problem)
         while True:
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
@@ -495,15 +513,19 @@ class Workers:
                 is_guilty = death.kind != "killed" and (is_alone or death.is_mine)
                 self._count(death, is_guilty=is_guilty)
                 if is_guilty and death.kind == "hung":
-                    return self._failed(problem, CallTimeout(f"{context_of(problem)}: {death.told}"))
+                    return _failed(problem, CallTimeout(f"{context_of(problem)}: {death.told}"))
                 num_crashes += is_guilty
                 if num_crashes > _MOST_CRASHES:
-                    return self._failed(problem, WorkerCrashed(f"{context_of(problem)}: {death.told}"))
+                    return _failed(problem, WorkerCrashed(f"{context_of(problem)}: {death.told}"))
                 is_alone = is_alone or (death.kind == "crashed" and not death.group)
                 continue
             self._deaths = 0
             if _is_out_of_memory(ended) and not is_alone:
                 is_alone = True  # others may have filled it
+                continue
+            if isinstance(ended, Failed) and ended.kind == "killed":
+                if (failure := killed.count(ended.message)) is not None:
+                    return _failed(problem, failure)
                 continue
             if isinstance(ended, Failed):
                 raise error_of(ended)
@@ -534,16 +556,33 @@ class Workers:
             return
         self._dead.add(death.process_id)
         self._deaths += 1
-        if self._deaths > _MOST_DEATHS:
+        if self._deaths > MOST_KILLED:
             raise EnvironmentFailure(
                 f"environment '{self._settings.label}': {self._deaths} workers in a row ended before a group was "
                 f"played to its end; the last: {death.told}. Take fewer `workers`, or set `worker_memory_gb`."
             )
 
-    def _failed(self, problem: Problem, failure: EnvironmentFailure) -> Dropped:
-        if self._settings.on_error == "stop":
-            raise failure
-        return dropped(problem, failure)
+
+def _failed(problem: Problem, failure: EnvironmentFailure) -> Dropped:
+    if problem.settings.on_error == "stop":
+        raise failure
+    return dropped(problem, failure)
+
+
+class _Killed:
+    """How often a process of an environment's own was killed from outside while `problem` was played."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._number = 0
+
+    def count(self, told: str) -> EnvironmentFailure | None:
+        """Say that the group is played again; return a failure if that has been in vain too often."""
+        self._number += 1
+        if self._number > MOST_KILLED:
+            return EnvironmentFailure(f"{told}, {self._number} times in a row")
+        _log.warning("%s: the group is played again", told)
+        return None
 
 
 class _Remembering:
@@ -582,6 +621,23 @@ def _is_out_of_memory(ended: Played | Failed) -> bool:
     return ended.dropped is not None and ended.dropped.reason == "memory"
 
 
+async def _play_here(
+    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
+) -> Outcome:
+    """Return what `run_group` does, which is called again if a process of the environment's own was killed."""
+    remembering, killed = _Remembering(sampler), _Killed(problem)
+    try:
+        while True:
+            try:
+                return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=remembering)
+            except ProcessKilled as error:
+                sampler.check()
+                if (failure := killed.count(str(error))) is not None:
+                    return _failed(problem, failure)
+    finally:
+        remembering.close()
+
+
 @asynccontextmanager
 async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str, Workers]]:
     """Give the workers of every environment that has some, by its name, until the end of the context.
@@ -612,7 +668,7 @@ async def play_group(
     if there is not None:
         outcome = await there.play(problem, step, sampler=sampler)
     else:
-        outcome = await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+        outcome = await _play_here(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
     for rollout in [] if isinstance(outcome, Dropped) else outcome:
         # Here, since workers only know for how long is sampled.
         rollout.sampling = config.rollouts_of(problem.settings).sampling

@@ -39,6 +39,17 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
         os._exit(1)
 
 
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
+
+def killed_by(return_code: int | None) -> signal.Signals | None:
+    """Return the signal if a process that ended with `return_code` (of `Popen`) was ended from outside, else None.
+
+    People, schedulers and the kernel's OOM killer send these signals. What a program dies of by itself is another one.
+    """
+    return signal.Signals(-return_code) if return_code is not None and -return_code in _FROM_OUTSIDE else None
+
+
 def available_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))

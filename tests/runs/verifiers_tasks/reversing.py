@@ -92,7 +92,9 @@ class Asker(vf.Harness[AskerConfig]):
         if fault == "raises":
             raise KeyError("no")
         mark = Path(self.config.marks) / "killed"
-        if fault == "always killed" or (fault == "killed" and not mark.exists()):
+        if fault == "always exits":
+            os._exit(7)
+        if fault == "killed" and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

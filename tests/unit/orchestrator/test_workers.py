@@ -89,9 +89,33 @@ def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: 
         run(tmp_path / "exits", {"1": "exits"}, workers=1)
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
-    monkeypatch.setattr(workers, "_MOST_DEATHS", 2)
+    monkeypatch.setattr(workers, "MOST_KILLED", 2)
     with pytest.raises(EnvironmentFailure, match=r"3 workers in a row ended .* somebody killed it \(SIGKILL\)"):
         run(tmp_path / "killed", {"0": "killed"}, workers=1)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_process_that_somebody_killed_costs_nothing(tmp_path: Path, workers: int) -> None:
+    undisturbed = run(tmp_path / "undisturbed")
+    faults = {"1": "bereft once", "4": "bereft once", "6": "terminated once" if workers else "bereft once"}
+    batches = run(tmp_path / "killed", faults, load="killed once" if workers else "", workers=workers)
+    assert [attempts_at(tmp_path / "killed", task) for task in (1, 4, 6)] == [2, 2, 2]
+    assert [batch.rollouts for batch in batches] == [batch.rollouts for batch in undisturbed]
+    assert not any(batch.dropped for batch in batches)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_killed_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(worker_link, "MOST_KILLED", 2)
+    told = r"failed on task 1 .*: its helper was killed from outside, 3 times in a row"
+    with pytest.raises(EnvironmentFailure, match=told):
+        run(tmp_path / "stops", {"1": "bereft"}, workers=workers)
+    batches = run(tmp_path / "drops", {"1": "bereft"}, workers=workers, **DROPS)
+    assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(1, "environment_error")]
 
 
 def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:

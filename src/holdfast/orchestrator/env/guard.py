@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.errors import STUCK, DataError, EnvironmentFailure, printable, shown
+from holdfast.errors import STUCK, DataError, EnvironmentFailure, ProcessKilled, printable, shown
 from holdfast.orchestrator.env.interface import Score, Session, Task
 from holdfast.orchestrator.env.judge import JudgeFailure
 from holdfast.orchestrator.env.session import as_messages, as_text, num_characters
@@ -275,6 +275,7 @@ async def calling(
 
     Raises:
         EnvironmentFailure: it raised, or ended itself; `CallTimeout`: it took too long.
+        ProcessKilled: a process of the environment was killed from outside.
     """
     deadline = asyncio.timeout(timeout_s)
     call = Call(what, name=name, environment=environment, method=method, timeout_s=timeout_s, deadline=deadline)
@@ -288,6 +289,8 @@ async def calling(
                 RUNNING.discard(call)
     except JudgeFailure as failure:
         raise JudgeFailure(f"{what}: {failure}", reason=failure.reason) from None
+    except ProcessKilled as killed:
+        raise ProcessKilled(f"{what}: {killed}") from None
     except (EnvironmentFailure, PromptTooLong, GeneratorExit):
         raise
     except BaseException as error:

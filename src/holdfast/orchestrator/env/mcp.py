@@ -12,17 +12,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from holdfast.config.environments import McpServerConfig
-from holdfast.errors import ConfigError, nearest, printable
+from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
 from holdfast.orchestrator.env.session import Session
 from holdfast.orchestrator.env.tools import WrongArguments
-from holdfast.process.imports import import_extra, module_command
+from holdfast.process.imports import import_extra
+from holdfast.process.noted_end import Ending
 from holdfast.protocol.inference import read_key
 
 _CLOSED = -32000
@@ -34,7 +35,7 @@ class McpToolError(Exception):
 
 
 class McpServerLost(Exception):
-    """A server could not be started, or has died; the message is for the policy."""
+    """A server could not be started, or has ended by itself; the message is for the policy."""
 
 
 class McpServer:
@@ -66,12 +67,15 @@ class McpServer:
 
         Raises:
             McpServerLost: it does not answer; the next call tries again.
+            ProcessKilled: it was killed from outside.
         """
         if session not in self._connections:
             connection = self._connections[session] = _Connection(self._config)
             session.at_end(connection.close)
         try:
             await self._connections[session].client()
+        except ProcessKilled:
+            raise self._killed() from None
         except McpServerLost as error:
             self._leave(session)
             raise McpServerLost(f"{self._what} could not be reached: {error}") from None
@@ -81,7 +85,8 @@ class McpServer:
 
         Raises:
             McpToolError: the answer is an error, or no text.
-            McpServerLost: the server has died; the next call starts one anew.
+            McpServerLost: the server has ended by itself; the next call starts one anew.
+            ProcessKilled: it was killed from outside.
         """
         from mcp import MCPError
 
@@ -92,8 +97,13 @@ class McpServer:
         except MCPError as error:
             if error.code != _CLOSED and not connection.is_forgotten:
                 raise McpToolError(printable(error.message)) from None
+        if connection.is_killed():
+            raise self._killed()
         self._leave(session)
         raise McpServerLost(f"{self._what} has died; the next call begins anew with another")
+
+    def _killed(self) -> ProcessKilled:
+        return ProcessKilled(f"{self._what}: its process was killed from outside")
 
     def _leave(self, session: Session) -> None:
         self._connections.pop(session).close()
@@ -101,12 +111,18 @@ class McpServer:
     def _ask_for_tools(self) -> list[Any]:
         """Ask in a thread of its own: environments are loaded where an event loop may run already."""
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._list_tools()).result()
+            for _ in range(MOST_KILLED):
+                with ending_of(self._config) as ending:
+                    try:
+                        return thread.submit(asyncio.run, self._list_tools(ending)).result()
+                    except ProcessKilled:
+                        continue
+        raise ConfigError(f"{self._what}: its process was killed from outside, {MOST_KILLED} times in a row")
 
-    async def _list_tools(self) -> list[Any]:
+    async def _list_tools(self, ending: Ending | None) -> list[Any]:
         tools: list[Any] = []
         try:
-            async with asyncio.timeout(self._config.start_timeout_s), _connect(self._config) as client:
+            async with asyncio.timeout(self._config.start_timeout_s), _connect(self._config, ending) as client:
                 page = await client.list_tools()
                 tools += page.tools
                 while page.next_cursor:
@@ -117,6 +133,8 @@ class McpServer:
                 f"{self._what}: it did not name its tools within {self._config.start_timeout_s:g} s (start_timeout_s)"
             ) from None
         except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
+            if _was_killed(error, ending):
+                raise self._killed() from None
             raise ConfigError(f"{self._what}: it could not be asked for its tools: {_told(error)}") from None
         if not tools:
             raise ConfigError(f"{self._what}: it has no tools")
@@ -193,6 +211,7 @@ class _Connection:
         self._config = config
         self.is_forgotten = False
         self._is_over = asyncio.Event()
+        self._ending: Ending | None = None
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda client: client.cancelled() or client.exception())
         self._task = asyncio.create_task(self._live())
@@ -204,6 +223,7 @@ class _Connection:
 
         Raises:
             McpServerLost: it does not.
+            ProcessKilled: it was killed from outside.
         """
         return await asyncio.shield(self._client)
 
@@ -213,6 +233,10 @@ class _Connection:
         if not self._client.done():
             self._task.cancel()
 
+    def is_killed(self) -> bool:
+        """Whether the server, whose connection is gone, was killed from outside; never known of a server at a URL."""
+        return self._ending is not None and self._ending.is_from_outside()
+
     async def _see(self, response: Any) -> None:
         # As the protocol has it; the library tells it by a message, which some servers have in words of their own.
         asked = response.request
@@ -220,17 +244,21 @@ class _Connection:
             self.is_forgotten = True
 
     async def _live(self) -> None:
-        try:
-            connecting = _connect(self._config, see=self._see)
-            async with asyncio.timeout(self._config.start_timeout_s) as bound, connecting as client:
-                bound.reschedule(None)
-                self._client.set_result(client)
-                await self._is_over.wait()
-        except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
-            if not self._client.done():
-                self._client.set_exception(McpServerLost(_told(error)))
-        finally:
-            self._client.cancel()
+        with ending_of(self._config) as ending:
+            self._ending = ending
+            try:
+                connecting = _connect(self._config, ending, see=self._see)
+                async with asyncio.timeout(self._config.start_timeout_s) as bound, connecting as client:
+                    bound.reschedule(None)
+                    self._client.set_result(client)
+                    await self._is_over.wait()
+            except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
+                if not self._client.done():
+                    kind = ProcessKilled if _was_killed(error, ending) else McpServerLost
+                    self._client.set_exception(kind(_told(error)))
+            finally:
+                self._client.cancel()
+                self._ending = None
 
 
 _LIVING: set[asyncio.Task[None]] = set()
@@ -239,17 +267,18 @@ _LIVING: set[asyncio.Task[None]] = set()
 
 @asynccontextmanager
 async def _connect(
-    config: McpServerConfig, *, see: Callable[[Any], Awaitable[None]] | None = None
+    config: McpServerConfig, ending: Ending | None, *, see: Callable[[Any], Awaitable[None]] | None = None
 ) -> AsyncIterator[Any]:
-    """Give a client of the server; `see` is called with every response of one at a URL."""
+    """Give a client of the server; `ending` is told of a program, `see` of every response of a server at a URL."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     if config.command is not None:
         # The kernel ends it with this process: it is in no group of ours, which could be killed.
-        dying = module_command("holdfast.process.exec_dying", str(os.getpid()), config.command, *config.args)
+        assert ending is not None
+        command = ending.command(config.command, *config.args)
         names = ["PYTHONPATH", *config.env]
         environment = {name: os.environ[name] for name in names if name in os.environ}
-        parameters = StdioServerParameters(command=dying[0], args=dying[1:], env=environment)
+        parameters = StdioServerParameters(command=command[0], args=command[1:], env=environment)
         async with Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)) as client:
             yield client
         return
@@ -282,8 +311,33 @@ def _text_of(result: Any) -> str:
     return text
 
 
-def _told(error: BaseException) -> str:
-    """Return what went wrong in the innermost of groups of errors."""
+@contextmanager
+def ending_of(config: McpServerConfig) -> Iterator[Ending | None]:
+    """Give what notes how the program of a server ends; None for a server at a URL."""
+    ending = Ending() if config.command is not None else None
+    try:
+        yield ending
+    finally:
+        if ending is not None:
+            ending.close()
+
+
+def _was_killed(error: BaseException, ending: Ending | None) -> bool:
+    """Whether a connection is gone, by `error`, because the program of the server was killed from outside."""
+    from mcp import MCPError
+
+    error = _innermost(error)
+    is_gone = isinstance(error, MCPError) and error.code == _CLOSED
+    return ending is not None and is_gone and ending.is_from_outside()
+
+
+def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _told(error: BaseException) -> str:
+    """Return what went wrong in the innermost of groups of errors."""
+    error = _innermost(error)
     return f"{type(error).__name__}: {printable(error)}"

@@ -22,9 +22,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import ConfigError, EnvironmentFailure, printable
+from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, printable
 from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
 from holdfast.orchestrator.env.interface import Score, Task, TaskSeed
+from holdfast.process.child import killed_by
 
 PREFIX = "verifiers:"
 _HINT = (
@@ -34,6 +35,8 @@ _HINT = (
 _PLAYER = Path(__file__).with_name("verifiers_player.py")
 _MOST_DEATHS = 3
 _MOST_LINE = 1 << 30
+_END_S = 30.0
+"""For a process that has closed its connection."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,15 @@ class Row(Task):
 
 
 class PlayerDied(Exception):
-    """The process that played has ended."""
+    """The process that played has ended.
+
+    Attributes:
+        is_killed: from outside.
+    """
+
+    def __init__(self, *, is_killed: bool) -> None:
+        super().__init__("it was killed from outside" if is_killed else "it has ended")
+        self.is_killed = is_killed
 
 
 class Verifiers(HarnessEnvironment):
@@ -91,16 +102,21 @@ class Verifiers(HarnessEnvironment):
             RuntimeError: it failed, or ends the process that plays it again and again.
         """
         assert isinstance(task, Row)
-        for attempt in range(_MOST_DEATHS):
+        num_deaths = num_killed = 0
+        while num_deaths < _MOST_DEATHS and num_killed <= MOST_KILLED:
             try:
-                found = await self._player.play(task.row, endpoint, is_alone=attempt > 0)
-            except PlayerDied:
+                found = await self._player.play(task.row, endpoint, is_alone=num_deaths > 0)
+            except PlayerDied as death:
+                num_deaths += not death.is_killed
+                num_killed += death.is_killed
                 endpoint.restart()
                 continue
             if "failed" not in found:
                 return Score(found["reward"], found["metrics"])
             raise RuntimeError(printable(found["failed"]))
-        raise RuntimeError(f"the process that played it has ended {_MOST_DEATHS} times")
+        if num_killed > MOST_KILLED:
+            raise RuntimeError(f"the process that played it was killed from outside {num_killed} times in a row")
+        raise RuntimeError(f"the process that played it has ended {num_deaths} times")
 
 
 class _Player:
@@ -115,12 +131,19 @@ class _Player:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[_Link] | None = None
         self._alone = asyncio.Lock()
-        self._spawn()
-        try:
-            self.num_tasks = self._load(self._socket)
-        except BaseException:
-            self.close()
-            raise
+        self.num_tasks = self._load_first()
+
+    def _load_first(self) -> int:
+        for _ in range(MOST_KILLED):
+            self._spawn()
+            try:
+                return self._load(self._socket)
+            except PlayerDied:
+                self.close()
+            except BaseException:
+                self.close()
+                raise
+        raise ConfigError(f"{self._name}: the process that was to play it was killed {MOST_KILLED} times in a row")
 
     async def play(self, row: int, endpoint: Endpoint, *, is_alone: bool) -> dict[str, Any]:
         """Return what came of one episode; `is_alone`: of those for which this is said, one is played at a time.
@@ -157,7 +180,8 @@ class _Player:
                 self.close()
                 raise
         if self._link is None:
-            self._link = await _Link.open(self._socket)
+            assert self._process is not None
+            self._link = await _Link.open(self._socket, self._process)
         return self._link
 
     def _spawn(self) -> None:
@@ -183,7 +207,9 @@ class _Player:
 
         Raises:
             ConfigError: it cannot be.
+            PlayerDied: the process was killed from outside meanwhile.
         """
+        process = self._process
         with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
             connection.sendall(self._start)
             line = answers.readline()
@@ -193,6 +219,8 @@ class _Player:
                     return found["num_tasks"]
                 hint = _HINT if found.get("is_missing") else f"verifiers is that of {self._python}"
                 raise ConfigError(f"{self._name}: {printable(found['failed'])}. {hint}")
+        if process is not None and _is_killed(process):
+            raise PlayerDied(is_killed=True)
         raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
 
     def close(self) -> None:
@@ -209,12 +237,24 @@ class _Player:
             self.close()
 
 
+def _is_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process, which has closed its connection, was killed from outside."""
+    try:
+        return killed_by(process.wait(_END_S)) is not None
+    except subprocess.TimeoutExpired:
+        return False
+
+
 class _Link:
     """The talk of one event loop with the process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: subprocess.Popen[bytes]
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._process = process
+        self._is_killed = False
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.is_over = False
@@ -222,8 +262,8 @@ class _Link:
         self._reading = contextvars.Context().run(asyncio.create_task, self._read())
 
     @classmethod
-    async def open(cls, connection: socket.socket) -> _Link:
-        return cls(*await asyncio.open_unix_connection(sock=connection.dup(), limit=_MOST_LINE))
+    async def open(cls, connection: socket.socket, process: subprocess.Popen[bytes]) -> _Link:
+        return cls(*await asyncio.open_unix_connection(sock=connection.dup(), limit=_MOST_LINE), process)
 
     async def play(self, row: int, endpoint: Endpoint) -> dict[str, Any]:
         number = next(self._numbers)
@@ -240,7 +280,7 @@ class _Link:
 
     def _say(self, message: dict[str, Any]) -> None:
         if self.is_over:
-            raise PlayerDied
+            raise PlayerDied(is_killed=self._is_killed)
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self) -> None:
@@ -251,9 +291,10 @@ class _Link:
                     waiting = self._waiting.get(found.pop("play"))
                     if waiting is not None and not waiting.done():
                         waiting.set_result(found)
+            self._is_killed = await asyncio.to_thread(_is_killed, self._process)
         finally:
             self.is_over = True
             self._writer.close()
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(PlayerDied())
+                    waiting.set_exception(PlayerDied(is_killed=self._is_killed))

@@ -17,7 +17,7 @@ import pytest
 
 from examples.environments import python_code
 from examples.environments.python_code import Limits, Outcome, PythonCode, code_of, require_sandbox, run_python
-from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
 from holdfast.orchestrator.env.interface import Task, TaskSeed
 from tests.runs.processes import HANG_S
 
@@ -53,7 +53,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Any:
     yield
-    assert not inside(os.getpid())
+    _, living = psutil.wait_procs(inside(os.getpid()), timeout=HANG_S)  # killed ones end when the kernel comes to it
+    assert not living
 
 
 def test_a_program_sees_the_standard_library_and_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +340,22 @@ def test_a_cancelled_program_is_gone() -> None:
 
     asyncio.run(cancelled())
     psutil.wait_procs(inside(os.getpid()), timeout=HANG_S)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the outer process", "the first process inside"])
+def test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program(victim: int) -> None:
+    async def killed() -> None:
+        running = asyncio.create_task(run_python("import time; time.sleep(1000)", PATIENT))
+        while len(inside(os.getpid())) < 3:
+            await asyncio.sleep(0.01)
+        process = psutil.Process().children()[0]
+        for _ in range(victim):
+            process = process.children()[0]
+        process.kill()
+        with pytest.raises(ProcessKilled, match="its sandbox was killed from outside"):
+            await running
+
+    asyncio.run(killed())
 
 
 def test_a_machine_without_a_sandbox_is_refused_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_its_settings_are_those_of_verifiers(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
 def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Path) -> None:
-    faults = {"ab": "raises", "cd": "temperature", "ef": "full", "gh": "always killed"}
+    faults = {"ab": "raises", "cd": "temperature", "ef": "full", "gh": "always exits"}
     batches = orchestrated(tmp_path / "run", faults, on_error="drop")
     details = sorted(one.detail.partition(": run() raised ")[2] for batch in batches for one in batch.dropped)
     assert len(details) == 3 and all(one.reason == "environment_error" for batch in batches for one in batch.dropped)
@@ -116,6 +116,17 @@ def scored(environment: Verifiers, row: int) -> Score:
 
 NOBODY = Endpoint("http://127.0.0.1:9/v1", "key", None)  # pyright: ignore[reportArgumentType]
 """For tasks that ask nothing."""
+
+
+def test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["killed", *["falls"] * 4, "killed", "plays"]
+    assert scored(plain(tmp_path, monkeypatch, *words), 1) == Score(float(len(words)), {"length": 1.0})
+    monkeypatch.setattr(verifiers, "MOST_KILLED", 1)
+    (tmp_path / "again").mkdir()
+    with pytest.raises(ConfigError, match="the process that was to play it was killed 1 times in a row"):
+        plain(tmp_path / "again", monkeypatch, "killed")
 
 
 def test_a_player_that_could_not_be_started_again_is_started_by_the_next_rollout(

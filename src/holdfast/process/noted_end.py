@@ -1,0 +1,56 @@
+"""Run another program that dies with its parent, and tell the parent how it ended: `Ending`, and a process between.
+
+For programs of others that are started by a library, which neither has a hand in how nor says how they ended. The
+process between is `... noted_end PARENT_PID DESCRIPTOR PROGRAM ARGUMENT ...`. It holds the pipes of the program open
+until it has written the end down, so whoever reads their end finds it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from holdfast.process.child import die_with_parent, killed_by
+from holdfast.process.imports import module_command
+
+
+class Ending:
+    """How a program ended, in memory that the process between writes to."""
+
+    def __init__(self) -> None:
+        self._memory = os.memfd_create("holdfast-ending", os.MFD_CLOEXEC)
+
+    def command(self, program: str, *arguments: str) -> list[str]:
+        """Return the command that runs `program` behind the process between."""
+        return module_command("holdfast.process.noted_end", str(os.getpid()), str(self._memory), program, *arguments)
+
+    def is_from_outside(self) -> bool:
+        """Whether the program, which is over, was killed; True also if the process between was."""
+        noted = os.pread(self._memory, 16, 0)
+        return not noted or killed_by(int(noted)) is not None
+
+    def close(self) -> None:
+        """Free the memory."""
+        os.close(self._memory)
+
+
+def _run(parent: int, descriptor: str, command: list[str]) -> None:
+    die_with_parent(parent=parent)
+    memory = os.open(f"/proc/{parent}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
+    between = os.getpid()
+    program = os.fork()
+    if program == 0:
+        try:
+            die_with_parent(parent=between)
+            os.execvp(command[0], command)
+        except OSError as error:
+            sys.stderr.write(f"error: '{command[0]}' cannot be run: {error.strerror}\n")
+        finally:
+            os._exit(127)
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    os.write(memory, str(code).encode())
+    os._exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    _run(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
