@@ -537,7 +537,7 @@ class NodeGroup:
             try:
                 said = msgspec.json.decode(word, type=Word) if word else Word()
                 nodes[number] = (msgspec.json.decode(hello, type=Hello), said)
-            except msgspec.DecodeError:  # of another version
+            except (msgspec.DecodeError, UnicodeDecodeError):  # of another version
                 self._refuse(number, f"nodes run other code: one that came to {self._lead.host} cannot be understood")
         return nodes
 

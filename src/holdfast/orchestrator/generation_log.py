@@ -193,7 +193,7 @@ class GenerationLog:
         """Index the answer in a record, or return why it cannot be one: an older version may have checked less."""
         try:
             answer = decode_answer(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return str(error)
         if len(answer.seeds) != len(answer.completions):
             return f"{len(answer.completions)} completions for {len(answer.seeds)} seeds"

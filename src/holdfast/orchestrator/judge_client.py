@@ -317,7 +317,7 @@ class ReplyLog:
                 continue
             try:
                 replied = msgspec.msgpack.decode(payload, type=Replied)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 num_unknown += 1
                 continue
             self._replies[replied.request] = replied.reply
@@ -328,7 +328,7 @@ class ReplyLog:
     def _require_format(self, path: Path, payload: bytes) -> None:
         try:
             found = msgspec.msgpack.decode(payload, type=_Header).format
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RunDirError(f"{path} is no log of replies ({error}): move it away") from None
         if found != _FORMAT:
             raise RunDirError(f"{path} has format {found}, this version reads {_FORMAT}: move it away, or start anew")

@@ -111,7 +111,7 @@ def read_state(path: Path, *, step: int) -> OrchestratorState:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint of step {step} has no orchestrator state") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if state.format != STATE_FORMAT:
         raise CheckpointError(f"{path} has format {state.format}; this version reads format {STATE_FORMAT}")

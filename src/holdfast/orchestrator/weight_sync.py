@@ -282,7 +282,7 @@ class PublishedDirectory:
             return msgspec.json.decode(path.read_bytes(), type=Canary)
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from None
 
 

@@ -40,13 +40,12 @@ from holdfast.errors import (
     DataError,
     EnvironmentFailure,
     HoldfastError,
-    ProcessKilled,
     printable,
 )
-from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
-from holdfast.orchestrator.episodes import Outcome, Problem, TurnSampler, WorkerCrashed, context_of, dropped, run_group
+from holdfast.orchestrator.episodes import Outcome, Problem, TurnSampler, WorkerCrashed, context_of
+from holdfast.orchestrator.played_again import Killed, Remembering, fail, play_here
 from holdfast.orchestrator.worker_protocol import (
     Ask,
     AskJudge,
@@ -68,7 +67,6 @@ from holdfast.orchestrator.worker_protocol import (
 from holdfast.process.child import killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
-from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Dropped, Sampling
 
 _log = logging.getLogger("orchestrator")
@@ -283,7 +281,10 @@ class _Running:
                             group.ended.set_result(ended)
         except (EOFError, ConnectionError):
             await self._end()
-        except msgspec.MsgspecError as error:  # somebody else has written there: nothing that follows can be read
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+        ) as error:  # somebody else has written there: nothing that follows can be read
             self._unreadable = str(error)
             self._kill()
             await self._end()
@@ -498,14 +499,14 @@ class Workers:
         Raises:
             As `run_group`; `WorkerCrashed`: the group ends its worker again and again.
         """
-        remembering = _Remembering(sampler)
+        remembering = Remembering(sampler)
         try:
             return await self._play_until_it_ends(problem, step, remembering)
         finally:
             remembering.close()
 
     async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
-        is_alone, num_crashes, killed = False, 0, _Killed(problem)
+        is_alone, num_crashes, killed = False, 0, Killed(problem)
         while True:
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
@@ -513,10 +514,10 @@ class Workers:
                 is_guilty = death.kind != "killed" and (is_alone or death.is_mine)
                 self._count(death, is_guilty=is_guilty)
                 if is_guilty and death.kind == "hung":
-                    return _failed(problem, CallTimeout(f"{context_of(problem)}: {death.told}"))
+                    return fail(problem, CallTimeout(f"{context_of(problem)}: {death.told}"))
                 num_crashes += is_guilty
                 if num_crashes > _MOST_CRASHES:
-                    return _failed(problem, WorkerCrashed(f"{context_of(problem)}: {death.told}"))
+                    return fail(problem, WorkerCrashed(f"{context_of(problem)}: {death.told}"))
                 is_alone = is_alone or (death.kind == "crashed" and not death.group)
                 continue
             self._deaths = 0
@@ -525,7 +526,7 @@ class Workers:
                 continue
             if isinstance(ended, Failed) and ended.kind == "killed":
                 if (failure := killed.count(ended.message)) is not None:
-                    return _failed(problem, failure)
+                    return fail(problem, failure)
                 continue
             if isinstance(ended, Failed):
                 raise error_of(ended)
@@ -563,79 +564,10 @@ class Workers:
             )
 
 
-def _failed(problem: Problem, failure: EnvironmentFailure) -> Dropped:
-    if problem.settings.on_error == "stop":
-        raise failure
-    return dropped(problem, failure)
-
-
-class _Killed:
-    """How often a process of an environment's own was killed from outside while `problem` was played."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._number = 0
-
-    def count(self, told: str) -> EnvironmentFailure | None:
-        """Say that the group is played again; return a failure if that has been in vain too often."""
-        self._number += 1
-        if self._number > MOST_KILLED:
-            return EnvironmentFailure(f"{told}, {self._number} times in a row")
-        _log.warning("%s: the group is played again", told)
-        return None
-
-
-class _Remembering:
-    """Samples each turn of a group once, however often the group is played; also one that is asked for at a death."""
-
-    def __init__(self, sampler: TurnSampler) -> None:
-        self._sampler = sampler
-        self._turns: dict[tuple[int, tuple[int, ...]], asyncio.Task[Completion]] = {}
-
-    async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
-    ) -> Completion:
-        """Return one continuation of `token_ids`."""
-        key = (seed, tuple(token_ids))
-        if key not in self._turns:
-            asked = self._sampler.sample(
-                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
-            )
-            self._turns[key] = asyncio.create_task(asked)
-        return await asyncio.shield(self._turns[key])
-
-    def check(self) -> None:
-        """Raise what an engine has failed with, if one has."""
-        self._sampler.check()
-
-    def close(self) -> None:
-        """Let nothing more be sampled for the group."""
-        for turn in self._turns.values():
-            if not turn.cancel() and not turn.cancelled():
-                turn.exception()  # known to the sampler
-
-
 def _is_out_of_memory(ended: Played | Failed) -> bool:
     if isinstance(ended, Failed):
         return ended.kind == "memory"
     return ended.dropped is not None and ended.dropped.reason == "memory"
-
-
-async def _play_here(
-    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
-) -> Outcome:
-    """Return what `run_group` does, which is called again if a process of the environment's own was killed."""
-    remembering, killed = _Remembering(sampler), _Killed(problem)
-    try:
-        while True:
-            try:
-                return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=remembering)
-            except ProcessKilled as error:
-                sampler.check()
-                if (failure := killed.count(str(error))) is not None:
-                    return _failed(problem, failure)
-    finally:
-        remembering.close()
 
 
 @asynccontextmanager
@@ -668,7 +600,7 @@ async def play_group(
     if there is not None:
         outcome = await there.play(problem, step, sampler=sampler)
     else:
-        outcome = await _play_here(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
+        outcome = await play_here(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
     for rollout in [] if isinstance(outcome, Dropped) else outcome:
         # Here, since workers only know for how long is sampled.
         rollout.sampling = config.rollouts_of(problem.settings).sampling

@@ -341,5 +341,8 @@ def read_beat(path: Path) -> Beat:
     """Return what a process said of itself last."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Beat)
-    except msgspec.DecodeError:  # empty, or half of it is of the beat before: the next look sees it whole
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+    ):  # empty, or half of it is of the beat before: the next look sees it whole
         return Beat()

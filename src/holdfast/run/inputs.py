@@ -380,5 +380,5 @@ def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

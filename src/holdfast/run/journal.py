@@ -151,7 +151,7 @@ def read_accepted(path: Path, *, step: int) -> Accepted:
         raise CheckpointError(f"{path} cannot be read: it is missing") from None
     except OSError as error:
         raise ReadError.of(path, error) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if accepted.step != step:
         raise CheckpointError(f"{path} is the state after step {accepted.step}, expected step {step}")

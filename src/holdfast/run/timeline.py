@@ -159,7 +159,7 @@ def read_spans(path: Path, *, attempt: int) -> list[Span]:
     for line in path.read_bytes().splitlines():
         try:
             one = _DECODER.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         spans.append(msgspec.structs.replace(one, attempt=attempt))
     return spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -25,3 +26,10 @@ def test_no_file_has_more_lines_than_the_rules_allow() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
     assert not {path: number for path, number in lines.items() if number > 650}
     assert len(lines) <= 250
+
+
+def test_bytes_that_are_not_utf8_count_as_damage_wherever_msgspec_reads() -> None:
+    """msgspec raises a `UnicodeDecodeError` for them, which is not one of its own errors."""
+    caught = re.compile(r"except [^\n]*msgspec\.(?:Decode|Msgspec)Error[^\n]*")
+    lines = [line for path in (ROOT / "src").rglob("*.py") for line in caught.findall(path.read_text())]
+    assert len(lines) > 10 and not [line for line in lines if not re.search("UnicodeDecodeError|ValueError", line)]

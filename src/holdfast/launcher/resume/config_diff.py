@@ -115,7 +115,7 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
         return
     try:
         old, new = (flat_settings(msgspec.json.decode(path.read_bytes(), type=dict)) for path in (saved, wanted))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{saved} or {wanted} is not JSON: {error}") from None
     changed = [
         f"{key}: {old[key]!r} -> {new[key]!r}"

@@ -173,7 +173,7 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
     files = remote.read_identity()
     try:
         theirs = msgspec.json.decode(files["run.json"], type=dict[str, Any]).get("run_id") if files else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         theirs = "a damaged file"
     if theirs != run_id:
         if theirs is not None:

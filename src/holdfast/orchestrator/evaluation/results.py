@@ -175,7 +175,7 @@ def read_identity(directory: Path) -> dict[str, Any]:
         found = msgspec.json.decode(path.read_bytes(), type=dict)
     except FileNotFoundError:
         raise DataError(f"{directory} holds no evaluation: it has no {IDENTITY_NAME}. `evaluate` makes one.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}") from None
     if found.get("format") != FORMAT:
         raise DataError(f"{path} has format {found.get('format')}; this version reads format {FORMAT}")
@@ -201,7 +201,7 @@ def read_tasks(path: Path, *, samples_per_task: int) -> tuple[dict[tuple[str, in
         position += len(line)
         try:
             rollout = _decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{path}, line {number}, is damaged: {error}. Restore it, or begin anew with --clean."
             ) from None

@@ -271,7 +271,7 @@ def summary_in(directory: Path) -> Summary:
         return msgspec.json.decode(path.read_bytes(), type=Summary)
     except FileNotFoundError:
         raise DataError(f"{directory} holds no finished evaluation: it has no {SUMMARY_NAME}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}") from None
 
 

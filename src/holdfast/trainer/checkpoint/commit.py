@@ -336,5 +336,5 @@ def read_values(directory: Path) -> dict[str, Any]:
     path = directory / _VALUES_NAME
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -112,7 +112,7 @@ def _files_of(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{index} is damaged: {error}") from None
         return [directory / name for name in sorted(names)]
     return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

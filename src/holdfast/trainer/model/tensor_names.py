@@ -62,7 +62,7 @@ def names_in_files(name: str) -> list[str] | None:
             return sorted(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map)
         single = _fetched(name, _SINGLE_NAME)
         return None if single is None else sorted(_names_of(Path(single)))
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from error
 
 
@@ -81,7 +81,7 @@ def weight_files(name: str) -> list[Path]:
         return [Path(str(single))]
     try:
         files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map.values()))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{index} is damaged: {error}") from None
     found = [_fetched(name, file) for file in files]
     return [Path(path) for path in found if path is not None]

@@ -88,7 +88,7 @@ class ReplayBuffer:
         try:
             msgspec.msgpack.decode(data, type=list[_SampledGroup])
             self._keep(msgspec.msgpack.decode(data, type=list[_Group], dec_hook=decode_packed))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"the replay buffer of the checkpoint ({len(data)} bytes) cannot be read: {error}. Resume from another "
                 "step, see `ckpt ls`, or without trainer.replay"

@@ -211,7 +211,7 @@ def _read_events(run_dir: RunDir) -> list[Event]:
         for line in lines:
             try:
                 one = msgspec.json.decode(line, type=_EventLine)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             events.append(Event(attempt, one.time, one.process, one.phase, one.step, one.exit_code, one.error))
     return sorted(events, key=lambda event: event.time)

@@ -73,7 +73,7 @@ class Cursor:
             state = msgspec.json.decode(path.read_bytes(), type=_State)
         except FileNotFoundError:
             state = _State(run_id, rewinds=len(rewinds))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RunDirError(f"{path} is damaged: {error}. Without it everything is sent again: remove it.") from None
         if state.run_id != run_id:
             state = _State(run_id, rewinds=len(rewinds))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
@@ -25,6 +27,7 @@ from holdfast.view.trackers.interface import TrackedRun, Tracker
 
 
 _log = logging.getLogger("holdfast")
+_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d+)\.")
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which TensorBoard has every number
 
 
@@ -95,7 +98,9 @@ class TensorBoard(Tracker):
         self._file.close()
 
 
-def _new_file(directory: os.PathLike[str]) -> BinaryIO:
-    # Readers take files in the order of their names.
-    name = f"events.out.tfevents.{time.time():020.6f}.{socket.gethostname()}.{os.getpid()}"
-    return open(os.path.join(directory, name), "xb")  # noqa: PTH118 - a path-like
+def _new_file(directory: Path) -> BinaryIO:
+    # Readers take files in the order of their names: the number is a time, but always after those that are there,
+    # whatever the clock of this host says.
+    there = [float(match[1]) for path in directory.iterdir() if (match := _FILE_NAME.match(path.name))]
+    number = max([time.time(), *(earlier + 1e-3 for earlier in there)])
+    return (directory / f"events.out.tfevents.{number:020.6f}.{socket.gethostname()}.{os.getpid()}").open("xb")

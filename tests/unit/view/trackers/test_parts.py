@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.scratch import scratch_name
 from holdfast.run.settings import without_secrets
 from holdfast.view.follow import Follower
-from holdfast.view.trackers.interface import BUILT_IN, check_tracker
+from holdfast.view.trackers.interface import BUILT_IN, TrackedRun, check_tracker, load_tracker
 from holdfast.view.trackers.main import main as track
 from holdfast.view.trackers.sending import Alarms, Cursor, Evaluations, Lines, Sending, TrackerFailed
 from tests.builders.broken_storage import unreadable
@@ -249,3 +250,20 @@ def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
     assert "there is no directory for temporary files: " in done.stderr
     assert not Path(done.stdout.strip()).exists()
+
+
+def test_a_clock_that_was_set_back_costs_tensorboard_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    about = TrackedRun(id="r", history=1, name="r", project="p", tags=(), directory=tmp_path, settings={}, attempt=1)
+    now = time.time()
+    for after, steps, clock in ((0, range(1, 7), now), (4, range(5, 9), now - 3600), (7, range(8, 10), now - 3600)):
+        monkeypatch.setattr("time.time", lambda clock=clock: clock)
+        tracker = load_tracker("tensorboard", key="tracking.backends")()
+        tracker.begin(about, after=after)
+        for step in steps:
+            tracker.log(step, {"loss": float(step)})
+        tracker.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard" / "history_1"), size_guidance={"scalars": 0})
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [*range(1, 10)]
