@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.errors import DataError, nearest
+from holdfast.process.child import DATE_ENV
 
 _log = logging.getLogger("holdfast")
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
@@ -192,8 +194,9 @@ def _environment(name: str) -> ImmutableSandboxedEnvironment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def now(form: str) -> str:
-        _warn_of_the_date(name)
-        return datetime.now().strftime(form)
+        date = template_date()
+        _tell_the_date(name, f"{date:%Y-%m-%d}")
+        return date.strftime(form)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -204,10 +207,12 @@ def _environment(name: str) -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def template_date() -> datetime:
+    """Return the date that chat templates write, in UTC: that of the run, in a process of a run, else now."""
+    kept = os.environ.get(DATE_ENV)
+    return datetime.fromtimestamp(int(kept), UTC) if kept else datetime.now(UTC)
+
+
 @lru_cache
-def _warn_of_the_date(name: str) -> None:
-    _log.warning(
-        "the chat template of '%s' writes today's date into the prompts: a run that is resumed on another day has "
-        "other prompts. Fix the date in chat_template.jinja where that matters.",
-        name,
-    )
+def _tell_the_date(name: str, date: str) -> None:
+    _log.info("the chat template of '%s' writes a date into the prompts: %s, for the whole run", name, date)

@@ -32,7 +32,7 @@ from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import settings_of_run
 from holdfast.orchestrator.evaluation.statistics import summary_in
-from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.child import die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.events import report
 from holdfast.run import atomic
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
@@ -132,6 +132,7 @@ def follow(config: EvaluateConfig) -> int:
         print(f"would evaluate {_listed(missing)} of {directory} in {config.output_dir}, and what comes")
         return 0
     RunDir(config.output_dir).lock()
+    keep_date(run.run_dir.created_unix_s())
     _clear_leftovers(config.output_dir)
     if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
         start_timeline(run.run_dir.newest_logs(), "evaluation")

@@ -34,7 +34,7 @@ from holdfast.orchestrator.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_sync import DirectoryTransport, WeightPusher
 from holdfast.orchestrator.workers import starting_workers
 from holdfast.process import events
-from holdfast.process.child import allow_connections, die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.child import allow_connections, die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.heartbeat import FreezeTolerantLoop, start_heartbeat
 from holdfast.run import journal
 from holdfast.run.manifest import verify
@@ -107,6 +107,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     _allow_connections(config)
     events.report("loading the tokenizer and the environments")
     run_dir = RunDir(config.output_dir)
+    keep_date(run_dir.created_unix_s())
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     environments = _load_environments(config, tokenizer)
     start = find_start(run_dir, _resume_step(config))

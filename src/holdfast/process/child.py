@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, STORAGE_FAILED, ConfigError, HoldfastError, is_storage_failure
 
 LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
+DATE_ENV = "HOLDFAST_TEMPLATE_DATE"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -48,6 +49,15 @@ def killed_by(return_code: int | None) -> signal.Signals | None:
     People, schedulers and the kernel's OOM killer send these signals. What a program dies of by itself is another one.
     """
     return signal.Signals(-return_code) if return_code is not None and -return_code in _FROM_OUTSIDE else None
+
+
+def keep_date(unix_s: int | None) -> None:
+    """Let chat templates write this date from now on, here and in the processes that this process starts.
+
+    A run keeps the date of its first start: otherwise its prompts would change at midnight.
+    """
+    if unix_s is not None:
+        os.environ[DATE_ENV] = str(unix_s)
 
 
 def available_cores() -> int:

@@ -243,6 +243,13 @@ class RunDir:
             ) from None
         return identity
 
+    def created_unix_s(self) -> int | None:
+        """When the run was first started; None if `run.json` is not there or does not say."""
+        try:
+            return self.identity().get("created_unix_s")
+        except FileNotFoundError:
+            return None
+
     def forked_from(self) -> str | None:
         """The checkpoint of another run that this one began with, or None."""
         try:

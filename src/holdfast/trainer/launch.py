@@ -41,6 +41,7 @@ from holdfast.process.child import (
     die_with_parent,
     exit_code_of,
     heavy_imports,
+    keep_date,
     run_reporting_errors,
     set_thread_environment,
     set_up_logging,
@@ -50,6 +51,7 @@ from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.process.heartbeat import awake_s, does, start_heartbeat
 from holdfast.process.imports import protect_children
 from holdfast.process.scratch import scratch_directory
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.stop import SIGNALS, STOP_REQUEST, StopRequest
 
 NODE_RANK_ENV = "HOLDFAST_NODE_RANK"
@@ -302,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging("trainer")
     start_heartbeat()
     config = read_toml(program_config(arguments.program), arguments.config)
+    keep_date(RunDir(config.output_dir).created_unix_s())
     parallel = config.parallel
     node, ranks = node_rank(parallel), parallel.ranks
     # Before torch is imported, which reads it once.

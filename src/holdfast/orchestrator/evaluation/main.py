@@ -7,6 +7,7 @@ of the evaluation.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +38,14 @@ from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.tasks import run_until_stopped
 from holdfast.orchestrator.teacher import adopt_served_weights
 from holdfast.orchestrator.workers import Workers, starting_workers
-from holdfast.process.child import allow_connections, die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.child import (
+    DATE_ENV,
+    allow_connections,
+    die_with_launcher,
+    keep_date,
+    run_reporting_errors,
+    set_up_logging,
+)
 from holdfast.process.events import report
 from holdfast.run.run_dir import RunDir
 
@@ -48,6 +56,8 @@ async def run(config: EvaluateConfig) -> None:
     Raises:
         HoldfastError: whatever ended the evaluation before its time.
     """
+    if DATE_ENV not in os.environ:  # else it is the date of the run beside which this evaluates
+        keep_date(RunDir(config.run or config.output_dir).created_unix_s())
     allow_connections(config.max_concurrency, key="max_concurrency")
     async with (
         judging(RunDir(config.output_dir).judgements),

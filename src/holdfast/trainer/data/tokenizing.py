@@ -13,7 +13,6 @@ record batch per chunk of rows and one column per field (`pyarrow.ipc.open_file`
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import importlib.metadata
 import inspect
@@ -46,6 +45,7 @@ import xxhash
 from holdfast.chat import masking, messages, template
 from holdfast.chat import tokenizer as chat_tokenizer
 from holdfast.chat.masking import Encoded
+from holdfast.chat.template import template_date
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, ProcessDied
 from holdfast.process.child import available_cores, die_with_parent
@@ -495,7 +495,7 @@ def cache_key(
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
     }
     if "strftime_now" in str(depends["tokenizer"]):
-        depends["date"] = datetime.date.today().isoformat()  # such a template writes other prompts tomorrow
+        depends["date"] = template_date().date().isoformat()  # such a template writes other prompts in another run
     return xxhash.xxh3_128(json.dumps(depends, sort_keys=True).encode()).hexdigest()
 
 

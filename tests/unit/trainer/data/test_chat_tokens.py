@@ -20,6 +20,7 @@ from holdfast.chat.tokenizer import load_tokenizer as load_chat_tokenizer
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.env.interface import Session
 from holdfast.orchestrator.env.tools import Tool
+from holdfast.process.child import DATE_ENV, keep_date
 from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
 from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_chat_tokenizer, make_tokenizer
 from tests.models.tool_templates import tool_templates
@@ -356,12 +357,18 @@ def test_a_template_that_adds_nothing_cannot_continue_a_chat() -> None:
         ours.continuation([{"role": "user", "content": ""}], last_token_id=1)
 
 
-def test_a_template_that_writes_the_date_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_writes_the_date_writes_that_of_its_run_and_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
     template = "Of {{ strftime_now('%Y') }}. {% for message in messages %}{{ message.content }}{% endfor %}"
     ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
     for _ in range(2):
         assert re.fullmatch(r"Of 20\d\d\. a", ours.render([{"role": "user", "content": "a"}], open_turn=False))
-    assert caplog.text.count("writes today's date into the prompts") == 1
+    assert caplog.text.count("writes a date into the prompts: 20") == 1
+    monkeypatch.setenv(DATE_ENV, "")  # what `keep_date` sets goes with the test
+    keep_date(86_400 * 400)
+    assert ours.render([{"role": "user", "content": "a"}], open_turn=False) == "Of 1971. a"
 
 
 def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
+from holdfast.process.child import DATE_ENV
 from holdfast.trainer.data import samples as read_samples
 from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data import tokenizing as token_cache
@@ -175,23 +177,18 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     assert len(set(keys)) == len(keys)
 
 
-def test_a_template_that_writes_the_date_is_tokenised_anew_every_day(
+def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_day(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dated = load_tokenizer("examples/reverse_text/base")
     assert isinstance(dated.chat_template, str)
     dated.chat_template = "{{ strftime_now('%Y') }}" + dated.chat_template
 
-    class Tomorrow(token_cache.datetime.date):
-        @classmethod
-        def today(cls) -> Tomorrow:
-            return cls(2999, 1, 1)
-
     def keys() -> list[str]:
         return [key_of(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
 
     plain, today = keys()
-    monkeypatch.setattr(token_cache.datetime, "date", Tomorrow)
+    monkeypatch.setenv(DATE_ENV, str(int(time.time()) + 86_400))
     assert keys()[0] == plain and keys()[1] != today
 
 
