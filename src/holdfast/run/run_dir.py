@@ -6,7 +6,7 @@ run.lock                 held by the launcher while the run is going, or by a tr
 removal.mark             there while `--clean` removes the run: the next start removes the rest
 nodes.mark               written by the head node, while several nodes train: the other nodes must see it
 orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
-configs/attempt_K/       the resolved TOML of every process
+configs/attempt_K/       the resolved TOML of every process, and inputs.json: libraries and files by content
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
 rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
 rollouts/generations_N.log  finished generations of batch N while it is being made
@@ -46,6 +46,7 @@ from holdfast.run.manifest import read_manifest
 
 REFERENCE_NAME = "reference_logprobs.npz"
 JUDGEMENTS_NAME = "judgements.log"
+INPUTS_NAME = "inputs.json"
 DISCARDED = "discarded"
 SUMMARY_NAME = "summary.json"
 """What an evaluation writes last."""

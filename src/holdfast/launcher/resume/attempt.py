@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from holdfast.launcher.resume.config_diff import compare_settings, describe_stre
 from holdfast.launcher.resume.fork import Fork
 from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import INPUTS_NAME, RunDir
 from holdfast.run.settings import read_settings
 
 T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
@@ -32,6 +33,7 @@ class Attempt:
         resume_step: the committed step to go on from; None for a fresh start.
         checkpoint: directory of that step, in this run or in the one that is forked.
         fork: the checkpoint of another run that this run begins with.
+        inputs: what it computes with beside its settings, by content; empty if it is not to be noted.
     """
 
     run_dir: RunDir
@@ -39,6 +41,7 @@ class Attempt:
     resume_step: int | None
     checkpoint: Path | None = None
     fork: Fork | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def start(self) -> str:
@@ -71,6 +74,8 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool,
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
+    if attempt.inputs and not dry_run:
+        atomic.write_file(directory / INPUTS_NAME, json.dumps(attempt.inputs, indent=1).encode())
     atomic.write_file(path, to_toml(config).encode())  # whole, or not at all
     if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)

@@ -6,6 +6,7 @@ Nothing in the run directory is touched before everything that can be refused ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
 from holdfast.launcher.resume.fork import copy_fork, find_fork
+from holdfast.launcher.resume.inputs import changed_inputs, find_inputs, inputs_of, libraries_of
 from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
 from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
@@ -99,6 +101,7 @@ def prepare(
             _require_reference(trainer)
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
+    attempt = replace(attempt, inputs=find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None))
     for line in profile_notes(trainer, done=attempt.resume_step or 0):
         print(line)
     if not dry_run:
@@ -157,7 +160,10 @@ def _make_room(
     lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
     try:
         # Before anything moves: it compares with what the last attempt left.
-        last_batch = None if clean else last_kept_batch(attempt, ckpt, trainer, orchestrator, inference)
+        holds = True if clean else _tell_changed_inputs(attempt, trainer)
+        # A trainer that is started by hand does not know with what its orchestrator makes batches.
+        keeps = not clean and (holds or orchestrator is None)
+        last_batch = last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
         if lives:
             refuse_to_leave_behind(attempt, last_batch, clean=clean)
         if clean:
@@ -194,6 +200,21 @@ def _remove_rest(run_dir: RunDir) -> None:
             f"{run_dir.path} holds the rest of a run that --clean began to remove, and it cannot be removed: {error}. "
             "Mend the storage or the permissions, then start again."
         ) from error
+
+
+def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
+    """Say which libraries and files are not those of the checkpoint and of the last attempt.
+
+    Returns:
+        Whether the last attempt had the same: then what it made is what this one would make.
+    """
+    own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
+    saved = libraries_of(attempt.checkpoint)
+    before = {**saved, **inputs_of(last_started(attempt.run_dir, attempt.number, (own,)) if not attempt.fork else None)}
+    since_last = changed_inputs(attempt.inputs, before)
+    for line in dict.fromkeys([*changed_inputs(attempt.inputs, saved), *since_last]):
+        print(f"WARNING: changes what is computed from here on: {line}")
+    return not since_last
 
 
 def _takes_another_way(

@@ -32,6 +32,7 @@ from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
 from holdfast.run import atomic
+from holdfast.run.content import content_digest, files_named_in
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 
 _NUM_TASKS = 128
@@ -95,6 +96,7 @@ class HeldOutTasks:
                     "max_branches": section.max_branches,
                     **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
                     "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
+                    "files": {key: content_digest(path) for key, path in files_named_in(section.args)},
                 }
                 for section in self.settings
             },

@@ -1,0 +1,72 @@
+"""What a run computes with beside its settings, by content: libraries, tokenizer, model, files that environments name.
+
+Every attempt notes them beside its settings. The next one says in one line each what has changed. What was made with
+the others is not used again: batches of the journal are made anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.training import TrainingCommand
+from holdfast.errors import ReadError
+from holdfast.run.content import content_digest, files_named_in
+from holdfast.run.manifest import library_versions, read_manifest
+from holdfast.run.run_dir import INPUTS_NAME
+
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+
+def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | None, *, is_fresh: bool) -> dict[str, str]:
+    """Return versions and digests by the names that messages give them.
+
+    Args:
+        is_fresh: the run begins with the weights of `model.name`; else a checkpoint has all of them.
+
+    Raises:
+        ReadError: a file is there and cannot be read.
+    """
+    found = {name: number for name, number in library_versions().items() if number != "not installed"}
+    files = {f"tokenizer, {path.name}": path for path in _tokenizer_files(trainer)}
+    if is_fresh:
+        files |= {f"model.name, {path.name}": path for path in sorted(Path(trainer.model.name).glob("*.safetensors"))}
+    for section in orchestrator.environments if orchestrator is not None else ():
+        for key, path in files_named_in(section.args):
+            files[f"environment '{section.label}', {key} = {path}"] = path
+    for name, path in files.items():
+        try:
+            found[name] = content_digest(path)
+        except OSError as error:
+            raise ReadError(f"{path} cannot be read: {error.strerror or error}") from None
+    return found
+
+
+def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """Return a line `name: old -> new` for each input that both have, and that is another one now."""
+    return [f"{name}: {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+
+
+def inputs_of(configs: Path | None) -> dict[str, str]:
+    """Return what the attempt with the settings in `configs` had noted; nothing if that cannot be known."""
+    try:
+        found: Any = json.loads((configs / INPUTS_NAME).read_bytes()) if configs is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def libraries_of(checkpoint: Path | None) -> dict[str, str]:
+    """Return the versions of libraries that saved `checkpoint`, a whole one."""
+    return dict(read_manifest(checkpoint).libraries) if checkpoint is not None else {}
+
+
+def _tokenizer_files(trainer: TrainingCommand) -> list[Path]:
+    directory = Path(trainer.model.tokenizer_name)
+    return [path for name in _OF_TOKENIZERS if (path := directory / name).is_file()]

@@ -1,0 +1,135 @@
+"""What a run computes with beside its settings: a change is said, and batches made with the others are made anew."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.rl import RlConfig
+from holdfast.errors import ConfigError
+from holdfast.orchestrator.evaluation.results import claim_directory
+from holdfast.run import content
+from holdfast.run.content import content_digest, files_named_in
+from holdfast.run.manifest import library_versions, read_manifest, write_manifest
+from holdfast.run.run_dir import RunDir
+from tests.conftest import ROOT
+from tests.unit.launcher.resume import test_resume
+from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint, rl, start_rl
+
+release_locks = test_resume.release_locks
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    return path
+
+
+def config_of(run: RunDir, data: Path, **ckpt: object) -> RlConfig:
+    config = rl(run, **ckpt)
+    args = {"path": str(data), "levels": [{"more": str(data)}]}
+    config.orchestrator.environments = [EnvironmentConfig(id="jsonl", name="mine", args=args)]
+    return config
+
+
+@pytest.fixture
+def killed(tmp_path: Path, data: Path) -> RunDir:
+    """An RL run with a checkpoint of step 2, whose journal went on to batch 4."""
+    run = RunDir(tmp_path / "killed")
+    start_rl(config_of(run, data))
+    add_checkpoint(run, 2, files=STATE)
+    for step in (3, 4):
+        add_batch(run, step, version=step - 2)
+    return run
+
+
+def go_on(run: RunDir, data: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[int], list[str]]:
+    """Return the batches that are kept, and what is said to have changed."""
+    capsys.readouterr()
+    assert start_rl(config_of(run, data, resume_step="latest")).resume_step == 2
+    said = [line.partition("from here on: ")[2] for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    return run.published_batches(), said
+
+
+def test_another_file_of_an_environment_is_said_once_and_its_batches_are_made_anew(
+    killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.touch()
+    assert go_on(killed, data, capsys) == ([3, 4], [])
+    data.write_text('{"prompt": "a", "answer": "c"}\n')
+    kept, said = go_on(killed, data, capsys)
+    assert kept == [] and len(said) == 2
+    assert said[0].startswith(f"environment 'mine', args.path = {data}: ") and " -> " in said[0]
+    assert "args.levels.0.more" in said[1]
+    add_batch(killed, 3, version=1)
+    assert go_on(killed, data, capsys) == ([3], [])
+
+
+def test_other_libraries_are_said_until_a_checkpoint_has_them_and_their_batches_are_kept_from_then_on(
+    killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_manifest(killed.checkpoint(2))
+    versions = {**library_versions(), "torch": "2.1.0"}
+    write_manifest(killed.checkpoint(2), msgspec.structs.replace(manifest, libraries=versions))
+    noted = killed.configs(1) / "inputs.json"
+    noted.write_text(json.dumps(json.loads(noted.read_text()) | {"torch": "2.1.0"}))
+    changed = [f"torch: 2.1.0 -> {library_versions()['torch']}"]
+    assert go_on(killed, data, capsys) == ([], changed)
+    add_batch(killed, 3, version=1)
+    assert go_on(killed, data, capsys) == ([3], changed)
+
+
+def test_another_tokenizer_and_other_first_weights_are_said(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, run = tmp_path / "model", RunDir(tmp_path / "run")
+    shutil.copytree(ROOT / "examples" / "reverse_text" / "model", model)
+    config = config_of(run, data, resume_step="auto")
+    config.trainer.model.name = str(model)
+    start_rl(config)
+    add_batch(run, 1, version=0)
+    for name in ("chat_template.jinja", "model.safetensors"):
+        (model / name).write_bytes((model / name).read_bytes() + b" ")
+    capsys.readouterr()
+    start_rl(config)
+    said = capsys.readouterr().out
+    assert "tokenizer, chat_template.jinja: " in said and "model.name, model.safetensors: " in said
+    assert run.published_batches() == []
+
+
+def test_an_evaluation_with_other_data_is_another_evaluation(tmp_path: Path, data: Path) -> None:
+    def identity() -> dict[str, object]:
+        return {"files": {key: content_digest(path) for key, path in files_named_in({"path": str(data)})}}
+
+    claim_directory(tmp_path, identity())
+    claim_directory(tmp_path, identity())
+    data.write_text("other")
+    with pytest.raises(ConfigError, match=r"holds another evaluation \(files: \{'args.path': "):
+        claim_directory(tmp_path, identity())
+
+
+def test_a_digest_is_of_the_content_and_of_a_large_file_of_all_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(content, "_BLOCK_BYTES", 10)
+    monkeypatch.setattr(content, "_BLOCKS", 4)
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.write_bytes(bytes(1000))
+    large.write_bytes(bytes(3010))
+    for path, places in ((small, range(1000)), (large, [0, 9, 1000, 2009, 3000, 3009])):
+        whole = content_digest(path)
+        for place in places:
+            changed = bytearray(path.read_bytes())
+            changed[place] = 1
+            (tmp_path / "changed").write_bytes(changed)
+            assert content_digest(tmp_path / "changed") != whole, place
+    assert content_digest(large) != content_digest(small)
+    (tmp_path / "empty").touch()
+    assert content_digest(tmp_path / "empty")
