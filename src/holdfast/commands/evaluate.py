@@ -72,6 +72,7 @@ def launch(config: EvaluateConfig) -> int:
         served_model,
         step_of_run,
         tell_result,
+        unfinished_step,
         weights_of_step,
         with_settings_of_run,
         write_settings,
@@ -83,9 +84,12 @@ def launch(config: EvaluateConfig) -> int:
     if config.follow:
         return follow(config)
     config = with_settings_of_run(config)
-    step = step_of_run(config.run, config.step) if config.run is not None else None
-    check_servable(config)
     directory = RunDir(config.output_dir)
+    step = None
+    if config.run is not None:
+        step = unfinished_step(config, directory) or step_of_run(config.run, config.step)
+        config.step = step  # noted in the settings: `latest` is another step by the time that this is given again
+    check_servable(config)
     if config.dry_run:
         print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
         print(f"would evaluate {_named(config, step)} in {directory.path}")

@@ -86,6 +86,23 @@ def step_of_run(run: Path, wanted: int | str) -> int:
     )
 
 
+def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
+    """Return the step that an unfinished evaluation in `directory` is of, if `config` asks for the latest step."""
+    path = directory.path / "config" / "evaluate.toml"
+    if config.step != "latest" or config.clean or config.run is None or not path.exists():
+        return None
+    if (directory.path / SUMMARY_NAME).exists():
+        return None
+    before = read_settings(path)
+    step = before.get("step")
+    if not isinstance(step, int) or Path(str(before.get("run"))).resolve() != config.run.resolve():
+        return None
+    try:
+        return step_of_run(config.run, step)
+    except CheckpointError:  # it is gone: the evaluation of another step is refused where the answers are
+        return None
+
+
 def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
     """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 

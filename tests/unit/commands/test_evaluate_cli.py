@@ -137,6 +137,22 @@ def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
         evaluated_policy.step_of_run(tmp_path, "latest")
 
 
+def test_the_latest_step_is_that_of_the_evaluation_that_was_not_finished(tmp_path: Path) -> None:
+    run_dir, directory = run_with_weights(tmp_path / "run", 3), RunDir(tmp_path / "evaluation")
+    asked = EvaluateConfig.model_validate({"run": run_dir.path, "output_dir": directory.path})
+    assert evaluated_policy.unfinished_step(asked, directory) is None
+    prepare_directory(asked.model_copy(update={"step": 3}), directory)
+    publish_weights(run_dir, 5, b"weights")
+    assert evaluated_policy.unfinished_step(asked, directory) == 3
+    for others in ({"step": 5}, {"clean": True}, {"run": tmp_path}):
+        assert evaluated_policy.unfinished_step(asked.model_copy(update=others), directory) is None
+    shutil.rmtree(run_dir.weights_of(3))
+    assert evaluated_policy.unfinished_step(asked, directory) is None
+    publish_weights(run_dir, 3, b"weights")
+    (directory.path / "summary.json").write_text("{}")
+    assert evaluated_policy.unfinished_step(asked, directory) is None
+
+
 def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
