@@ -38,6 +38,8 @@ from holdfast.view.console import Console, code_of_error, json_lines
 _TELLING_S = 10.0
 """What a trainer whose time of grace is over gets to give up and say so."""
 _MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S = 3, 600.0
+_EVALUATION_STORAGE_S = 3600.0
+"""Evaluations wait for their storage for as long, while no new step is trained."""
 T = TypeVar("T")
 
 
@@ -107,6 +109,7 @@ class _Watcher:
         self._deaths = Deaths(healing, supervisor, monitors)
         self._of_evaluation = Restarts(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
         self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
+        self._evaluation_storage = StorageBackoff(_EVALUATION_STORAGE_S)
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._monitors = monitors
@@ -284,7 +287,10 @@ class _Watcher:
 
     def _evaluate_again(self, child: Child) -> Child | int | None:
         """Start evaluations again, or train on without: whatever they die of, training goes on."""
-        delay_s = self._of_evaluation.delay_s(child.name, child.process.returncode)
+        storage_s = None
+        if child.process.returncode == STORAGE_FAILED:
+            storage_s = self._evaluation_storage.delay_s(self._console.last_step)
+        delay_s = self._of_evaluation.delay_s(child.name, child.process.returncode) if storage_s is None else storage_s
         if delay_s is None:
             try:
                 self._run_dir.give_up_evaluations()
@@ -293,12 +299,18 @@ class _Watcher:
                     f"WARNING: checkpoints that were to be evaluated stay, whatever ckpt.keep says: {error}"
                 )
             return self._go_on_without(child)
-        self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
-        self._console.note("starting again", restarted=child.name, reason=how_it_ended(child))
-        if (number := self._pause(delay_s)) is not None:
+        if storage_s is None:
+            self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
+            number = self._pause(delay_s)
+        else:
+            number = self._pause_for_storage(self._deaths.error_of(child), delay_s)
+        if number is not None:
             return number
-        self._restart(child)
-        return self._supervisor.run(self._refresh)
+        self._console.note("starting again", restarted=child.name, reason=how_it_ended(child))
+        number = self._until_storage_takes_it(lambda: self._restart(child))
+        if number is not None:
+            return number
+        return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
 
     def _wait_for_places(self, healing: Healing) -> int | None:
         """Wait until the cluster has a place for every process; return the number of a signal that came meanwhile.
@@ -347,6 +359,9 @@ class _Watcher:
                 given_up.args = (f"{error}\n       the storage was waited for in vain for {timeout_s:g} s",)
             given_up.exit_code = STORAGE_FAILED
             raise given_up from None
+        return self._pause_for_storage(error, delay_s)
+
+    def _pause_for_storage(self, error: Exception, delay_s: float) -> int | None:
         path, free_bytes = fullest(self._run_dir)
         reason = str(error).split(". ")[0].split("\n")[0]
         self._console.say(

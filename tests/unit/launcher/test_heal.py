@@ -145,6 +145,17 @@ def test_evaluations_are_started_again_and_end_no_training(
     assert "finished step" in said and stands.run_dir.given_up.exists()
 
 
+def test_evaluations_wait_for_storage_as_training_does_and_are_not_given_up(
+    stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heal, "_MAX_EVALUATION_RESTARTS", 0)
+    full = counted("evaluation", f"if start < 4: sys.exit({STORAGE_FAILED})\nmade('evaluated')")
+    trainer = "while not Path('evaluated').exists(): time.sleep(0.02)\nmade('weights/step_1')"
+    assert stands.watch(heals=False, evaluation=full, trainer=trainer) == 0
+    assert starts(stands, "evaluation") == 4 and not stands.run_dir.given_up.exists()
+    assert capfd.readouterr().out.count("waiting for storage: ") == 3
+
+
 def test_that_nobody_can_be_told_of_given_up_evaluations_ends_no_training(
     stands: Stands, capfd: pytest.CaptureFixture[str]
 ) -> None:
