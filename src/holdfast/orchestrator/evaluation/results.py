@@ -1,26 +1,33 @@
 """`rollouts.jsonl`: every rollout of an evaluation, one JSON object a line, appended a task at a time.
 
 A task's lines are written in one piece and synced before the task counts as done. What a killed process has left of
-the last piece is cut off at the next start; whole tasks are never played again. `evaluation.json` beside it says what
-was evaluated: rollouts of another policy, or of other tasks, never get into the same file.
+the last piece is cut off at the next start; whole tasks are never played again. Each line begins with a checksum of
+the rest of it: a task with a damaged line is played again, and no other. `evaluation.json` beside it says what was
+evaluated: rollouts of another policy, or of other tasks, never get into the same file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from holdfast.errors import ConfigError, DataError, RunDirError
 from holdfast.run import atomic
 
+_log = logging.getLogger("evaluation")
+
 ROLLOUTS_NAME = "rollouts.jsonl"
 IDENTITY_NAME = "evaluation.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -69,6 +76,43 @@ class EvaluatedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 _decode = msgspec.json.Decoder(EvaluatedRollout).decode
+_CHECKED = re.compile(rb'\{"check":"([0-9a-f]{16})",(.*)\}', re.DOTALL)
+
+
+def line_of(rollout: EvaluatedRollout) -> bytes:
+    """Return the line of a rollout: its fields behind the xxh3-64 of their JSON."""
+    body = msgspec.json.encode(rollout)
+    return b'{"check":"%s",%s\n' % (xxhash.xxh3_64_hexdigest(body).encode(), body[1:])
+
+
+def _rollout_of(line: bytes) -> EvaluatedRollout:
+    """Return the rollout of a line.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    match = _CHECKED.fullmatch(line)
+    if match is None:
+        raise ValueError("it does not begin with its checksum")
+    body = b"{" + match[2] + b"}"
+    if xxhash.xxh3_64_hexdigest(body).encode() != match[1]:
+        raise ValueError("its checksum is another one")
+    return _decode(body)
+
+
+@dataclass
+class FoundTasks:
+    """What a file of rollouts holds.
+
+    Attributes:
+        tasks: the whole tasks, by environment and index.
+        stretches: where their lines are, in bytes.
+        damaged: what is wrong, for each line that is damaged.
+    """
+
+    tasks: dict[tuple[str, int], list[EvaluatedRollout]] = field(default_factory=dict)
+    stretches: list[tuple[int, int]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
 
 class ResultsFile:
@@ -84,7 +128,7 @@ class ResultsFile:
 
     Raises:
         ConfigError: the directory holds another evaluation.
-        DataError: a line is damaged.
+        DataError: a line is of another file.
         RunDirError: it cannot be written.
     """
 
@@ -94,9 +138,9 @@ class ResultsFile:
         self._samples_per_task = samples_per_task
         claim_directory(directory, identity)
         try:
+            self._load()
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._end = self._load()
-            os.ftruncate(self._descriptor, self._end)
+            self._end = os.fstat(self._descriptor).st_size
             atomic.fsync_directory(directory)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -107,7 +151,7 @@ class ResultsFile:
         Raises:
             RunDirError: they cannot be written; then nothing of them is in the file.
         """
-        data = b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
+        data = b"".join(map(line_of, rollouts))
         try:
             self._write(data)
             await asyncio.to_thread(os.fdatasync, self._descriptor)
@@ -129,11 +173,20 @@ class ResultsFile:
         """Close the file."""
         os.close(self._descriptor)
 
-    def _load(self) -> int:
-        """Index the whole tasks of the file; return where they end."""
-        tasks, end = read_tasks(self.path, samples_per_task=self._samples_per_task)
-        self.tasks |= tasks
-        return end
+    def _load(self) -> None:
+        """Index the whole tasks of the file, and take out everything else."""
+        if not self.path.exists():
+            return
+        found = read_tasks(self.path, samples_per_task=self._samples_per_task)
+        for told in found.damaged:
+            _log.warning("%s: its task is played again", told)
+        whole = sum(end - start for start, end in found.stretches)
+        if found.damaged:
+            data = self.path.read_bytes()
+            atomic.write_file(self.path, b"".join(data[start:end] for start, end in found.stretches))
+        else:
+            os.truncate(self.path, whole)
+        self.tasks |= found.tasks
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
@@ -186,32 +239,38 @@ def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
 
 
-def read_tasks(path: Path, *, samples_per_task: int) -> tuple[dict[tuple[str, int], list[EvaluatedRollout]], int]:
-    """Return the whole tasks of a file, and how many bytes they are: what follows is a task that was cut off.
+def read_tasks(path: Path, *, samples_per_task: int) -> FoundTasks:
+    """Return the whole tasks of a file; what follows the last one was cut off.
 
     Raises:
-        DataError: naming the line that is none of ours, or is of a task that is there twice.
+        DataError: naming the line that is not of this file, or is of a task that is there twice.
     """
-    tasks: dict[tuple[str, int], list[EvaluatedRollout]] = {}
+    found = FoundTasks()
     group: list[EvaluatedRollout] = []
-    position = end = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        position += len(line)
+    position = start = 0
+    is_lost = False  # the beginning of the task whose lines come
+    # Not `splitlines`, which a damaged byte can be a line break for. Behind the last one is what was cut off.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        begins, position = position, position + len(line) + 1
         try:
-            rollout = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path}, line {number}, is damaged: {error}. Restore it, or begin anew with --clean."
-            ) from None
+            rollout = _rollout_of(line)
+        except ValueError as error:
+            found.damaged.append(f"{path}, line {number}, is damaged: {error}")
+            group, is_lost = [], True
+            continue
+        if is_lost and rollout.sample:
+            continue
+        if is_lost or not group:
+            start, is_lost = begins, False
         key = (rollout.environment, rollout.task)
-        if key in tasks or rollout.sample != len(group) or (group and key != (group[0].environment, group[0].task)):
+        is_next = rollout.sample == len(group) and (not group or key == (group[0].environment, group[0].task))
+        if key in found.tasks or not is_next:
             raise DataError(
                 f"{path}, line {number}: sample {rollout.sample} of task {rollout.task} of '{rollout.environment}' is "
                 "not what follows there. Restore the file, or begin anew with --clean."
             )
         group.append(rollout)
         if rollout.dropped or len(group) == samples_per_task:
-            tasks[key], group, end = group, [], position
-    return tasks, end
+            found.tasks[key], group = group, []
+            found.stretches.append((start, position))
+    return found

@@ -22,6 +22,7 @@ from holdfast.orchestrator.evaluation.results import (
     FORMAT,
     ROLLOUTS_NAME,
     EvaluatedRollout,
+    FoundTasks,
     read_identity,
     read_tasks,
 )
@@ -251,7 +252,12 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
     identity = read_identity(directory)
     path = directory / ROLLOUTS_NAME
     samples = identity["samples_per_task"]
-    tasks = read_tasks(path, samples_per_task=samples)[0] if path.exists() else {}
+    found = read_tasks(path, samples_per_task=samples) if path.exists() else FoundTasks()
+    if found.damaged:
+        raise DataError(
+            f"{found.damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
+        )
+    tasks = found.tasks
     wanted = sum(section["num_tasks"] for section in identity["environments"].values())
     if len(tasks) != wanted:
         raise DataError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed
@@ -26,7 +28,7 @@ from holdfast.orchestrator.evaluation.evaluator import (
     settings_of_run,
     sizes_of,
 )
-from holdfast.orchestrator.evaluation.results import read_tasks
+from holdfast.orchestrator.evaluation.results import line_of, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
 from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, cancel_at, serving
@@ -84,7 +86,7 @@ def asked(engine: FakeEngine) -> list[tuple[tuple[int, ...], int]]:
 
 
 def tasks_in(config: EvaluateConfig) -> dict[Any, Any]:
-    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task)[0]
+    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task).tasks
 
 
 def engine_with_weights(digest: str = "weights") -> FakeEngine:
@@ -142,16 +144,31 @@ def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path:
     assert lines.read_bytes().startswith(whole)
 
 
-def test_a_damaged_line_is_named_and_nothing_is_played_over_it(tmp_path: Path) -> None:
+def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_with_weights()
     with serving(engine):
         config = config_of(tmp_path, engine)
-        evaluated(config)
+        expected = evaluated(config)
         path = tmp_path / "rollouts.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join([*lines[:5], b"{rubbish\n", *lines[6:]]))
-        with pytest.raises(DataError, match=r"rollouts.jsonl, line 6, is damaged: .* begin anew with --clean"):
-            asyncio.run(main.run(config))
+        whole = path.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        number = len(asked(engine))
+        reward = re.compile(rb'"reward":([0-9])')
+        for damaged in (
+            reward.sub(b'"reward":9', lines[5], count=1),  # one flipped bit of 1.0
+            lines[5].replace(b'"task"', b'"t\xffsk"'),
+            lines[5].replace(b" ", b"\r", 1).replace(b'"sample"', b'"s\nmple"'),
+            b"{rubbish\n",
+        ):
+            path.write_bytes(b"".join([*lines[:5], damaged, *lines[6:]]))
+            with pytest.raises(DataError, match=r"rollouts.jsonl, line 6, is damaged: .*plays that task again alone"):
+                read_evaluation(tmp_path)
+            assert evaluated(config) == expected
+            assert "line 6, is damaged: " in caplog.text and "its task is played again" in caplog.text
+            assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
+            lines = path.read_bytes().splitlines(keepends=True)
+            assert number < len(asked(engine)) <= number + 8, "one task of four samples and two turns"
+            number = len(asked(engine))
         path.write_bytes(b"".join([*lines[:4], *lines[:4]]))
         with pytest.raises(DataError, match=r"line 5: sample 0 of task \d+ of '.*' is not what follows there"):
             asyncio.run(main.run(config))
@@ -201,7 +218,11 @@ def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
         compare(tmp_path / "a", tmp_path)
     lines = Path(shutil.copytree(tmp_path / "a", tmp_path / "changed")) / "rollouts.jsonl"
     prompt = json.loads(lines.read_bytes().splitlines()[0])["prompt"]
-    lines.write_bytes(lines.read_bytes().replace(prompt.encode(), b"0" * 32))
+    found = read_tasks(lines, samples_per_task=4).tasks.values()
+    changed = [
+        msgspec.structs.replace(one, prompt=one.prompt.replace(prompt, "0" * 32)) for group in found for one in group
+    ]
+    lines.write_bytes(b"".join(map(line_of, changed)))
     with pytest.raises(ConfigError, match=r"task \d of '.*' has another prompt in .* than in"):
         compare(tmp_path / "a", tmp_path / "changed")
 

@@ -31,6 +31,6 @@ def test_a_task_that_found_no_room_leaves_nothing_for_others_to_follow(tmp_path:
             append(1, "long" * 100)
         assert path.stat().st_size == size
         append(2)  # for whose fewer bytes there is room
-        assert list(read_tasks(path, samples_per_task=1)[0]) == [("e", 0), ("e", 2)]
+        assert list(read_tasks(path, samples_per_task=1).tasks) == [("e", 0), ("e", 2)]
 
     assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0
