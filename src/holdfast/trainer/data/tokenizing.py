@@ -562,15 +562,32 @@ def make_cached(
 def _own_temporary(directory: Path) -> Iterator[Path]:
     """Give a new directory beside `directory`, which nobody takes for left behind while this process lives."""
     _clear_left_behind(directory.parent)
-    temporary = atomic.temporary_sibling(directory)
-    temporary.mkdir()
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    # Between its making and its lock another process may take it for left behind.
+    while (made := _made_and_locked(atomic.temporary_sibling(directory))) is None:
+        continue
+    temporary, descriptor = made
     try:
-        _lock(descriptor)
         yield temporary
     finally:
         os.close(descriptor)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _made_and_locked(path: Path) -> tuple[Path, int] | None:
+    """Make a directory and lock it; return it with the descriptor that holds the lock, None if somebody removes it."""
+    path.mkdir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        is_ours = _lock(descriptor) is not False and os.path.samestat(os.fstat(descriptor), os.stat(path))  # noqa: PTH116
+    except FileNotFoundError:
+        is_ours = False
+    if is_ours:
+        return path, descriptor
+    os.close(descriptor)
+    return None
 
 
 def _clear_left_behind(parent: Path) -> None:
@@ -587,12 +604,14 @@ def _clear_left_behind(parent: Path) -> None:
             os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a directory; return whether nobody else had."""
+def _lock(descriptor: int) -> bool | None:
+    """Lock a directory; return whether nobody else had. None: the filesystem has no locks, and nothing is cleared."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody else's, or a filesystem without locks, where nothing is cleared
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

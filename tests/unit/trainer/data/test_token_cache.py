@@ -420,3 +420,30 @@ def test_a_file_with_other_columns_is_no_table(tmp_path: Path) -> None:
         writer.write_batch(pa.record_batch([pa.array([1], type=pa.int8())], schema=schema))
     with pytest.raises(pa.ArrowInvalid, match="other columns"):
         SampleTable(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_directory_that_another_run_takes_for_left_behind_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    """Between its making and its lock: removed by then, or locked by who is about to remove it."""
+    real, held = token_cache._lock, list[int]()
+
+    def late(descriptor: int) -> bool | None:
+        if not held:
+            [path] = tmp_path.glob(".tmp-*")
+            held.append(os.open(path, os.O_RDONLY))
+            assert real(held[0])
+            if not is_held:
+                path.rmdir()
+                os.close(held[0])
+        return real(descriptor)
+
+    monkeypatch.setattr(token_cache, "_lock", late)
+    with token_cache._own_temporary(tmp_path / "key") as temporary:
+        assert temporary.is_dir() and [*tmp_path.glob(".tmp-*")].index(temporary) >= 0
+        token_cache._clear_left_behind(tmp_path)
+        assert temporary.is_dir()
+    assert not temporary.exists()
+    if is_held:
+        os.close(held[0])
