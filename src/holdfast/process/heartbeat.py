@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import psutil
 
 _log = logging.getLogger("holdfast")
 
@@ -139,6 +138,8 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
         of: their common ancestor, or one of them. Who is no child of it is no longer what it was, and left alone.
         log: where it lands.
     """
+    import psutil  # takes 0.03 s, and few processes come here
+
     deadline = time.monotonic() + _MOST_S
     for pid in pids:
         size = _size(log)

@@ -15,11 +15,10 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.config.view import MANY_STEPS
-from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
 from holdfast.launcher.resume.fork import copy_fork, find_fork
-from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
 from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
     refuse_to_leave_behind,
@@ -28,7 +27,6 @@ from holdfast.launcher.resume.resume_step import (
     set_aside_damaged,
 )
 from holdfast.launcher.resume.same_command import go_on_or_refuse
-from holdfast.remote.object_store import StorageError
 from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
 from holdfast.run.manifest import Verification, read_manifest
@@ -100,6 +98,8 @@ def prepare(
         _make_room(attempt, ckpt, sections, clean=clean, again=again)
         # Last: a start that is refused or fails here must not have touched the store.
         if store is not None and attempt.fork is None:
+            from holdfast.launcher.resume.remote import set_aside_remote_after
+
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
 
@@ -291,6 +291,8 @@ def _decide(
     number = 1 if clean else run_dir.next_attempt()
     is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
     if store is not None:
+        from holdfast.launcher.resume.remote import fetch  # what speaks to stores takes 0.1 s to import
+
         brought = _with_store(
             lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
         )

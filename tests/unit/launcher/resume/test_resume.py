@@ -25,11 +25,10 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import choose_for_training
 from holdfast.config.rl import hand_down_shared
-from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
-from holdfast.remote.object_store import StorageError
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
