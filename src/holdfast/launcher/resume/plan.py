@@ -78,13 +78,16 @@ def prepare(
         if orchestrator is not None:
             run_dir.lock_orchestrator()
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
-    # A store that is away must not keep a run from going on that has all it needs here.
-    store = None if dry_run or (again and _newest_is_whole(run_dir, ckpt.verify)) else ckpt.dir
+    store, whole = None if dry_run else ckpt.dir, None
+    if again and store is not None:
+        # A store that is away must not keep a run from going on that has all it needs here.
+        whole = _newest_if_whole(run_dir, ckpt.verify)
+        store = store if whole is None and run_dir.entries() else None
     if ckpt.dir is not None and dry_run:
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
     if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, orchestrator, inference):
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
-    attempt = _decide(run_dir, ckpt, clean=clean, store=store, async_level=async_level, again=again)
+    attempt = _decide(run_dir, ckpt, clean=clean, store=store, whole=whole, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
@@ -271,22 +274,29 @@ def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | N
             )
 
 
-def _newest_is_whole(run_dir: RunDir, how: Verification) -> bool:
-    """Whether the newest checkpoint that was ever committed here is whole, or there never was one.
+def _newest_if_whole(run_dir: RunDir, how: Verification) -> int | None:
+    """Return the step of the newest checkpoint that was ever committed here, if it is whole; None: it is not.
 
     Then the store has nothing newer of this run: it gets what is committed here.
     """
     entries = run_dir.entries()
     try:
-        return not entries or verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step) is not None
+        return verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step).step if entries else None
     except CheckpointError:
-        return False
+        return None
 
 
 def _decide(
-    run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, store: str | None, async_level: int, again: bool
+    run_dir: RunDir,
+    ckpt: CkptConfig,
+    *,
+    clean: bool,
+    store: str | None,
+    whole: int | None,
+    async_level: int,
+    again: bool,
 ) -> Attempt:
-    """Find the step to start from, verified. This run's own checkpoints come first."""
+    """Find the step to start from, verified; `whole` is verified already. This run's own checkpoints come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
     is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
@@ -297,7 +307,9 @@ def _decide(
             lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
         )
         is_there |= brought is not None
-    step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
+    step = whole
+    if whole is None and (is_there or wanted != "auto"):
+        step = resolve_resume_step(run_dir, wanted, how=ckpt.verify)
     if step is not None:
         for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):
             if path is not None:

@@ -597,6 +597,25 @@ def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_d
     assert attempt.resume_step == 4 and warning in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("store", [{}, {"dir": "memory://run"}], ids=["without a store", "with a store"])
+def test_a_heal_reads_the_newest_checkpoint_once(
+    killed: RunDir, store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[Path, Any]] = []
+    verify = manifest.verify
+
+    def noted(directory: Path, **how: Any) -> manifest.Manifest:
+        read.append((directory, how["how"]))
+        return verify(directory, **how)
+
+    monkeypatch.setattr(manifest, "verify", noted)
+    config = rl(killed, resume_step="auto", **store)
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step == 6 and [one for one in read if "checkpoints" in one[0].parts] == [
+        (killed.checkpoint(6), "full")
+    ]
+
+
 def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journal_again(
     new: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
