@@ -33,6 +33,7 @@ from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
+from tests.builders.launches import start_rl
 
 Sft = Callable[..., tuple[int, str, str]]
 STATE = {"orchestrator/orchestrator.json": "{}"}
@@ -61,13 +62,6 @@ def config_of(run: RunDir, **ckpt: Any) -> SftConfig:
 
 def start(config: SftConfig, *, clean: bool = False, dry_run: bool = False) -> Attempt:
     return prepare(config, clean=clean, dry_run=dry_run)
-
-
-@pytest.fixture(autouse=True)
-def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of a directory lasts as long as the process; here many launches share one."""
-    monkeypatch.setattr(RunDir, "lock", lambda _: None)
-    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
 
 
 def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None, program: str | None = None) -> Path:
@@ -452,17 +446,6 @@ def test_another_architecture_is_refused_before_anything_moves(
 def rl(run: RunDir, *, async_level: int = 1, **ckpt: Any) -> RlConfig:
     config = RlConfig(output_dir=run.path, async_level=async_level, max_steps=100, ckpt=CkptConfig(**ckpt))
     return hand_down_shared(config)
-
-
-def start_rl(config: RlConfig) -> Attempt:
-    """As `launch_rl` does: prepare, then write the configuration of both."""
-    sections = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
-    attempt = prepare(
-        config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, inference=config.inference
-    )
-    for name, section in sections.items():
-        write_config(attempt, name, section, dry_run=False)
-    return attempt
 
 
 @pytest.mark.parametrize(("async_level", "brought"), [(0, []), (1, [4]), (2, [3, 4]), (3, [3, 4])])
