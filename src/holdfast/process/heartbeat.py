@@ -13,7 +13,6 @@ blocked, is not frozen: a thread looks at the clock each second, and only a very
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import logging
 import os
@@ -104,14 +103,6 @@ class BusyClock:
     def busy_s(self) -> float:
         """Seconds so far."""
         return self._busy_s + (time.monotonic() - self._since if self.in_flight else 0.0)
-
-
-class FreezeTolerantLoop(asyncio.SelectorEventLoop):
-    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
-
-    def time(self) -> float:
-        """Return the time that `call_later` and `asyncio.timeout` go by."""
-        return awake_s()
 
 
 _SIGNAL = signal.SIGRTMIN + 3
