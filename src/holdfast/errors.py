@@ -145,6 +145,16 @@ class ProcessKilled(HoldfastError):
     """
 
 
+class StorageError(CheckpointError):
+    """An object store did not do what it was asked to: unreachable, refused, full.
+
+    Attributes:
+        may_pass: whether the same call may succeed later, when nobody has changed anything here.
+    """
+
+    may_pass = False
+
+
 class ReadError(HoldfastError):
     """A file is there and could not be read, which says nothing about what it holds."""
 

@@ -22,7 +22,7 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.policy import build_policy, predict
-from holdfast.trainer.rl.advantages import dr_grpo, sample_std
+from holdfast.trainer.rl.group_advantages import dr_grpo, sample_std
 from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input

@@ -34,7 +34,11 @@ Until = Literal["trained", "prepared"]
 _IMPORTED = (
     "datasets",
     "datasets.packaged_modules.json.json",
+    "httpx",
     "pandas",
+    "psutil",
+    "rich.console",
+    "rich.table",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.launcher.api",
@@ -48,6 +52,8 @@ _IMPORTED = (
     "holdfast.trainer.programs.sft",
     "transformers.models.qwen3.modeling_qwen3",
     "holdfast.launcher.launch",
+    "holdfast.launcher.resume.remote",
+    "uvicorn",
     STUB_ENGINE,
     "tests.unit.trainer.programs.in_process",
 )

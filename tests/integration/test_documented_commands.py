@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.pages.documentation import commands
-from tests.pages.runs import RL_STEPS, Checkout, can_be_started
+from tests.pages.runs import Checkout, can_be_started, is_run
 
 _LOOKED_INTO = ("journal.md", "environments.md", "evaluation.md", "first_run.md")
 STARTED = {"README.md", "checkpoints.md", *_LOOKED_INTO}
@@ -29,17 +29,30 @@ def test_the_page_about_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_readme(tmp_path: Path) -> None:
-    """All of it, the quick start too; the second run of `Kill it` ends with the bits of the first."""
-    checkout = Checkout(tmp_path)
-    checkout.save_files(ROOT / "README.md")
-    for command in commands(ROOT / "README.md"):
-        if not can_be_started(command):
-            continue
+    """All of it, the quick start too; every run of it and of first_run.md is killed as well, and its words given again.
+
+    They end with the bits of those that nobody killed; so does the second run of `Kill it`.
+    """
+    whole, killed = (Checkout(tmp_path / name) for name in ("whole", "killed"))
+    printed = {}
+    for checkout in (whole, killed):
+        checkout.save_files(ROOT / "README.md")
+    for command in filter(can_be_started, commands(ROOT / "README.md")):
         short = ["--max-steps", "3"] if "outputs/addition" in command.words else []
-        checkout.start(command, *short)
-    weights = [tmp_path / "outputs" / name / f"weights/step_{RL_STEPS}" for name in ("reverse_text_rl", "killed")]
-    first, second = ((path / "model.safetensors").read_bytes() for path in weights)
-    assert first == second
+        printed[tuple(command.words[:3])] = whole.start(command, *short)
+        if is_run(command):
+            killed.start_and_kill(command, *short, printed=printed[tuple(command.words[:3])])
+    (first,) = filter(is_run, commands(ROOT / "docs" / "first_run.md"))
+    killed.start_and_kill(first, printed=printed[tuple(first.words[:3])])
+
+    made, remade = ({path.parent.parent.parent.name: path for path in sorted(
+        checkout.path.glob("outputs/*/weights/step_*/model.safetensors"), key=lambda path: int(path.parent.name[5:])
+    )} for checkout in (whole, killed))  # fmt: skip
+    same = {"killed": "reverse_text_rl", "first": "reverse_text_rl"}
+    assert len(remade) >= 6 and remade.keys() - {"first"} == made.keys()
+    for name, path in [*remade.items(), ("killed", made["killed"])]:
+        other = made[same.get(name, name)]
+        assert path.parent.name == other.parent.name and path.read_bytes() == other.read_bytes(), name
 
 
 @pytest.mark.parametrize("page", _LOOKED_INTO)

@@ -105,6 +105,8 @@ def test_a_run_of_the_wheel_is_looked_into(
         looked = run(bin_dir, project, *map(str, words))
         assert looked.returncode == 0 and looked.stdout, looked.stderr
     assert (directory / "report.html").stat().st_size > 1e6, "with the files of the package that make it"
+    again = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
+    assert again.returncode == 2 and "holds a run that is finished, at step 1" in again.stderr, again.stderr
     begun = run(bin_dir, project, "environments", "init", "sums")
     assert begun.returncode == 0 and "\n  environments check sums:Sums\n" in begun.stdout, begun.stderr
     assert "uv run" not in begun.stdout + (project / "sums.toml").read_text(), "there is no checkout to run it in"

@@ -25,7 +25,7 @@ LOG_RATIO_TOLERANCE = 1e-4
 
 def test_rl_sends_adapters_to_the_engine_and_is_exact_after_a_kill(rl_server: UsedServer, tmp_path: Path) -> None:
     flags = (*rl_server.flags, *LORA, "--trainer.optim.lr", "5e-3", "--async-level", "0", "--ckpt.interval", "2")
-    flags = (*flags, "--max-steps", str(STEPS), "--ckpt.resume-step", "auto")
+    flags = (*flags, "--max-steps", str(STEPS))
     straight = succeeded(tmp_path / "straight", *flags).run_dir
     held = at_start(held_after(STEPS - 1, until=NEVER))
     with RlRun(tmp_path / "killed", *flags, environment=held) as run:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, StorageError
 from holdfast.launcher.resume.remote import fetch
 from holdfast.remote import object_store
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.remote.object_store import StorageError
 from holdfast.remote.uploader import Uploader
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir

@@ -138,7 +138,7 @@ def test_a_signal_to_one_node_saves_on_all_and_a_resume_goes_on_bit_for_bit(node
     stopped = nodes.run_dir.committed_steps()[-1]
     assert 5 <= stopped < STEPS and all(f"stopped at step {stopped}" in run.log for run in nodes.runs)
     nodes.trainer_fault = ""
-    nodes.start_all("--ckpt.resume-step", "auto")
+    nodes.start_all()
     assert nodes.wait() == [0, 0]
     assert nodes.weights == of_one_node.weights and nodes.losses == of_one_node.losses
 

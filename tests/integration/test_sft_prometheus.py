@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.run.metrics import read_metrics
-from holdfast.view.trackers.prometheus import series_of
+from holdfast.view.trackers.scrape import series_of
 from tests.conftest import ModelFactory
 from tests.forking.commands import Run, shared_commands
 from tests.pages.series import documented_series, names_of_rows

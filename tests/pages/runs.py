@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +17,9 @@ from holdfast.config import DpoConfig, OrchestratorConfig, RewardTrainingConfig,
 from holdfast.config.load import parse_command_line
 from holdfast.config.rl import hand_down_shared
 from tests.conftest import ROOT
-from tests.forking.commands import shared_commands
+from tests.forking.commands import Run, shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
-from tests.runs.processes import WITH_STUB_ENGINE
+from tests.runs.processes import WITH_STUB_ENGINE, wait_until
 
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
@@ -49,6 +52,11 @@ _SMALLER = {
 }
 
 
+def is_run(command: Command) -> bool:
+    """Whether a command of a page starts a run, which a kill interrupts."""
+    return command.words[0] in (*TRAINING, "rl")
+
+
 def can_be_started(command: Command) -> bool:
     """Whether a command of a page is one of ours, and not the one that starts this suite."""
     return command.words[0] not in NOT_OURS and command.words[:3] != _THE_SUITE
@@ -66,6 +74,7 @@ class Checkout:
     made: dict[Path, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.path.mkdir(exist_ok=True)
         for name in ("configs", "examples"):
             shutil.copytree(ROOT / name, self.path / name)
         for name in ("benchmarks", "tests"):
@@ -122,13 +131,34 @@ class Checkout:
         assert missing is None, f"{command.where}: the page shows\n{missing}\nbut printed was\n{printed}"
         return printed
 
-    def _fork(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
+    def start_and_kill(self, command: Command, *extra: str, printed: str) -> None:
+        """Start a run, kill all of it when it has printed some of its lines, and give the same words again.
+
+        Args:
+            printed: by the same run where nobody killed it: the moment is drawn from what it said before its last step.
+        """
+        extra = (*_smaller([*command.words, *extra]), *extra)
+        lines = printed.splitlines()
+        last = max(number for number, line in enumerate(lines) if re.search(r"step \d+/\d+ ", line))
+        moment = random.Random(command.where).randrange(1, last)
+        run = self._begin(command, extra)
+        wait_until(lambda: len(run.log.splitlines()) >= moment or run.has_ended, f"line {moment} of {command.line}")
+        os.killpg(run.pid, signal.SIGKILL)
+        code = run.wait().code
+        again = self._begin(command, extra).wait()
+        told = f"{command.where}: {command.line}\nkilled after {moment} of {last} lines:\n{run.log}\n{again.log}"
+        assert code == -signal.SIGKILL and again.code == 0, told
+
+    def _begin(self, command: Command, extra: tuple[str, ...]) -> Run:
         log = self.path / f"printed_{len(list(self.path.glob('printed_*')))}.out"
         here = f"import os; os.chdir({str(self.path)!r})"
         argv, variables = [*command.words[1:], *extra], {**os.environ, **WITH_STUB_ENGINE}
-        run = shared_commands().start(
+        return shared_commands().start(
             command.words[0], self.path / "unused", argv, log=log, environment=variables, fault=here
         )
+
+    def _fork(self, command: Command, extra: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
+        run = self._begin(command, extra)
         code = run.wait(timeout_s).code
         assert code is not None
         return code, run.log

@@ -61,6 +61,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
 
 
+def test_no_process_of_a_run_imports_what_only_some_runs_need() -> None:
+    processes = ["launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.trackers.process"]
+    code = (
+        "import importlib, sys, holdfast.orchestrator.check_environments\n"
+        "assert 'aiohttp' not in sys.modules\n"  # nothing is asked for yet
+        "for name in sys.argv[1:]:\n    importlib.import_module(f'holdfast.{name}')\n"
+        "some = {*'torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil'.split()}\n"
+        "print(some & sys.modules.keys())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *processes], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "argv", [["--max-stepz", "3"], ["@", "nowhere.toml"], ["--seed", "many"]], ids=["flag", "file", "value"]

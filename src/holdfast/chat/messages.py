@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.chat.template import ChatMessage, ChatTemplate
 from holdfast.errors import DataError
+
+if TYPE_CHECKING:
+    from holdfast.chat.template import ChatMessage, ChatTemplate
 
 # Where datasets keep what the assistant thought before it spoke.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

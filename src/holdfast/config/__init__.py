@@ -1,6 +1,7 @@
 """Configuration models of every command, and how they are read from TOML files and flags.
 
-Each model is imported when it is first asked for: a process pays for the settings that it reads.
+Each model is imported when it is first asked for: a process pays for the settings that it reads. The modules with
+models do without `from __future__ import annotations`: pydantic would compile each annotation again, at every start.
 """
 
 from typing import TYPE_CHECKING

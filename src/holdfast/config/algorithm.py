@@ -1,8 +1,6 @@
 """Settings of the RL algorithm: policy loss, KL control, critic, rewards, updates, replay, averages, distillation."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -39,7 +37,7 @@ class KlConfig(Section):
     """Sequences over which the steering acts; smaller is faster."""
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> KlConfig:
+    def _has_an_effect(self) -> Self:
         if self.estimator is None:
             self.estimator = "k3" if self.place == "loss" else "k1"
         if self.estimator == "k1" and self.place == "loss" and self.coef > 0:
@@ -69,7 +67,7 @@ class CriticConfig(Section):
     name: str | None = None
     """Model directory or hub name to start from, also a reward model; unset: `model.name`."""
 
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig = Field(default_factory=OptimConfig)
     """The critic's optimizer and learning-rate schedule."""
 
     warmup_steps: int = Field(default=0, ge=0)
@@ -133,7 +131,7 @@ class RewardConfig(Section):
     overlong filtering)."""
 
     @model_validator(mode="after")
-    def _whole_punishment(self) -> RewardConfig:
+    def _whole_punishment(self) -> Self:
         if (self.length_buffer_tokens is None) != (self.length_max_tokens is None):
             raise ValueError("length_buffer_tokens and length_max_tokens go together: set both or neither")
         if self.length_buffer_tokens and self.length_max_tokens and self.length_buffer_tokens > self.length_max_tokens:
@@ -180,7 +178,7 @@ class PretrainingConfig(Section):
     coef: float = Field(default=1.0, gt=0)
     """Weight of their mean cross-entropy in the loss."""
 
-    data: SftDataConfig = SftDataConfig()
+    data: SftDataConfig = Field(default_factory=SftDataConfig)
     """The samples; `batch_size` of them in every update."""
 
 
@@ -216,7 +214,7 @@ class CorrectionConfig(Section):
     veto: float | None = Field(default=None, gt=0, lt=1)
     """A rollout with a token that weighs less than this is left out as a whole; 1e-4 is usual. Unset: none is."""
 
-    def filled(self, default: Literal["none", "truncate"]) -> CorrectionConfig:
+    def filled(self, default: Literal["none", "truncate"]) -> Self:
         """Return it with what is unset: `default` is the type.
 
         Raises:
@@ -249,7 +247,7 @@ class EntropyConfig(Section):
     """The steered weight rises no further."""
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> EntropyConfig:
+    def _has_an_effect(self) -> Self:
         for name in ("step_size", "largest"):
             if self.target is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect without target: leave it out, or set target")
@@ -296,10 +294,10 @@ class PolicyLossConfig(Section):
     """Tokens of a rollout for `aggregation = constant`; unset: `rl` takes `orchestrator.sampling.max_tokens`. Where
     rollouts have several turns, `orchestrator.seq_len` is their bound."""
 
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     """Importance weights between sampler and trainer."""
 
-    entropy: EntropyConfig = EntropyConfig()
+    entropy: EntropyConfig = Field(default_factory=EntropyConfig)
     """A bonus for the policy's entropy."""
 
     args: dict[str, Any] = {}
@@ -311,7 +309,7 @@ class PolicyLossConfig(Section):
         return check_name(name, POLICY_LOSSES)
 
     @model_validator(mode="after")
-    def _with_defaults(self) -> PolicyLossConfig:
+    def _with_defaults(self) -> Self:
         defaults = POLICY_LOSSES[self.type].defaults if self.type in POLICY_LOSSES else {}
         self._settle_ratio(defaults)
         for name in ("clip_low", "clip_high", "dual_clip", "ratio_max", "ratio_to", "aggregation"):

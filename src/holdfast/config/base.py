@@ -5,21 +5,20 @@ the tables below and know no torch. The trainer imports the function behind a na
 needs only its function and one line here:
 
     POLICY_LOSSES      a function `(PolicyLossConfig) -> Objective` in `holdfast.trainer.rl.losses`
-    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages`
+    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages` or
+                       `group_advantages`
     PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
 
 A test asks for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source.
 `holdfast.orchestrator.env.registry` has the table of environments.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -150,7 +149,7 @@ class CkptConfig(Section):
     """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: the time to save the current step before everything is stopped."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> CkptConfig:
+    def _fits_together(self) -> Self:
         if self.keep_best is not None and not self.keep_best.removeprefix("min:").removeprefix("max:"):
             raise ValueError(f"keep_best = '{self.keep_best}' names no metric; write it as `max:reward/mean`")
         if self.weights_only is not None and self.resume_dir is not None:
@@ -269,8 +268,8 @@ class BuiltInAdvantage:
     """An advantage, and what it needs.
 
     Attributes:
-        function: its name in `holdfast.trainer.rl.advantages`; None where a model beside the policy gives the
-            advantages, and rewards of the batch do not.
+        function: its name in `holdfast.trainer.rl.advantages` or `group_advantages`; None where a model beside the
+            policy gives the advantages, and rewards of the batch do not.
         takes: `rewards`: the rewards of one problem, a number for each rollout; `step_rewards`: the same, and by
             themselves those of all parts of its rollouts; `rollouts`: `ScoredRollout` of the batch, by problem.
         settings: further arguments of the function, by the setting of `trainer` that each is.

@@ -1,7 +1,5 @@
 """Configuration of a job of SLURM's."""
 
-from __future__ import annotations
-
 import re
 
 from pydantic import Field, field_validator

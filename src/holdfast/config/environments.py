@@ -1,11 +1,9 @@
 """Settings of environments, judges, MCP servers and curricula, and how an environment samples its rollouts."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -90,7 +88,7 @@ class JudgeConfig(Section):
         return pattern
 
     @model_validator(mode="after")
-    def _reads_numbers_or_words(self) -> JudgeConfig:
+    def _reads_numbers_or_words(self) -> Self:
         if self.verdicts is not None:
             if "max_score" in self.model_fields_set:
                 raise ValueError("max_score is about numbers, and verdicts are words: leave one of them out")
@@ -136,7 +134,7 @@ class McpServerConfig(Section):
         return url
 
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> McpServerConfig:
+    def _is_one_of_both(self) -> Self:
         if (self.command is None) == (self.url is None):
             raise ValueError("set `command`, or `url`, and not both")
         if self.url is not None and (self.args or self.env):
@@ -172,7 +170,7 @@ class SamplingConfig(Section):
     """Most tokens sampled in one turn."""
 
     @property
-    def distribution(self) -> Sampling:
+    def distribution(self) -> "Sampling":
         """What every token is sampled from."""
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
@@ -199,7 +197,7 @@ class EnvironmentSamplingConfig(Section):
 
     _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
 
-    def over(self, common: SamplingConfig) -> SamplingConfig:
+    def over(self, common: SamplingConfig) -> "SamplingConfig":
         """Return `common` with what is set here in its place."""
         return common.model_copy(update=self.model_dump(exclude_none=True))
 
@@ -228,7 +226,7 @@ class CurriculumConfig(Section):
     """Of `variance`: the share of tasks that all levels get alike, so that none is forgotten."""
 
     @model_validator(mode="after")
-    def _can_choose(self) -> CurriculumConfig:
+    def _can_choose(self) -> Self:
         gates = [name for name in ("advance_reward", "advance_mastered") if getattr(self, name) is not None]
         if self.choice == "gates" and not gates:
             raise ValueError(
@@ -316,7 +314,7 @@ class EnvironmentConfig(Section):
         """Name under which the environment appears in metrics and state."""
         return self.name or self.id
 
-    def at_levels(self, key: str) -> dict[str, EnvironmentConfig]:
+    def at_levels(self, key: str) -> "dict[str, EnvironmentConfig]":
         """Return the settings of every level of the curriculum, or these without one, by the dotted key of each.
 
         Args:
@@ -335,7 +333,7 @@ class EnvironmentConfig(Section):
         return self.timeout_s if math.isfinite(self.timeout_s) else None
 
     @model_validator(mode="after")
-    def _memory_of_workers(self) -> EnvironmentConfig:
+    def _memory_of_workers(self) -> Self:
         if self.worker_memory_gb is not None and not self.workers:
             raise ValueError(
                 f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} is about workers, and it "

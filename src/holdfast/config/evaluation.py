@@ -1,9 +1,7 @@
 """Configuration of evaluations: the command `evaluate`, and those that `sft` and `dpo` make on their way."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,7 +36,7 @@ class EvaluateConfig(Command):
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
 
-    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
+    environments: list[EnvironmentConfig] = Field(default_factory=lambda: [EnvironmentConfig()], min_length=1)
     """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here."""
 
     num_tasks: int | None = Field(default=None, ge=1)
@@ -47,7 +45,7 @@ class EvaluateConfig(Command):
     samples_per_task: int = Field(default=1, ge=1, le=4096)
     """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
 
-    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)
     """Sampling of completions."""
 
     seq_len: int = Field(default=1024, ge=2)
@@ -59,7 +57,7 @@ class EvaluateConfig(Command):
     max_concurrency: int = Field(default=256, ge=1)
     """Most sessions in flight at once."""
 
-    inference: InferenceConfig = InferenceConfig()
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The inference server that is started for a directory or a step; its port is the first free one from
     `inference.server.port` on."""
 
@@ -77,7 +75,7 @@ class EvaluateConfig(Command):
     """Remove the evaluation that the output directory already holds, then start afresh."""
 
     @model_validator(mode="after")
-    def _one_policy(self) -> EvaluateConfig:
+    def _one_policy(self) -> Self:
         if (self.model is None) == (self.run is None):
             given = "both" if self.run else "neither"
             raise ValueError(
@@ -93,7 +91,7 @@ class EvaluateConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _follows(self) -> EvaluateConfig:
+    def _follows(self) -> Self:
         if self.interval is not None and not self.follow:
             raise ValueError(f"interval = {self.interval} is of steps that are followed: set follow as well")
         if self.follow and self.clean:
@@ -104,12 +102,12 @@ class EvaluateConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> EvaluateConfig:
+    def _samples_differ(self) -> Self:
         check_samples(self.samples_per_task, self.sampling)
         return self
 
     @model_validator(mode="after")
-    def _check_environments(self) -> EvaluateConfig:
+    def _check_environments(self) -> Self:
         check_sections(self.environments, seq_len=self.seq_len)
         check_held_out(self.environments)
         return self
@@ -139,10 +137,10 @@ class CheckpointEvalConfig(EvalConfig):
     """Evaluate the model that training begins with, every step that this divides, and the last one; `ckpt.interval`
     must divide it, as what is evaluated is a checkpoint."""
 
-    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    environments: list[EnvironmentConfig] = Field(default_factory=lambda: [EnvironmentConfig()], min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """What is asked: `[[eval.environments]]` in TOML."""
 
-    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Sampling of completions."""
 
     seq_len: int = Field(default=1024, ge=2)
@@ -151,12 +149,12 @@ class CheckpointEvalConfig(EvalConfig):
     max_concurrency: int = Field(default=256, ge=1)
     """Most sessions in flight at once."""
 
-    inference: InferenceConfig = InferenceConfig()
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The inference server that is started for each evaluation; its port is the first free one from
     `inference.server.port` on."""
 
     @model_validator(mode="after")
-    def _fits_into_the_server(self) -> CheckpointEvalConfig:
+    def _fits_into_the_server(self) -> Self:
         check_sections(self.environments, seq_len=self.seq_len)
         served = self.inference.model
         if "max_len" not in served.model_fields_set:
@@ -165,7 +163,7 @@ class CheckpointEvalConfig(EvalConfig):
         check_server(self.inference, seq_len=self.seq_len)
         return self
 
-    def following(self, run: Path, directory: Path) -> EvaluateConfig:
+    def following(self, run: Path, directory: Path) -> "EvaluateConfig":
         """Return what `evaluate --follow` is told to make these evaluations of `run`, below `directory`."""
         return EvaluateConfig(
             output_dir=directory,

@@ -1,8 +1,6 @@
 """Configuration of the inference server."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -89,13 +87,13 @@ class EngineConfig(Section):
 class InferenceConfig(Command):
     """The vLLM server: `uv run inference @ configs/reverse_text/infer.toml`."""
 
-    model: ServedModelConfig = ServedModelConfig()
+    model: ServedModelConfig = Field(default_factory=ServedModelConfig)
     """The model to serve."""
 
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = Field(default_factory=ServerConfig)
     """Address and access."""
 
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     """The vLLM engine."""
 
     deterministic: bool = False
@@ -107,7 +105,7 @@ class InferenceConfig(Command):
     GPUs unset: as many as have room on what `trainer.parallel.num_ranks` leaves, or on half of all."""
 
     @model_validator(mode="after")
-    def _has_ports(self) -> InferenceConfig:
+    def _has_ports(self) -> Self:
         last = self.server.port + self.engines - 1
         if last > 65535:
             raise ValueError(
@@ -116,7 +114,7 @@ class InferenceConfig(Command):
             )
         return self
 
-    def of_each(self) -> dict[str, InferenceConfig]:
+    def of_each(self) -> "dict[str, InferenceConfig]":
         """Return the configuration of every server by the name of its process: `inference`, or `inference_0` and on."""
         if self.engines == 1:
             return {"inference": self}

@@ -17,7 +17,7 @@ import json
 import re
 import stat
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -107,21 +107,18 @@ class _Files:
         for name in reversed(section):
             content = {name: content}
         try:
-            self._merge(self.data, content, (), path)
+            self.data = merged(self.data, content)
+            self.origin |= dict.fromkeys(_dotted_keys(content), path)
         except RecursionError:
             raise ConfigError(f"{path} cannot be used: {_TOO_DEEP}") from None
 
-    def _merge(self, into: dict[str, Any], content: dict[str, Any], prefix: tuple[str, ...], path: str) -> None:
-        for key, value in content.items():
-            where = (*prefix, key)
-            self.origin[".".join(where)] = path
-            if isinstance(value, dict) and isinstance(into.get(key), dict):
-                self._merge(into[key], value, where, path)
-            elif isinstance(value, dict):
-                into[key] = {}
-                self._merge(into[key], value, where, path)
-            else:
-                into[key] = value
+
+def _dotted_keys(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a file and of its sections."""
+    for key, value in content.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _dotted_keys(value, f"{prefix}{key}.")
 
 
 def _read(path: str, shown: str) -> dict[str, Any]:

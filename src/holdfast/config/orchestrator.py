@@ -1,9 +1,7 @@
 """Configuration of the orchestrator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -170,7 +168,7 @@ class EvalConfig(Section):
     """Chooses the held-out tasks and the samples, as in `evaluate`."""
 
     @model_validator(mode="after")
-    def _can_be_told_apart(self) -> EvalConfig:
+    def _can_be_told_apart(self) -> Self:
         check_samples(self.samples_per_task, self.sampling or EvaluationSamplingConfig())
         check_sections(self.environments or ())
         check_held_out(self.environments or ())
@@ -183,10 +181,10 @@ class OrchestratorConfig(Command):
     max_steps: int = Field(default=100, ge=1)
     """Make batches until this step."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
     """The model that is trained; its tokenizer is used here."""
 
-    environments: list[EnvironmentConfig] = Field(default=[EnvironmentConfig()], min_length=1)
+    environments: list[EnvironmentConfig] = Field(default_factory=lambda: [EnvironmentConfig()], min_length=1)
     """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`, and perhaps a
     `group_size`, `sampling` and `seq_len` of its own; docs/environments.md describes them."""
 
@@ -206,10 +204,10 @@ class OrchestratorConfig(Command):
     seq_len: int = Field(default=1024, ge=2)
     """Most tokens of one rollout, prompt included."""
 
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of completions, as far as an environment has none of its own."""
 
-    client: ClientConfig = ClientConfig()
+    client: ClientConfig = Field(default_factory=ClientConfig)
     """Inference servers."""
 
     teacher: TeacherConfig | None = None
@@ -240,7 +238,7 @@ class OrchestratorConfig(Command):
             return self.problems_per_step
         return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
 
-    def rollouts_of(self, section: EnvironmentConfig) -> RolloutSettings:
+    def rollouts_of(self, section: EnvironmentConfig) -> "RolloutSettings":
         """Return how the rollouts of one environment are made: by its own settings, else by those of all."""
         sampling = self.sampling if section.sampling is None else section.sampling.over(self.sampling)
         return RolloutSettings(
@@ -256,7 +254,7 @@ class OrchestratorConfig(Command):
         return max(self.rollouts_of(section).group_size for section in self.environments)
 
     @model_validator(mode="after")
-    def _room_for_a_batch(self) -> OrchestratorConfig:
+    def _room_for_a_batch(self) -> Self:
         if self.max_problems_per_step < self.problems_per_step:
             raise ValueError(
                 f"dynamic_sampling.max_problems_per_step = {self.max_problems_per_step} is less than "
@@ -271,7 +269,7 @@ class OrchestratorConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _groups_that_can_vary(self) -> OrchestratorConfig:
+    def _groups_that_can_vary(self) -> Self:
         for section in self.environments:
             curriculum = section.curriculum
             if curriculum is None or self.rollouts_of(section).group_size > 1:
@@ -284,7 +282,7 @@ class OrchestratorConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _has_a_policy_to_evaluate(self) -> OrchestratorConfig:
+    def _has_a_policy_to_evaluate(self) -> Self:
         if self.eval is not None and self.is_sampled_by_teacher:
             raise ValueError(
                 "eval asks the engines of the policy, and with a teacher that samples (teacher.mode = 'samples') there "
@@ -293,7 +291,7 @@ class OrchestratorConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _comparable_with_a_teacher(self) -> OrchestratorConfig:
+    def _comparable_with_a_teacher(self) -> Self:
         judged = self.teacher is not None and self.teacher.mode == "logprobs"
         for section in self.environments:
             sampling = self.rollouts_of(section).sampling
@@ -306,6 +304,6 @@ class OrchestratorConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _check_environments(self) -> OrchestratorConfig:
+    def _check_environments(self) -> Self:
         check_sections(self.environments, seq_len=self.seq_len)
         return self

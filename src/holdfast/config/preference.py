@@ -1,8 +1,6 @@
 """Settings of preference training: `dpo` and `reward-model`."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -64,7 +62,7 @@ class PreferenceLossConfig(Section):
         return name
 
     @model_validator(mode="after")
-    def _settle(self) -> PreferenceLossConfig:
+    def _settle(self) -> Self:
         """Refuse what the loss does not know, and fill in what is unset."""
         built_in = PREFERENCE_LOSSES[self.type]
         if self.label_smoothing and not built_in.can_smooth:
@@ -154,13 +152,13 @@ class DpoConfig(EvaluatedCommand):
 
     program = "dpo"
 
-    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule."""
 
-    data: PreferenceDataConfig = PreferenceDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
     """Pairs and batches."""
 
-    loss: PreferenceLossConfig = PreferenceLossConfig()
+    loss: PreferenceLossConfig = Field(default_factory=PreferenceLossConfig)
     """Preference loss."""
 
 
@@ -177,14 +175,14 @@ class RewardTrainingConfig(SupervisedCommand):
 
     program = "reward-model"
 
-    data: PreferenceDataConfig = PreferenceDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
     """Pairs and batches."""
 
-    loss: RewardLossConfig = RewardLossConfig()
+    loss: RewardLossConfig = Field(default_factory=RewardLossConfig)
     """Loss of a pair."""
 
     @model_validator(mode="after")
-    def _is_no_language_model(self) -> RewardTrainingConfig:
+    def _is_no_language_model(self) -> Self:
         if self.model.fp32_lm_head:
             raise ValueError(
                 "model.fp32_lm_head is for language models; a reward model has no such layer: leave it out"

@@ -1,11 +1,9 @@
 """Configuration of `rl`: the three processes, and the settings that they share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -29,13 +27,13 @@ from holdfast.errors import ConfigError
 class RlConfig(Command):
     """An RL run: trainer, orchestrator and inference server, started and watched together."""
 
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """The trainer; `--trainer @ train.toml` fills it from a file."""
 
-    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
     """The orchestrator; `--orchestrator @ orch.toml`."""
 
-    inference: InferenceConfig = InferenceConfig()
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The inference server; `--inference @ infer.toml`."""
 
     max_steps: int | None = Field(default=None, ge=1)
@@ -117,13 +115,13 @@ class RlConfig(Command):
         raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
 
     @model_validator(mode="after")
-    def _comes_to_profiled_steps(self) -> RlConfig:
+    def _comes_to_profiled_steps(self) -> Self:
         if self.profile is not None:
             ProfiledSteps.parse(self.profile).check(self.trainer.max_steps)
         return self
 
     @model_validator(mode="after")
-    def _says_it_as_its_trainer(self) -> RlConfig:
+    def _says_it_as_its_trainer(self) -> Self:
         """Take the form of what is said from the trainer's file, which may be one of a trainer alone."""
         if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
             self.log_format = self.trainer.log_format

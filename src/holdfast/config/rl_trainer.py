@@ -4,9 +4,7 @@ The checks refuse advantages that cannot be combined with other settings. `rl` k
 orchestrator, so it also checks what the two must agree on. `holdfast.config.base` lists the advantages.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -49,7 +47,7 @@ class EnvironmentTrainingConfig(Section):
     """Factor of its advantages."""
 
 
-def check_advantages(config: TrainerConfig) -> None:
+def check_advantages(config: "TrainerConfig") -> None:
     """Refuse settings that an advantage cannot work with.
 
     Raises:
@@ -84,7 +82,7 @@ def check_advantages(config: TrainerConfig) -> None:
         _check_imitation(config)
 
 
-def _check_imitation(config: TrainerConfig) -> None:
+def _check_imitation(config: "TrainerConfig") -> None:
     """Refuse what acts through advantages alone, where the loss takes none."""
     for name, is_on in (
         ("environments", bool(config.environments)),
@@ -98,7 +96,7 @@ def _check_imitation(config: TrainerConfig) -> None:
             )
 
 
-def _that_may_be_negative(config: TrainerConfig) -> list[tuple[str, bool]]:
+def _that_may_be_negative(config: "TrainerConfig") -> list[tuple[str, bool]]:
     """Return what can make a reward negative that was none, and whether it is on."""
     return [
         ("kl.place = 'reward'", _penalises_rewards(config)),
@@ -108,7 +106,7 @@ def _that_may_be_negative(config: TrainerConfig) -> list[tuple[str, bool]]:
     ]
 
 
-def _check_gdpo(config: TrainerConfig) -> None:
+def _check_gdpo(config: "TrainerConfig") -> None:
     if not config.rewards.weights:
         raise ValueError(
             "advantage = 'gdpo' normalises every reward by itself: name them in rewards.weights, such as "
@@ -128,7 +126,7 @@ def _check_gdpo(config: TrainerConfig) -> None:
             )
 
 
-def _check_online_dpo(config: TrainerConfig) -> None:
+def _check_online_dpo(config: "TrainerConfig") -> None:
     """Refuse what makes the gradient another than that of DPO's loss."""
     if config.kl is None:
         raise ValueError("advantage = 'online_dpo' compares with a reference: set kl (kl = {} takes model.name)")
@@ -149,7 +147,7 @@ def _check_online_dpo(config: TrainerConfig) -> None:
             raise ValueError(f"advantage = 'online_dpo' does not go with {name}: leave that out")
 
 
-def _penalises_rewards(config: TrainerConfig) -> bool:
+def _penalises_rewards(config: "TrainerConfig") -> bool:
     return config.kl is not None and config.kl.place == "reward" and config.kl.coef > 0
 
 
@@ -166,10 +164,10 @@ class TrainerConfig(TrainingCommand):
 
     program = "rl"
 
-    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule of the policy."""
 
-    loss: PolicyLossConfig = PolicyLossConfig()
+    loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     """Policy loss."""
 
     advantage: str = Field(
@@ -189,7 +187,7 @@ class TrainerConfig(TrainingCommand):
     environments: dict[str, EnvironmentTrainingConfig] = {}
     """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
 
-    rewards: RewardConfig = RewardConfig()
+    rewards: RewardConfig = Field(default_factory=RewardConfig)
     """What happens to rewards before advantages."""
 
     reward_model: RewardModelConfig | None = None
@@ -204,7 +202,7 @@ class TrainerConfig(TrainingCommand):
     critic: CriticConfig | None = None
     """The critic of `advantage = gae`."""
 
-    updates: UpdatesConfig = UpdatesConfig()
+    updates: UpdatesConfig = Field(default_factory=UpdatesConfig)
     """Passes and minibatches of one step."""
 
     ema: EmaConfig | None = None
@@ -216,7 +214,7 @@ class TrainerConfig(TrainingCommand):
     pretraining: PretrainingConfig | None = None
     """Supervised samples beside the rollouts."""
 
-    alerts: AlertsConfig = AlertsConfig()
+    alerts: AlertsConfig = Field(default_factory=AlertsConfig)
     """What metrics must look like for an alert."""
 
     mismatch_limit: float | None = Field(default=None, gt=0, allow_inf_nan=True)
@@ -228,7 +226,7 @@ class TrainerConfig(TrainingCommand):
     """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in that
     of its inference server."""
 
-    journal: JournalConfig = JournalConfig()
+    journal: JournalConfig = Field(default_factory=JournalConfig)
     """Batches that stay after they are trained."""
 
     row_tokens: int = Field(default=4096, ge=2)
@@ -283,12 +281,12 @@ class TrainerConfig(TrainingCommand):
         return sections
 
     @model_validator(mode="after")
-    def _advantages_fit(self) -> TrainerConfig:
+    def _advantages_fit(self) -> Self:
         check_advantages(self)
         return self
 
     @model_validator(mode="after")
-    def _adapters_without_dropout(self) -> TrainerConfig:
+    def _adapters_without_dropout(self) -> Self:
         if self.model.lora is not None and self.model.lora.dropout > 0:
             raise ValueError(
                 f"model.lora.dropout = {self.model.lora.dropout:g}: engines sample without dropout, so a policy that "
@@ -297,7 +295,7 @@ class TrainerConfig(TrainingCommand):
         return self
 
     @model_validator(mode="after")
-    def _parts_fit_together(self) -> TrainerConfig:
+    def _parts_fit_together(self) -> Self:
         if (self.advantage == "gae") != (self.critic is not None):
             missing = "set critic (critic = {} takes the defaults)" if self.critic is None else "set advantage = 'gae'"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")

@@ -3,11 +3,9 @@
 The schedule is a pure function of settings and step, so a checkpoint holds no scheduler state.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -96,7 +94,7 @@ class TrainedModelConfig(ModelConfig):
         return self.logits_chunk_tokens or BY_DEVICE["cpu"].logits_chunk_tokens
 
     @model_validator(mode="after")
-    def _adapters_have_a_base(self) -> TrainedModelConfig:
+    def _adapters_have_a_base(self) -> Self:
         if self.lora is not None and self.init == "random":
             raise ValueError("has lora, which adapts pretrained weights, and init = 'random': leave one of them out")
         return self
@@ -152,7 +150,7 @@ class ParallelConfig(Section):
         return self.num_ranks or 1
 
     @model_validator(mode="after")
-    def _divides_its_ranks(self) -> ParallelConfig:
+    def _divides_its_ranks(self) -> Self:
         if self.num_ranks is not None:  # else when that is known
             self.check_ranks(self.world_size)
         return self
@@ -245,7 +243,7 @@ class OptimConfig(Section):
     """The schedule falls towards `lr` times this, which a step behind its last would have."""
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> OptimConfig:
+    def _has_an_effect(self) -> Self:
         if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(f"momentum = {self.momentum:g} is for type = 'muon': leave it out, or set betas")
         return self
@@ -297,13 +295,13 @@ class TrainingCommand(Command):
     """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
     ui.perfetto.dev (docs/profiling.md)."""
 
-    model: TrainedModelConfig = TrainedModelConfig()
+    model: TrainedModelConfig = Field(default_factory=TrainedModelConfig)
     """The model to train."""
 
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig = Field(default_factory=OptimConfig)
     """Optimizer and learning-rate schedule."""
 
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Ranks, threads and devices."""
 
     ckpt: CkptConfig | None = None
@@ -324,18 +322,18 @@ class TrainingCommand(Command):
         return ProfiledSteps.parse(self.profile) if self.profile is not None else None
 
     @model_validator(mode="after")
-    def _comes_to_profiled_steps(self) -> TrainingCommand:
+    def _comes_to_profiled_steps(self) -> Self:
         if self.profiled_steps is not None:
             self.profiled_steps.check(self.max_steps)
         return self
 
     @model_validator(mode="after")
-    def _serves_at_two_ports(self) -> TrainingCommand:
+    def _serves_at_two_ports(self) -> Self:
         check_served_ports(self.prometheus, self.dashboard)
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> TrainingCommand:
+    def _warmup_fits(self) -> Self:
         self.optim.check_warmup(self.max_steps, "optim")
         if self.model.compile and self.parallel.sequence_parallel > 1:
             raise ValueError(
@@ -401,7 +399,7 @@ class SftDataConfig(Section):
 class SupervisedCommand(TrainingCommand):
     """What every training program on rows of data has."""
 
-    data: SftDataConfig = SftDataConfig()
+    data: SftDataConfig = Field(default_factory=SftDataConfig)
     """Samples and batches."""
 
     val_interval: int | None = Field(default=None, ge=1)
@@ -411,7 +409,7 @@ class SupervisedCommand(TrainingCommand):
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
     @model_validator(mode="after")
-    def _something_to_validate_on(self) -> SupervisedCommand:
+    def _something_to_validate_on(self) -> Self:
         if self.val_interval is not None and self.data.validation_fraction == 0:
             raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
         return self
@@ -430,7 +428,7 @@ class EvaluatedCommand(SupervisedCommand):
     """Evaluations on held-out tasks while training goes on; unset: none."""
 
     @model_validator(mode="after")
-    def _has_checkpoints_to_evaluate(self) -> EvaluatedCommand:
+    def _has_checkpoints_to_evaluate(self) -> Self:
         if self.eval is None:
             return self
         interval, every = self.eval.interval, self.ckpt.interval if self.ckpt is not None else None

@@ -1,7 +1,5 @@
 """Settings of what people see of a run: alerts, the live page, Prometheus, experiment trackers and profiled steps."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated
@@ -107,7 +105,7 @@ class ProfiledSteps:
     last: int
 
     @classmethod
-    def parse(cls, text: object) -> ProfiledSteps:
+    def parse(cls, text: object) -> "ProfiledSteps":
         """Return what `FIRST:LAST` names.
 
         Raises:

@@ -8,11 +8,10 @@ setting that changes the result.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 from holdfast.config.base import DType
 from holdfast.config.devices import BY_DEVICE, DeviceType
@@ -139,7 +138,7 @@ def _refuse_without_memory(ranks: int, *, key: str) -> None:
     Raises:
         ConfigError: there are more.
     """
-    total = psutil.virtual_memory().total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ranks * _LEAST_RANK_BYTES > total:
         raise ConfigError(
             f"{key}.num_ranks = {ranks}: on the CPU each takes at least {_LEAST_RANK_BYTES >> 20} MiB, and this "

@@ -26,7 +26,7 @@ from holdfast.run.run_dir import RunDir
 
 _FIRST_DELAY_S = 0.2
 _LAST_DELAY_S = 10.0
-# Exit codes of errors that were told: they would only come again.
+# Exit codes of errors that were told: most would only come again.
 _TOLD = (2, 3, NOT_SAVED)
 
 

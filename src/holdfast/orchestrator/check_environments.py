@@ -15,7 +15,6 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.env.registry import find_class, find_environment, is_built_in, load_levels, require_methods
 from holdfast.orchestrator.env.tool_loop import check_tools
-from holdfast.orchestrator.evaluation.online import check_evaluation
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 
 
@@ -38,6 +37,8 @@ def check_environments(config: OrchestratorConfig) -> None:
             require_methods(cls, section.id, key=key)
     check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)
     if config.eval is not None:
+        from holdfast.orchestrator.evaluation.online import check_evaluation  # takes 0.2 s
+
         check_evaluation(config)
 
 

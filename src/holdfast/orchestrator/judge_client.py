@@ -18,9 +18,8 @@ import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import httpx
 import msgspec
 
 from holdfast.errors import HoldfastError, RunDirError, printable
@@ -33,6 +32,9 @@ from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, moved
 from holdfast.protocol.inference import ChatCall, ChatReply, read_key
 from holdfast.run.record_log import RecordLog, read_records, whole_bytes
+
+if TYPE_CHECKING:
+    import httpx
 
 _log = logging.getLogger("orchestrator")
 
@@ -74,6 +76,8 @@ class ChatClient:
     """Asks any number of servers, without a limit of its own to how many requests at once."""
 
     def __init__(self) -> None:
+        import httpx  # takes 0.1 s, and most runs ask no judge
+
         # The time is that of a whole answer, of which httpx bounds each piece only.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
@@ -94,6 +98,8 @@ class ChatClient:
             ChatRefused: it refuses.
             NoChatCompletion: it was reached, and what it sent cannot be read.
         """
+        import httpx
+
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         what = f"POST {url}"
         try:

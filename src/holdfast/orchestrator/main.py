@@ -29,13 +29,13 @@ from holdfast.orchestrator.evaluation.online import load_evaluation
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.pipeline import BatchPipeline, BatchPublisher, StrictSchedule
 from holdfast.orchestrator.state import OrchestratorState, read_state
-from holdfast.orchestrator.tasks import phase, run_until_stopped
+from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_until_stopped
 from holdfast.orchestrator.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_sync import DirectoryTransport, WeightPusher
 from holdfast.orchestrator.workers import starting_workers
 from holdfast.process import events
 from holdfast.process.child import allow_connections, die_with_launcher, keep_date, run_reporting_errors, set_up_logging
-from holdfast.process.heartbeat import FreezeTolerantLoop, start_heartbeat
+from holdfast.process.heartbeat import start_heartbeat
 from holdfast.run import journal
 from holdfast.run.manifest import verify
 from holdfast.run.run_dir import RunDir

@@ -14,9 +14,17 @@ from typing import Any, TypeVar
 from holdfast.errors import InferenceError
 from holdfast.process.child import is_ignored
 from holdfast.process.events import report
-from holdfast.process.heartbeat import moved
+from holdfast.process.heartbeat import awake_s, moved
 
 _T = TypeVar("_T")
+
+
+class FreezeTolerantLoop(asyncio.SelectorEventLoop):
+    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
+
+    def time(self) -> float:
+        """Return the time that `call_later` and `asyncio.timeout` go by."""
+        return awake_s()
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

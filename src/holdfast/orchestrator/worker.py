@@ -31,6 +31,7 @@ from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.episodes import Problem, run_group
+from holdfast.orchestrator.tasks import FreezeTolerantLoop
 from holdfast.orchestrator.worker_protocol import (
     Ask,
     AskJudge,
@@ -50,7 +51,6 @@ from holdfast.orchestrator.worker_protocol import (
     read_to_worker,
 )
 from holdfast.process.child import die_with_parent, run_reporting_errors, set_up_logging
-from holdfast.process.heartbeat import FreezeTolerantLoop
 from holdfast.protocol.inference import ChatReply, Completion
 from holdfast.protocol.rollouts import Dropped, Sampling, TokenIds
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import msgspec
-import psutil
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
@@ -339,6 +338,8 @@ class _Running:
                 return
 
     def _is_stopped(self) -> bool:
+        import psutil  # takes 0.03 s, and few processes come here
+
         try:
             return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
-
-import pynvml
 
 from holdfast.errors import ConfigError
 
@@ -111,11 +110,21 @@ def _is_named(gpu: Gpu, number: int, name: str) -> bool:
 def _by_nvml() -> Inventory | None:
     """Ask the driver's own library; None where it is not there."""
     try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    import pynvml  # takes 60 ms, so only where its library is
+
+    try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver, or a container without this part of it
         return None
     try:
-        gpus = [_gpu(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        gpus = [
+            Gpu(str(number), pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
+            for number, handle in enumerate(handles)
+        ]
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Inventory(tuple(gpus), pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10))
     except pynvml.NVMLError as error:
@@ -125,11 +134,6 @@ def _by_nvml() -> Inventory | None:
         ) from None
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(number: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-    return Gpu(str(number), pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
 
 
 def _by_files(root: Path) -> Inventory:

@@ -13,7 +13,6 @@ blocked, is not frozen: a thread looks at the clock each second, and only a very
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import logging
 import os
@@ -25,7 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import psutil
 
 _log = logging.getLogger("holdfast")
 
@@ -107,14 +105,6 @@ class BusyClock:
         return self._busy_s + (time.monotonic() - self._since if self.in_flight else 0.0)
 
 
-class FreezeTolerantLoop(asyncio.SelectorEventLoop):
-    """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
-
-    def time(self) -> float:
-        """Return the time that `call_later` and `asyncio.timeout` go by."""
-        return awake_s()
-
-
 _SIGNAL = signal.SIGRTMIN + 3
 _WAIT_S = 2.0
 # Stacks are written piece by piece, the main thread's last; a busy machine interrupts that.
@@ -139,6 +129,8 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
         of: their common ancestor, or one of them. Who is no child of it is no longer what it was, and left alone.
         log: where it lands.
     """
+    import psutil  # takes 0.03 s, and few processes come here
+
     deadline = time.monotonic() + _MOST_S
     for pid in pids:
         size = _size(log)

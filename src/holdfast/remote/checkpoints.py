@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
-from holdfast.errors import CheckpointError, ReadError, RunDirError
-from holdfast.remote.object_store import ObjectStore, StorageError
+from holdfast.errors import CheckpointError, ReadError, RunDirError, StorageError
+from holdfast.remote.object_store import ObjectStore
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, Manifest

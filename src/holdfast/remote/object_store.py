@@ -20,7 +20,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
-from holdfast.errors import CheckpointError, ConfigError, causes, is_storage_failure
+from holdfast.errors import ConfigError, StorageError, causes, is_storage_failure
 from holdfast.process.imports import keep_uploads_apart
 
 TRIES = 4
@@ -54,16 +54,6 @@ _PASSING_NAMES = {
 
 # Of this module alone: the global one belongs to the training, and is saved with it.
 _generator = random.Random()
-
-
-class StorageError(CheckpointError):
-    """The store did not do what it was asked to: unreachable, refused, full.
-
-    Attributes:
-        may_pass: whether the same call may succeed later, when nobody has changed anything here.
-    """
-
-    may_pass = False
 
 
 def is_transient(error: BaseException) -> bool:

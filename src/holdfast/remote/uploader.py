@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import CheckpointError, is_storage_failure
+from holdfast.errors import CheckpointError, StorageError, is_storage_failure
 from holdfast.process.imports import UPLOAD_THREAD
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.remote.object_store import StorageError
 from holdfast.run.checkpoints import Retention
 from holdfast.run.run_dir import RunDir
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
-
 from holdfast.errors import RunDirError
 
 # What a holder that was killed leaves behind, its ranks for instance, ends within moments; a busy machine takes longer.
@@ -60,6 +58,8 @@ class Holder:
         # A process id of another kernel or container says nothing here: take its holder for living.
         if self.pid_space != _pid_space():
             return False
+        import psutil  # takes 0.03 s, and few processes come here
+
         try:
             return psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
@@ -173,6 +173,8 @@ def living_holder(path: Path) -> Holder | None:
         return None
     if not holder.is_here:
         return holder
+    import psutil
+
     try:
         begun = psutil.Process(holder.pid).create_time()
     except psutil.Error:
@@ -236,4 +238,6 @@ def _pid_space() -> str:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # a sandbox that does not tell
+        import psutil
+
         return f"{psutil.boot_time():.0f}"

@@ -12,7 +12,6 @@ import platform
 import stat
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -91,6 +90,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def library_versions() -> dict[str, str]:
     """Return the versions of python and of the libraries that decide a checkpoint's content."""
+    from importlib.metadata import PackageNotFoundError, version  # only who writes one needs it
+
     found = {"python": platform.python_version()}
     for name in ("holdfast", "torch", "transformers", "safetensors"):
         try:

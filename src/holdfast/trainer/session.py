@@ -28,7 +28,7 @@ from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
-from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.parity_check import PassedChecks, check_model
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
@@ -159,7 +159,8 @@ def start_session(
         resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
     # After loading: what is compared are the weights that are trained.
-    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=config.model.compute_dtype)
+    passed, dtype = PassedChecks(config), config.model.compute_dtype
+    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=dtype, passed=passed)
     if ckpt is not None:
         checkpointer.reserve()
         if mesh.is_main:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# `rich` takes 0.1 s to import, and commands that print no table come here as well: each function imports what it needs.
 
 _PIPED_WIDTH = 10_000
 _READABLE = 12
@@ -54,6 +54,9 @@ class Grid:
         return sum(widths) + _GAP * (len(widths) - 1)
 
     def _table(self, left_out: Sequence[str]) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
         shown = [number for number, column in enumerate(self.columns) if column.lstrip(">") not in left_out]
         for number in shown:
@@ -69,6 +72,9 @@ def print_parts(parts: Sequence[Grid | str]) -> None:
 
     A table that a terminal is far too narrow for is as wide as it is there, too: the terminal breaks its lines.
     """
+    from rich.console import Console
+    from rich.text import Text
+
     is_piped = not sys.stdout.isatty()
     unlimited = Console(highlight=False, width=_PIPED_WIDTH)
     terminal = unlimited if is_piped else Console(highlight=False)
@@ -101,6 +107,8 @@ class Report:
     def print(self, *, as_json: bool) -> None:
         """Write the document, or the parts and the problems, to stdout."""
         if as_json:
+            import msgspec
+
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(self.document), indent=1).decode() + "\n")
             return
         print_parts((*self.parts, *self.problems))
@@ -114,6 +122,9 @@ class Report:
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal's stderr that something takes its time; yield what tells how far it has come."""
+    from rich.console import Console
+    from rich.markup import escape
+
     with Console(stderr=True, highlight=False).status(what) as status:
         yield lambda where: status.update(f"{what}: {escape(where)}")
 

@@ -13,9 +13,9 @@ import pytest
 import holdfast
 from tests.conftest import ROOT
 
-_NEEDS_TORCH = {
+_NEEDS_TORCH = {  # what takes or returns tensors
     *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
-    *("ScoredRollout", "PolicyLossInput", "grpo", "build_policy_loss"),
+    *("PolicyLossInput", "build_policy_loss"),
 }
 
 
@@ -38,9 +38,15 @@ def test_a_name_is_what_its_module_has(name: str) -> None:
 
 def test_what_is_around_an_environment_does_without_torch() -> None:
     names = [name for name in holdfast.__all__ if name not in _NEEDS_TORCH]
-    assert {"Environment", "Task", "Score", "Message", "Retention"} <= set(names)
+    assert {"Environment", "Task", "Score", "Message", "Retention", "grpo"} <= set(names)
     heavy = "{'torch', 'transformers', 'vllm'}"
     assert _run(f"from holdfast import {', '.join(names)}\nimport sys\nprint({heavy} & sys.modules.keys())") == "set()"
+
+
+def test_an_environment_and_an_advantage_need_no_settings() -> None:
+    code = "import sys\nfrom holdfast import Environment, Message, Score, Session, Task, TaskSeed, grpo\n"
+    heavy = "{'pydantic', 'numpy', 'jinja2', 'tokenizers', 'aiohttp', 'holdfast.config.base'}"
+    assert _run(f"{code}print({heavy} & sys.modules.keys())") == "set()"
 
 
 def test_checkers_see_the_same_names_in_the_same_modules() -> None:

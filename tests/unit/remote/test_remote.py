@@ -21,11 +21,11 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from holdfast.config import SftConfig
-from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError, StorageError
 from holdfast.launcher.resume.plan import prepare
 from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.remote.object_store import ObjectStore, StorageError, is_transient
+from holdfast.remote.object_store import ObjectStore, is_transient
 from holdfast.remote.uploader import Uploader
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import BestMetric, Retention

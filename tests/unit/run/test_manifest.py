@@ -128,7 +128,7 @@ def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(mon
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr("holdfast.run.manifest.version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     assert (library_versions()["holdfast"], library_versions()["torch"]) == ("not installed", "1.0")
 
 

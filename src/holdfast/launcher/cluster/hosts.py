@@ -23,8 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import psutil
-
 from holdfast.errors import ConfigError
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.heartbeat import show_stacks
@@ -137,6 +135,8 @@ class LocalProcess:
 
     def clear(self, timeout_s: float) -> None:
         """Kill its group and wait until all of it is gone."""
+        import psutil  # takes 0.03 s, and few processes come here
+
         self.kill()
         self._process.wait()
         deadline = time.monotonic() + timeout_s

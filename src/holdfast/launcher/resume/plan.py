@@ -16,12 +16,11 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.config.view import MANY_STEPS
-from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
 from holdfast.launcher.resume.fork import copy_fork, find_fork
 from holdfast.launcher.resume.inputs import changed_inputs, find_inputs, inputs_of, libraries_of
-from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
 from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
     refuse_to_leave_behind,
@@ -30,7 +29,6 @@ from holdfast.launcher.resume.resume_step import (
     set_aside_damaged,
 )
 from holdfast.launcher.resume.same_command import go_on_or_refuse
-from holdfast.remote.object_store import StorageError
 from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
 from holdfast.run.manifest import Verification, read_manifest
@@ -88,13 +86,16 @@ def prepare(
         else:
             _remove_rest(run_dir)
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
-    # A store that is away must not keep a run from going on that has all it needs here.
-    store = None if dry_run or (again and _newest_is_whole(run_dir, ckpt.verify)) else ckpt.dir
+    store, whole = None if dry_run else ckpt.dir, None
+    if again and store is not None:
+        # A store that is away must not keep a run from going on that has all it needs here.
+        whole = _newest_if_whole(run_dir, ckpt.verify)
+        store = store if whole is None and run_dir.entries() else None
     if ckpt.dir is not None and dry_run:
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
     if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, orchestrator, inference):
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
-    attempt = _decide(run_dir, ckpt, clean=clean, store=store, async_level=async_level, again=again)
+    attempt = _decide(run_dir, ckpt, clean=clean, store=store, whole=whole, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
         if ckpt.weights_only is not None:
@@ -109,6 +110,8 @@ def prepare(
         _make_room(attempt, ckpt, sections, clean=clean, again=again)
         # Last: a start that is refused or fails here must not have touched the store.
         if store is not None and attempt.fork is None:
+            from holdfast.launcher.resume.remote import set_aside_remote_after
+
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
 
@@ -313,31 +316,42 @@ def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | N
             )
 
 
-def _newest_is_whole(run_dir: RunDir, how: Verification) -> bool:
-    """Whether the newest checkpoint that was ever committed here is whole, or there never was one.
+def _newest_if_whole(run_dir: RunDir, how: Verification) -> int | None:
+    """Return the step of the newest checkpoint that was ever committed here, if it is whole; None: it is not.
 
     Then the store has nothing newer of this run: it gets what is committed here.
     """
     entries = run_dir.entries()
     try:
-        return not entries or verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step) is not None
+        return verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step).step if entries else None
     except CheckpointError:
-        return False
+        return None
 
 
 def _decide(
-    run_dir: RunDir, ckpt: CkptConfig, *, clean: bool, store: str | None, async_level: int, again: bool
+    run_dir: RunDir,
+    ckpt: CkptConfig,
+    *,
+    clean: bool,
+    store: str | None,
+    whole: int | None,
+    async_level: int,
+    again: bool,
 ) -> Attempt:
-    """Find the step to start from, verified. This run's own checkpoints come first."""
+    """Find the step to start from, verified; `whole` is verified already. This run's own checkpoints come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
     is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
     if store is not None:
+        from holdfast.launcher.resume.remote import fetch  # what speaks to stores takes 0.1 s to import
+
         brought = _with_store(
             lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
         )
         is_there |= brought is not None
-    step = resolve_resume_step(run_dir, wanted, how=ckpt.verify) if is_there or wanted != "auto" else None
+    step = whole
+    if whole is None and (is_there or wanted != "auto"):
+        step = resolve_resume_step(run_dir, wanted, how=ckpt.verify)
     if step is not None:
         for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):
             if path is not None:

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.errors import CheckpointError, RunDirError
+from holdfast.errors import CheckpointError, RunDirError, StorageError
 from holdfast.launcher.resume.resume_step import set_aside
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.remote.object_store import StorageError
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import newest_intact
 from holdfast.run.manifest import Verification

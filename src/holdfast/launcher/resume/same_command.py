@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from holdfast.config import PROGRAMS
 from holdfast.config.base import Command
@@ -60,6 +61,28 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
             f"{run_dir.path} already holds a run, and its settings are not there to compare with: go on with "
             f"--ckpt.resume-step auto, {elsewhere}."
         )
+    changed = _changes(before, sections, trainer, name=name, steps=steps)
+    if changed:
+        shown = changed[:_MOST_LINES]
+        left = [f"and {len(changed) - len(shown)} more"] if len(changed) > len(shown) else []
+        raise RunDirError(
+            f"{run_dir.path} holds an unfinished run that was started with other settings:\n"
+            + "".join(f"         {line}\n" for line in [*shown, *left])
+            + "       Give the settings of that run to go on with it, add --ckpt.resume-step auto to go on with these, "
+            f"{elsewhere}."
+        )
+    print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
+
+
+def _changes(
+    before: Path, sections: Mapping[str, Command], trainer: TrainingCommand, *, name: str, steps: Sequence[int]
+) -> list[str]:
+    """Return what the settings compute otherwise than those in `before`, a line each.
+
+    Args:
+        name: which of `sections` the trainer's are.
+        steps: of the checkpoints that are there.
+    """
     old = read_settings(before / f"{name}.toml")
     # On another kind of device the launcher has chosen them anew.
     chosen = _OF_DEVICES if old.get("parallel", {}).get("device") != trainer.parallel.device else ()
@@ -80,16 +103,7 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         changed.append("ckpt: set -> unset")
     if not steps and (weights := _weights_only(old)) != _weights_only(settings_of(trainer)):
         changed.append(f"ckpt.weights_only: {weights or 'unset'} -> {_weights_only(settings_of(trainer)) or 'unset'}")
-    if changed:
-        shown = changed[:_MOST_LINES]
-        left = [f"and {len(changed) - len(shown)} more"] if len(changed) > len(shown) else []
-        raise RunDirError(
-            f"{run_dir.path} holds an unfinished run that was started with other settings:\n"
-            + "".join(f"         {line}\n" for line in [*shown, *left])
-            + "       Give the settings of that run to go on with it, add --ckpt.resume-step auto to go on with these, "
-            f"{elsewhere}."
-        )
-    print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
+    return changed
 
 
 def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:

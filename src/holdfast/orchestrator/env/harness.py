@@ -37,10 +37,8 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from weakref import WeakKeyDictionary
-
-import uvicorn
 
 from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
@@ -49,6 +47,9 @@ from holdfast.orchestrator.env.interface import Environment, Score, SessionFull,
 from holdfast.orchestrator.env.interface import Session as harness_Session
 from holdfast.orchestrator.env.session import Session
 from holdfast.orchestrator.env.tools import Parser, ReadsCalls, ToolCall, find_parser, text_before_calls
+
+if TYPE_CHECKING:
+    import uvicorn
 
 _log = logging.getLogger("orchestrator")
 
@@ -297,11 +298,7 @@ class ChatServer:
 
     async def live(self, is_up: asyncio.Future[None]) -> None:
         """Serve until this is cancelled."""
-        config = uvicorn.Config(
-            self._application, interface="asgi3", proxy_headers=False, lifespan="off", ws="none",
-            access_log=False, log_config=None, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = _Server(config, is_up)
+        server = _quiet_server(self._application, is_up)
         try:
             await server.serve(sockets=[self._socket])
         finally:
@@ -342,22 +339,24 @@ class ChatServer:
             return 500, _error(f"the policy cannot be sampled: {error}", kind="server_error")
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, which are the process's own."""
+def _quiet_server(application: Callable[..., Awaitable[Any]], is_up: asyncio.Future[None]) -> uvicorn.Server:
+    """Return a server that sets `is_up` when it listens, and leaves signals and logs to the process."""
+    import uvicorn  # takes 0.1 s, and most runs have no harness
 
-    def __init__(self, config: uvicorn.Config, is_up: asyncio.Future[None]) -> None:
-        super().__init__(config)
-        self._is_up = is_up
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            is_up.set_result(None)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
-        await super().startup(sockets=sockets)
-        self._is_up.set_result(None)
+    config = uvicorn.Config(
+        application, interface="asgi3", proxy_headers=False, lifespan="off", ws="none",
+        access_log=False, log_config=None, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    return Server(config)
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (

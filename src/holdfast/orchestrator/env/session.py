@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from holdfast.chat.messages import MORE_KEYS, Message, as_dict, check_messages
-from holdfast.chat.template import ChatMessage
-from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import DataError, shown
-from holdfast.orchestrator.env.tools import Parser, ToolCall
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Logprobs, LossMask, TokenIds, VersionSpan
+
+if TYPE_CHECKING:
+    from holdfast.chat.template import ChatMessage
+    from holdfast.chat.tokenizer import Tokenizer
+    from holdfast.orchestrator.env.tools import Parser, ToolCall
 
 
 @dataclass(frozen=True)

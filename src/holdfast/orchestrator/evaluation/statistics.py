@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.evaluation.results import (
@@ -27,6 +26,11 @@ from holdfast.orchestrator.evaluation.results import (
     read_tasks,
 )
 from holdfast.run.run_dir import SUMMARY_NAME
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# numpy takes 0.1 s to import, and most runs evaluate nothing: the functions that compute with it import it.
 
 _RESAMPLES = 10_000
 _RESAMPLED_AT_ONCE = 1_000_000
@@ -76,7 +80,7 @@ def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
         return Estimate(value, None, None)
     if all(one in (0.0, 1.0) for one in values):
         return Estimate(value, *wilson(round(sum(values)), len(values), confidence=confidence))
-    low, high = _percentiles(_means_of_resamples(np.asarray(values)), confidence)
+    low, high = _percentiles(_means_of_resamples(values), confidence)
     return Estimate(value, low, high)
 
 
@@ -121,6 +125,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, confid
     good, each difference would have either sign with the same chance. All signs are tried for up to 16 tasks that
     differ, 10,000 at random for more, where p = (1 + hits) / (1 + trials) (Phipson and Smyth 2010).
     """
+    import numpy as np
+
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
     mean = math.fsum(differences) / len(differences)
     if len(differences) == 1:
@@ -133,6 +139,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, confid
 
 
 def _sign_flip(differences: np.ndarray) -> float:
+    import numpy as np
+
     nonzero = differences[differences != 0]
     number = len(nonzero)
     if number == 0:
@@ -150,7 +158,10 @@ def _sign_flip(differences: np.ndarray) -> float:
     return (1 + hits) / (1 + _RESAMPLES)
 
 
-def _means_of_resamples(values: np.ndarray) -> np.ndarray:
+def _means_of_resamples(of: Sequence[float] | np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    values = np.asarray(of)
     generator = np.random.default_rng(_SEED)
     number = len(values)
     pieces = [values[generator.integers(0, number, (size, number))].mean(axis=1) for size in _pieces(number)]
@@ -164,6 +175,8 @@ def _pieces(number: int) -> list[int]:
 
 
 def _percentiles(means: np.ndarray, confidence: float) -> tuple[float, float]:
+    import numpy as np
+
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 

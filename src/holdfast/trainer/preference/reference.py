@@ -35,7 +35,7 @@ from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.lora import digest_of
-from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.parity_check import PassedChecks, check_model
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
@@ -93,7 +93,8 @@ def other_reference(config: DpoConfig, pairs: Sequence[Preference], mesh: Mesh) 
     own = config.model.model_copy(update={"name": name, "init": "pretrained", "lora": None})
     model = build_policy(own, mesh, seed=0)
     model.requires_grad_(False)
-    check_model(model, mesh, name=name, pack=config.data.pack, dtype=own.compute_dtype)
+    passed = PassedChecks(config)
+    check_model(model, mesh, name=name, pack=config.data.pack, dtype=own.compute_dtype, passed=passed)
     digest = digest_of(base_tensors(model.hf_model))
     logprobs_P2 = None
     if config.ckpt is None or config.ckpt.resume_step is None:

@@ -2,7 +2,8 @@
 
 `build_advantage` chooses an advantage for the rollouts of a batch: the choice of their environment, a built-in one, or
 a user's function. A rollout has one advantage, or one per token, or those of a critic (`holdfast.trainer.rl.gae`). To
-add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.base`.
+add one, write its function here, or in `group_advantages` if it takes rewards, and its line in `ADVANTAGES` of
+`holdfast.config.base`.
 
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
 from holdfast.process.imports import calling, load_function
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.rl import group_advantages
 from holdfast.trainer.rl.batch import (
     ADVANTAGE,
     OLD_LOGPROB,
@@ -34,6 +37,7 @@ from holdfast.trainer.rl.batch import (
     target_values,
 )
 from holdfast.trainer.rl.gae import generalized_advantages
+from holdfast.trainer.rl.group_advantages import STD_EPSILON, dr_grpo, grpo, opo, sample_std
 from holdfast.trainer.rl.rewards import reward_components
 from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 
@@ -50,14 +54,6 @@ Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
 
 RewardsAdvantage = Callable[[Sequence[float]], list[float]]
 """From the rewards of one problem, (G,), to as many advantages."""
-
-
-def sample_std(values_G: Sequence[float]) -> float:
-    """Return the sample standard deviation (denominator G - 1); 0 when all values are equal."""
-    if max(values_G) == min(values_G):
-        return 0.0
-    mean = math.fsum(values_G) / len(values_G)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values_G) / (len(values_G) - 1))
 
 
 def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
@@ -150,101 +146,6 @@ def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-# Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
-_EPSILON = 1e-6
-
-
-def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
-    """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
-
-    Equal rewards give exactly 0, whatever their mean rounds to.
-    """
-    # The mean of equal rewards may round, and GRPO would divide that by its epsilon.
-    if max(rewards_G) == min(rewards_G):
-        return [0.0] * len(rewards_G)
-    mean = math.fsum(rewards_G) / len(rewards_G)
-    return [reward - mean for reward in rewards_G]
-
-
-def grpo(rewards_G: Sequence[float]) -> list[float]:
-    """Return `(r_i - mean(r)) / (std(r) + 1e-6)` (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
-
-    The paper leaves the kind of std open; this is the sample std (G - 1), as `torch.std` gives it in
-    TRL's GRPOTrainer and in verl, whose epsilon it takes too.
-    """
-    std = sample_std(rewards_G)
-    return [centred / (std + _EPSILON) for centred in dr_grpo(rewards_G)]
-
-
-def rloo(rewards_G: Sequence[float]) -> list[float]:
-    """Return `r_i - mean of the others` (Ahmadian et al. 2024, "Back to Basics").
-
-    That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
-    """
-    size = len(rewards_G)
-    # At least 1: a group of one has no others
-    return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
-
-
-def max_rl(rewards_G: Sequence[float]) -> list[float]:
-    """Return `(r_i - mean(r)) / mean(r)` (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
-
-    The rarer a reward is in its group, the more it counts.
-    For rewards of at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
-
-    Raises:
-        TrainingError: a reward is negative.
-    """
-    if min(rewards_G) < 0:
-        raise TrainingError(
-            f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, got {min(rewards_G)}. "
-            "Shift the rewards, or choose another advantage."
-        )
-    mean = math.fsum(rewards_G) / len(rewards_G)
-    return [centred / mean if centred else 0.0 for centred in dr_grpo(rewards_G)]  # where the mean is 0, all are
-
-
-def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
-    """Return by how much a rollout raises the best reward of `k`: the mean of `max(S) - max(S without i)`.
-
-    The mean is over all sets S of `k` rollouts of the group with rollout i among them. With rewards of 0 and 1 it
-    raises pass@k; times k / G it is `s^(loo - 1)` of Walder and Karkhanis 2025, "Pass@K Policy Optimization", and with
-    k = G the estimate of Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
-    Reinforcement Learning": the best less the second best for the best, 0 for the others (verl's `grpo_passk` without
-    its division by the std). It is never negative.
-
-    Raises:
-        TrainingError: there are fewer than `k` rollouts.
-    """
-    size = len(rewards_G)
-    if size < k:
-        raise TrainingError(
-            f"advantage = 'pass_at_k' takes the best of advantage_k = {k} rollouts, and a problem has {size}: lower "
-            "advantage_k, or raise orchestrator.group_size"
-        )
-    advantages = []
-    for index, reward in enumerate(rewards_G):
-        others = sorted([*rewards_G[:index], *rewards_G[index + 1 :]])
-        # The best of k - 1 others is the one of rank `rank` for this share of all choices.
-        shares = [math.comb(rank, k - 2) / math.comb(size - 1, k - 1) for rank in range(size - 1)]
-        gains = [share * max(reward - other, 0.0) for share, other in zip(shares, others, strict=True)]
-        advantages.append(math.fsum(gains))
-    return advantages
-
-
-def opo(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> list[float]:
-    """Return `r_i - sum(l r) / sum(l)`, `l` being the sampled tokens of a rollout.
-
-    The baseline of least variance where the gradients of tokens are alike and independent (Hao et al. 2025, "On-Policy
-    RL with Optimal Reward Baseline"; verl's `compute_opo_outcome_advantage`). Equal rewards give exactly 0.
-    """
-    total = sum(lengths_G)
-    if total == 0 or max(rewards_G) == min(rewards_G):
-        return [0.0] * len(rewards_G)
-    baseline = math.fsum(length * reward for length, reward in zip(lengths_G, rewards_G, strict=True)) / total
-    return [reward - baseline for reward in rewards_G]
-
-
 def opo_of_rollouts(groups: Groups) -> list[list[float]]:
     """Return `opo` of the rollouts of each problem."""
     return [opo([one.total_reward for one in group], [one.num_tokens for one in group]) for group in groups]
@@ -257,7 +158,7 @@ def batch_grpo(groups: Groups) -> list[list[float]]:
     """
     std = sample_std([one.total_reward for group in groups for one in group])
     centred_PG = [dr_grpo([one.total_reward for one in group]) for group in groups]
-    return [[centred / (std + _EPSILON) for centred in centred_G] for centred_G in centred_PG]
+    return [[centred / (std + STD_EPSILON) for centred in centred_G] for centred_G in centred_PG]
 
 
 def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
@@ -353,12 +254,17 @@ def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
     built_in = ADVANTAGES[name]
     assert built_in.function is not None, f"{name} is not computed from rewards"
     settings = {argument: attrgetter(setting)(config) for argument, setting in built_in.settings.items()}
-    function = partial(globals()[built_in.function], **settings)
+    function = partial(built_in_function(built_in.function), **settings)
     if name == "grpo" and config.advantage_std == "batch":
         return batch_grpo  # its std is over problems, so it sees them all
     if built_in.takes == "rewards":
         return lambda groups: [function([one.total_reward for one in group]) for group in groups]
     return partial(with_steps, function) if built_in.takes == "step_rewards" else function
+
+
+def built_in_function(name: str) -> Callable[..., Any]:
+    """Return the function of an advantage: one of this module, or of `group_advantages`."""
+    return globals().get(name) or getattr(group_advantages, name)
 
 
 def require_siblings(groups: Groups, name: str) -> None:

@@ -18,7 +18,7 @@ from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import freeze
-from holdfast.trainer.model.parity_check import check_model
+from holdfast.trainer.model.parity_check import PassedChecks, check_model
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FollowingModel, FrozenModel, RewardModel
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
@@ -132,15 +132,16 @@ class RlComponents:
         Raises:
             DataError: one differs.
         """
-        config, dtype = self._config, self._config.model.compute_dtype
+        config, mesh, dtype = self._config, self._mesh, self._config.model.compute_dtype
+        passed = PassedChecks(config)
         if config.kl is not None and self.reference is not None:
-            check_model(self.reference, self._mesh, name=_reference_name(config), pack=True, dtype=dtype)
+            check_model(self.reference, mesh, name=_reference_name(config), pack=True, dtype=dtype, passed=passed)
         if config.critic is not None and self.critic is not None:
             name = config.critic.name or config.model.name
-            check_model(self.critic.model, self._mesh, name=name, pack=True, dtype=dtype)
+            check_model(self.critic.model, mesh, name=name, pack=True, dtype=dtype, passed=passed)
         if config.reward_model is not None and self.reward_model is not None:
             name = config.reward_model.name
-            check_model(self.reward_model.model, self._mesh, name=name, pack=True, dtype=dtype)
+            check_model(self.reward_model.model, mesh, name=name, pack=True, dtype=dtype, passed=passed)
 
     def attachments(self) -> dict[str, Attachment]:
         """Return what makes the files that belong into every checkpoint."""

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Rollout
-from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.batch import OLD_LOGPROB, REFERENCE_LOGPROB, SAMPLER_LOGPROB
-from holdfast.trainer.rl.kl import KlPenalty
+
+if TYPE_CHECKING:
+    from holdfast.trainer.data.packing import Sample
+    from holdfast.trainer.rl.kl import KlPenalty
 
 
 def score_rollouts(
@@ -50,6 +52,8 @@ def score_rollouts(
 def _score(
     rollout: Rollout, sample: Sample, reward: float, penalty: KlPenalty | None, *, is_trained: bool
 ) -> ScoredRollout:
+    from holdfast.trainer.rl.batch import OLD_LOGPROB, REFERENCE_LOGPROB, SAMPLER_LOGPROB  # imports torch
+
     places = sample.targets
     token_rewards_T = -penalty.of(sample) if penalty else np.zeros(len(places))
     penalties = -math.fsum(token_rewards_T.tolist())

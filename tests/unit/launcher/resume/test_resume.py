@@ -25,15 +25,15 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import choose_for_training
 from holdfast.config.rl import hand_down_shared
-from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
-from holdfast.remote.object_store import StorageError
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
+from tests.builders.launches import start_rl
 
 Sft = Callable[..., tuple[int, str, str]]
 STATE = {"orchestrator/orchestrator.json": "{}"}
@@ -62,13 +62,6 @@ def config_of(run: RunDir, **ckpt: Any) -> SftConfig:
 
 def start(config: SftConfig, *, clean: bool = False, dry_run: bool = False) -> Attempt:
     return prepare(config, clean=clean, dry_run=dry_run)
-
-
-@pytest.fixture(autouse=True)
-def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of a directory lasts as long as the process; here many launches share one."""
-    monkeypatch.setattr(RunDir, "lock", lambda _: None)
-    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
 
 
 def add_checkpoint(run: RunDir, step: int, *, files: dict[str, str] | None = None, program: str | None = None) -> Path:
@@ -455,17 +448,6 @@ def rl(run: RunDir, *, async_level: int = 1, **ckpt: Any) -> RlConfig:
     return hand_down_shared(config)
 
 
-def start_rl(config: RlConfig) -> Attempt:
-    """As `launch_rl` does: prepare, then write the configuration of both."""
-    sections = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
-    attempt = prepare(
-        config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, inference=config.inference
-    )
-    for name, section in sections.items():
-        write_config(attempt, name, section, dry_run=False)
-    return attempt
-
-
 @pytest.mark.parametrize(("async_level", "brought"), [(0, []), (1, [4]), (2, [3, 4]), (3, [3, 4])])
 @pytest.mark.parametrize("trainer_alone", [False, True])
 def test_a_fork_brings_the_older_weights_that_batches_need(
@@ -596,6 +578,25 @@ def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_d
     (killed.checkpoint(6) / "manifest.json").write_text("damaged")
     attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
     assert attempt.resume_step == 4 and warning in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("store", [{}, {"dir": "memory://run"}], ids=["without a store", "with a store"])
+def test_a_heal_reads_the_newest_checkpoint_once(
+    killed: RunDir, store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[Path, Any]] = []
+    verify = manifest.verify
+
+    def noted(directory: Path, **how: Any) -> manifest.Manifest:
+        read.append((directory, how["how"]))
+        return verify(directory, **how)
+
+    monkeypatch.setattr(manifest, "verify", noted)
+    config = rl(killed, resume_step="auto", **store)
+    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
+    assert attempt.resume_step == 6 and [one for one in read if "checkpoints" in one[0].parts] == [
+        (killed.checkpoint(6), "full")
+    ]
 
 
 def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journal_again(

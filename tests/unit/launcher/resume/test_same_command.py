@@ -17,13 +17,7 @@ from holdfast.launcher.resume.plan import prepare
 from holdfast.protocol.rollouts import Batch, encode_batch
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
-
-
-@pytest.fixture(autouse=True)
-def release_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of a directory lasts as long as the process; here many launches share one."""
-    monkeypatch.setattr(RunDir, "lock", lambda _: None)
-    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda _, over_exec=False: None)
+from tests.builders.launches import start_rl
 
 
 @pytest.fixture
@@ -91,23 +85,14 @@ def test_a_killed_run_without_a_checkpoint_begins_anew(run: RunDir, capsys: pyte
 def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start() -> Attempt:
-        config = hand_down_shared(RlConfig(output_dir=run.path, max_steps=100))
-        sections = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
-        attempt = prepare(
-            config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, inference=config.inference
-        )
-        for name, section in sections.items():
-            write_config(attempt, name, section, dry_run=False)
-        return attempt
-
-    start()
+    config = hand_down_shared(RlConfig(output_dir=run.path, max_steps=100))
+    start_rl(config)
     for step in (1, 2, 3):
         run.batch(step).mkdir(parents=True)
         batch = Batch(step=step, policy_version=max(0, step - 1), weights_digest="", rollouts=[])
         (run.batch(step) / "batch.msgpack").write_bytes(encode_batch(batch))
         commit(run.batch(step), "batch", step, policy_version=batch.policy_version)
-    assert start().resume_step is None
+    assert start_rl(config).resume_step is None
     assert "batches 1 to 3 are in the journal: they are trained again, not made again" in capsys.readouterr().out
     assert run.published_batches() == [1, 2, 3]
 
@@ -117,6 +102,7 @@ def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
     [
         ({"seed": 7}, "seed: 0 -> 7"),
         ({"optim": {"lr": 0.5}}, "optim.lr: "),
+        ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: "),
         ({"max_steps": 50, "optim": {"schedule": "linear"}}, "optim.schedule: "),
         ({"ckpt": {"weights_only": "elsewhere"}}, "ckpt.weights_only: unset -> elsewhere"),
     ],

@@ -1,4 +1,4 @@
-"""The check at every start: it passes for models as they are, and notices each way of computing something else."""
+"""The check at a start: it passes for models as they are, and notices each way of computing something else."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.config.base import DType
-from holdfast.config.training import TrainedModelConfig
+from holdfast.config.base import CkptConfig, DType
+from holdfast.config.training import SftConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import attention
 from holdfast.trainer.model.packing_check import PACKED
-from holdfast.trainer.model.parity_check import check_model, is_random_in_training
+from holdfast.trainer.model.parity_check import PassedChecks, check_model, is_random_in_training
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import use_attention
 from holdfast.trainer.model.value_model import build_scalar_model
@@ -128,6 +128,42 @@ def test_models_that_score_are_compared_by_their_hidden_states(
     monkeypatch.setattr(attention, "_causal", hotter)
     with pytest.raises(DataError, match="of the largest hidden state away"):
         check_model(model, mesh, name="critic", pack=True, dtype="float32")
+
+
+def test_a_resumed_run_checks_only_what_has_not_passed(
+    tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
+    begun, resumed = (
+        PassedChecks(SftConfig(output_dir=tmp_path, ckpt=CkptConfig(resume_step=step))) for step in (None, 2)
+    )
+    settings: dict[str, Any] = {"name": "m", "pack": True, "dtype": "float32"}
+    check_model(policy, mesh, **settings, passed=begun)
+    plain = attention._causal
+    monkeypatch.setattr(attention, "_causal", lambda query, *rest: plain(query * 1.1, *rest))
+    check_model(policy, mesh, **settings, passed=resumed)
+    record = tmp_path / "checked_models.json"
+    kept = record.read_bytes()
+    for change, passed, content in (
+        ({"name": "other"}, resumed, kept),
+        ({"pack": False}, resumed, kept),
+        ({}, begun, kept),  # from other weights, perhaps
+        ({}, resumed, kept[:-3]),
+        ({}, resumed, b"7"),
+    ):
+        record.write_bytes(content)
+        with pytest.raises(DataError, match="Training on such numbers would be wrong"):
+            check_model(policy, mesh, **{**settings, **change}, passed=passed)
+    policy.hf_model.config.rms_norm_eps *= 2
+    record.write_bytes(kept)
+    with pytest.raises(DataError, match="Training on such numbers would be wrong"):
+        check_model(policy, mesh, **settings, passed=resumed)
+
+
+def test_hidden_states_that_are_zero_are_compared(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
+    model = build_scalar_model(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0, head="zero")
+    model.hf_model.get_parameter("model.norm.weight").data.zero_()
+    check_model(model, mesh, name="critic", pack=True, dtype="float32")
 
 
 _BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

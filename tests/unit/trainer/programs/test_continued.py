@@ -12,9 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from holdfast.config.training import OptimConfig, learning_rate
-from holdfast.errors import CheckpointError, HoldfastError, SaveError
+from holdfast.errors import CheckpointError, HoldfastError, SaveError, StorageError
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.remote.object_store import StorageError
 from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.run_dir import RunDir

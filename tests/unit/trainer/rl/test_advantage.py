@@ -21,16 +21,11 @@ from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.rl.advantages import (
     assign_advantages,
     build_advantage,
-    dr_grpo,
-    grpo,
-    max_rl,
-    opo,
-    pass_at_k,
     reinforce_pp,
     require_siblings,
-    rloo,
 )
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
+from holdfast.trainer.rl.group_advantages import dr_grpo, grpo, max_rl, opo, pass_at_k, rloo
 from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
 from tests.conftest import ROOT

@@ -26,9 +26,9 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.policy import Policy, build_policy, predict
-from holdfast.trainer.rl.advantages import dr_grpo, grpo
 from holdfast.trainer.rl.batch import to_samples
 from holdfast.trainer.rl.components import RlComponents
+from holdfast.trainer.rl.group_advantages import dr_grpo, grpo
 from holdfast.trainer.rl.losses import PolicyLossInput
 from holdfast.trainer.rl.train_step import Learner
 from holdfast.trainer.session import Session, Stopwatch, start_session

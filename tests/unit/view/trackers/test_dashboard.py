@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from holdfast.inference.metrics import ServerMetrics
-from holdfast.view.trackers.prometheus import series_of
+from holdfast.view.trackers.scrape import series_of
 from tests.conftest import ROOT
 from tests.pages.documentation import blocks
 from tests.pages.metrics import documented_names

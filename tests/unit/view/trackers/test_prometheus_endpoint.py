@@ -17,7 +17,8 @@ import pytest
 from holdfast.config.view import PrometheusConfig
 from holdfast.errors import ConfigError
 from holdfast.run.run_dir import RunDir
-from holdfast.view.trackers.prometheus import Endpoint, RunCollector, listening_for_prometheus
+from holdfast.view.trackers.prometheus import Endpoint, listening_for_prometheus
+from holdfast.view.trackers.scrape import RunCollector
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
@@ -228,7 +229,7 @@ def test_a_fault_of_ours_is_told_once_and_harms_nobody(
     run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, port = serve()
-    monkeypatch.setattr("holdfast.view.trackers.prometheus.series_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast.view.trackers.scrape.series_of", lambda *_: 1 / 0)
     train(run_dir, 1)
     assert [answer(port, "/metrics")[0] for _ in range(2)] == [500, 500]
     said: list[str] = []

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from holdfast.view.trackers.prometheus import Series, environments_of, series_of
+from holdfast.view.trackers.scrape import Series, environments_of, series_of
 from tests.pages.metrics import documented_names
 
 _ENVIRONMENTS = frozenset({"sort", "verifiers:a/b"})
