@@ -32,6 +32,7 @@ class Attempt:
         resume_step: the committed step to go on from; None for a fresh start.
         checkpoint: directory of that step, in this run or in the one that is forked.
         fork: the checkpoint of another run that this run begins with.
+        to_go_on: what the user does to go on with the run after this attempt, in words.
     """
 
     run_dir: RunDir
@@ -39,6 +40,7 @@ class Attempt:
     resume_step: int | None
     checkpoint: Path | None = None
     fork: Fork | None = None
+    to_go_on: str = "give the same command again"
 
     @property
     def start(self) -> str:

@@ -6,6 +6,7 @@ Nothing in the run directory is touched before everything that can be refused ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,6 +94,7 @@ def prepare(
             _require_reference(trainer)
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
+    attempt = replace(attempt, to_go_on=_to_go_on(trainer))
     for line in profile_notes(trainer, done=attempt.resume_step or 0):
         print(line)
     if not dry_run:
@@ -102,6 +104,15 @@ def prepare(
         if store is not None and attempt.fork is None:
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
+
+
+def _to_go_on(trainer: TrainingCommand) -> str:
+    """Return what the user does to go on with the run, by the flags of the command that started it."""
+    if trainer.clean:
+        return "give the same command again without --clean"
+    if trainer.ckpt is not None and trainer.ckpt.resume_step not in (None, "auto", "latest", -1):
+        return "give the same command again with --ckpt.resume-step latest"
+    return "give the same command again"
 
 
 def _goes_on(
