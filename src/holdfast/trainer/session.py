@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
@@ -25,6 +25,7 @@ from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.checkpoint.state import State, seed_everything
 from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.divergence import DivergenceWatch
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
@@ -66,11 +67,17 @@ class Session(Generic[M]):
     publisher: WeightPublisher
     metrics: MetricsWriter | None
     profiler: Profiler | None = None
+    watch: DivergenceWatch = field(default_factory=DivergenceWatch)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`, on rank 0. Do so before saving: a step to resume from has its line."""
+        """Write the metrics of `step`, on rank 0, and warn where training diverges.
+
+        Do so before saving: a step to resume from has its line.
+        """
         if self.metrics is not None:
             self.metrics.write(step, metrics)
+            for warning in self.watch.check(metrics):
+                report(f"WARNING: {warning}", step=step)
 
     def publish_last(self) -> None:
         """Publish the weights of the step that training ended with, as the only ones. Collective."""
