@@ -22,7 +22,7 @@ from tests.forking.commands import Run, shared_commands
 ROWS = [{"prompt": f"ab{number}=", "completion": f"{number}ba"} for number in range(12)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 QUICK_START = ("@", str(ROOT / "configs/reverse_text/rl.toml"))
-LOADING = ("importing torch", "loading vllm", "loading model")
+LOADING = ("importing torch", "loading vllm", "starting the engine", "loading model")
 """What processes say when they begin with what takes long."""
 
 

@@ -314,6 +314,7 @@ def step_metrics(session: Session[Any], stopwatch: Stopwatch, *, num_tokens: int
     num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())
     memory = memory_gib(mesh)
     times = stopwatch.take()
-    rates = throughput(mesh, num_parameters, num_tokens=num_tokens, seconds=times["time/step"])
+    seconds = times["time/step"] - times.get("time/validation", 0.0)
+    rates = throughput(mesh, num_parameters, num_tokens=num_tokens, seconds=seconds)
     counters = {"samples": progress.samples, "tokens": progress.tokens}
     return {"memory_gib": memory, **times, **rates, **counters}

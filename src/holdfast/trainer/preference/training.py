@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.config.preference import DpoConfig, PreferenceDataConfig, RewardTrainingConfig
 from holdfast.config.training import learning_rate
-from holdfast.process.events import report
+from holdfast.process.events import Counted, report
 from holdfast.trainer.data.samples import SampleOrder
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.fsdp import reshard
@@ -147,9 +147,12 @@ class PairObjective(Generic[M, P]):
         """Return the metrics of `pairs` without dropout. Collective."""
         model.eval()
         totals = Sums()
-        for indices in self._my_micro_batches(model, preferences):
+        plan = self._my_micro_batches(model, preferences)
+        counted = Counted("validating", len(plan), unit="micro-batches", is_told=self.mesh.is_main)
+        for indices in plan:
             columns = self.forward(model, preferences, indices)
             totals.add({name: column.double().sum() for name, column in columns.items()})
+            counted.add()
         reshard(model)
         model.train()
         return self._means(totals, len(preferences))
