@@ -139,7 +139,7 @@ def start_session(
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt
     resume_step = ckpt.resume_step if ckpt else None
-    policy, layout = _build_model(config, mesh, build)
+    policy, layout = build_model(config, mesh, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
     # Before loading, which then writes into the tensors that they make.
     further, optimizers = components(policy) if components else ({}, ())
@@ -191,7 +191,7 @@ def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:
     report(f"a checkpoint takes about {num_bytes / 1e6:,.1f} MB; the disk has room for {room:,}")
 
 
-def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
+def build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
     """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
     resume_step = config.ckpt.resume_step if config.ckpt else None
     weights_only = config.ckpt.weights_only if config.ckpt else None

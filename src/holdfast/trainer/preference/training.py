@@ -124,6 +124,7 @@ class PairObjective(Generic[M, P]):
         config: how pairs become micro-batches.
         summarize: makes the metrics to report from the means over the pairs.
         plan: which pairs go through the model together.
+        measuring: what `measure` is for, in words.
     """
 
     forward: Callable[[M, Sequence[P], list[int]], dict[str, Tensor]]
@@ -131,6 +132,7 @@ class PairObjective(Generic[M, P]):
     mesh: Mesh
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
     plan: Plan = plan_preferences
+    measuring: str = "validating"
 
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
@@ -148,7 +150,7 @@ class PairObjective(Generic[M, P]):
         model.eval()
         totals = Sums()
         plan = self._my_micro_batches(model, preferences)
-        counted = Counted("validating", len(plan), unit="micro-batches", is_told=self.mesh.is_main)
+        counted = Counted(self.measuring, len(plan), unit="micro-batches", is_told=self.mesh.is_main)
         for indices in plan:
             columns = self.forward(model, preferences, indices)
             totals.add({name: column.double().sum() for name, column in columns.items()})

@@ -25,8 +25,8 @@ from tests.conftest import ModelFactory
 from tests.faults.run_states import checkpoint_state, differing
 from tests.runs.rl import exact_metrics
 from tests.servers.s3 import BUCKET, S3Server
-from tests.unit.trainer.programs.cases import Programs
-from tests.unit.trainer.programs.in_process import HALF, STEPS, train
+from tests.unit.trainer.programs.cases import LORA, Programs
+from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
 
 SCHEDULE = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 1}
 URL = f"s3://{BUCKET}/run"
@@ -159,6 +159,24 @@ def test_what_a_run_depends_on_must_be_what_it_began_with(
     with pytest.raises(HoldfastError, match=message):
         train(program, tmp_path / "run", settings, until=STEPS, resume=HALF)
     assert manifest.verify(RunDir(tmp_path / "run").checkpoint(HALF)).step == HALF
+
+
+@pytest.mark.parametrize("name", ["dpo", "dpo, adapters"])
+def test_a_run_that_goes_further_asks_the_weights_that_it_began_with(
+    name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    settings = programs.settings("dpo") | (LORA if "adapters" in name else {})
+    settings["model"] = settings["model"] | programs.settings("dpo")["model"]
+    del settings["val_interval"]
+    settings["data"] = settings["data"] | {"batch_size": 4, "micro_batch_size": 1, "validation_fraction": 0.0}
+    straight = end_state(train("dpo", tmp_path / "straight", settings, until=4), last=4)
+    half = train("dpo", tmp_path / "run", settings, until=2)
+    other = other_model(settings, tiny_model(seed=6))
+    shutil.copytree(half.path, tmp_path / "other")
+    with pytest.raises(HoldfastError, match=r"reaches pairs that it has not seen|were trained on other weights"):
+        train("dpo", tmp_path / "other", other, until=4, resume=2)
+    resumed = end_state(train("dpo", tmp_path / "run", settings, until=4, resume=2), last=4)
+    assert not differing(straight, resumed)
 
 
 def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_path: Path) -> None:
