@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import pytest
 from safetensors.torch import load_file
 
 from holdfast.config.training import OptimConfig, learning_rate
-from holdfast.errors import CheckpointError, HoldfastError, SaveError
+from holdfast.errors import CheckpointError, HoldfastError, SaveError, Stopped
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.remote.object_store import StorageError
 from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from holdfast.run.weights import ADAPTER_DIR, weights_digest
 from holdfast.trainer.export import Export, TensorReader, export
+from holdfast.trainer.preference import reference
+from holdfast.trainer.stop import StopRequest
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.run_states import checkpoint_state, differing
@@ -173,10 +176,21 @@ def test_a_run_that_goes_further_asks_the_weights_that_it_began_with(
     half = train("dpo", tmp_path / "run", settings, until=2)
     other = other_model(settings, tiny_model(seed=6))
     shutil.copytree(half.path, tmp_path / "other")
-    with pytest.raises(HoldfastError, match=r"reaches pairs that it has not seen|were trained on other weights"):
+    with pytest.raises(HoldfastError, match="reaches pairs that it has not seen"):
         train("dpo", tmp_path / "other", other, until=4, resume=2)
     resumed = end_state(train("dpo", tmp_path / "run", settings, until=4, resume=2), last=4)
     assert not differing(straight, resumed)
+
+
+def test_a_signal_while_the_reference_is_computed_ends_the_run(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = StopRequest()
+    asked.ask(signal.SIGTERM)
+    monkeypatch.setattr(reference, "STOP_REQUEST", asked)
+    with pytest.raises(Stopped, match="stopped by SIGTERM before step 1") as stopped:
+        train("dpo", tmp_path / "run", programs.settings("dpo"), until=1)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM and (tmp_path / "run" / REFERENCE_NAME).exists()
 
 
 def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_path: Path) -> None:
