@@ -149,7 +149,10 @@ async def _serve(
             )
         )
         vllm_app.state.server = server
-        ready = f'ready: {config.server.url}/v1, model "{config.model.name}"' if owner is None else ""
+        ready = ""
+        if owner is None:
+            tools = f", tools by {args.tool_call_parser}" if args.enable_auto_tool_choice else ""
+            ready = f'ready: {config.server.url}/v1, model "{config.server.model_name or config.model.name}"{tools}'
         return await _run(server, engine, sock=preflight.sock, signals=signals, ready=ready)
 
 
