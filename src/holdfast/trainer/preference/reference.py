@@ -143,7 +143,7 @@ class ReferenceWork(Generic[P]):
                 raise self._other_weights("")
         else:
             unknown_P2 = np.full((len(self.preferences), 2), np.nan)
-            weights_only = str(ckpt.weights_only) if ckpt is not None and ckpt.weights_only is not None else ""
+            weights_only = str(ckpt.weights_only.absolute()) if ckpt is not None and ckpt.weights_only else ""
             other = self.config.loss.reference_model or ""
             self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
 
@@ -228,9 +228,8 @@ class ReferenceWork(Generic[P]):
         digest = digest_of(base_tensors(model.hf_model) | trained_tensors(model.hf_model))
         if self._step and digest != table.model:
             raise self._other_weights(digest)
-        if not self._step:
-            table.model, table.made_by = digest, _made_by(self.config, mesh, digest, table)
-            self._take_what_is_kept()
+        table.model, table.made_by = digest, _made_by(self.config, mesh, digest, table)
+        self._take_what_is_kept()
         missing = self._missing()
         if not missing:
             return
@@ -250,7 +249,7 @@ class ReferenceWork(Generic[P]):
                 saved = time.monotonic()
 
     def _take_what_is_kept(self) -> None:
-        """Take what an earlier attempt has computed before its first step, as rank 0 finds it."""
+        """Take what an attempt has computed that ended before its first step, as rank 0 finds it."""
         kept = None
         if self.mesh.is_main:
             try:
@@ -259,7 +258,8 @@ class ReferenceWork(Generic[P]):
                 kept = None  # it is computed anew
         kept = self.mesh.gather(kept)[0]
         if kept is not None and kept.made_by == self.table.made_by:
-            self.table.logprobs_P2 = kept.logprobs_P2
+            known_P2 = self.table.logprobs_P2
+            self.table.logprobs_P2 = np.where(np.isnan(known_P2), kept.logprobs_P2, known_P2)
 
     def _end_if_asked(self) -> None:
         if self.config.ckpt is None:

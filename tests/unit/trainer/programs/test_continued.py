@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from holdfast.run.weights import ADAPTER_DIR, weights_digest
 from holdfast.trainer.export import Export, TensorReader, export
+from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference import reference
+from holdfast.trainer.preference.pairs import Preference
 from holdfast.trainer.stop import StopRequest
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
@@ -166,7 +168,7 @@ def test_what_a_run_depends_on_must_be_what_it_began_with(
 
 @pytest.mark.parametrize("name", ["dpo", "dpo, adapters"])
 def test_a_run_that_goes_further_asks_the_weights_that_it_began_with(
-    name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path
+    name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = programs.settings("dpo") | (LORA if "adapters" in name else {})
     settings["model"] = settings["model"] | programs.settings("dpo")["model"]
@@ -178,8 +180,29 @@ def test_a_run_that_goes_further_asks_the_weights_that_it_began_with(
     shutil.copytree(half.path, tmp_path / "other")
     with pytest.raises(HoldfastError, match="reaches pairs that it has not seen"):
         train("dpo", tmp_path / "other", other, until=4, resume=2)
-    resumed = end_state(train("dpo", tmp_path / "run", settings, until=4, resume=2), last=4)
-    assert not differing(straight, resumed)
+    begun, compute = [], reference._block_logprobs
+
+    def noting(policy: Policy, block: Sequence[Preference], *rest: Any) -> Any:
+        begun.append(block[0].number)
+        return compute(policy, block, *rest)
+
+    monkeypatch.setattr(reference, "_block_logprobs", noting)
+    with monkeypatch.context() as patched, pytest.raises(Stopped, match="before step 3"):
+        patched.setattr(reference, "STOP_REQUEST", AskedLater())
+        train("dpo", half.path, settings, until=4, resume=2)
+    assert len(begun) == 2
+    assert not differing(straight, end_state(train("dpo", half.path, settings, until=4, resume=2), last=4))
+    assert len(set(begun)) == len(begun) > 2, "no block is computed twice"
+
+
+class AskedLater(StopRequest):
+    """A signal that comes when it has been looked for twice."""
+
+    looks = 0
+
+    def signal_number(self) -> int:
+        self.looks += 1
+        return signal.SIGTERM if self.looks > 2 else 0
 
 
 def test_a_signal_while_the_reference_is_computed_ends_the_run(
