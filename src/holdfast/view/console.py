@@ -352,6 +352,7 @@ def _finite(value: Any) -> Any:
 _SHORTEST_PHASE_S = 1.0
 # Where no line below the others can turn: of what counts, and before the first step of whatever lasts.
 _LINE_EVERY_S = 10.0
+_COUNTED_EVERY_S = 2.0  # see `holdfast.process.events.Counted`
 _WAITS = "waiting"
 
 
@@ -438,7 +439,7 @@ class Console:
         if phase.share is None:
             return True
         key, now = (phase.process, phase.name), time.monotonic()
-        if self._spinner is not None or now - self._counted.get(key, -math.inf) < _LINE_EVERY_S:
+        if self._spinner is not None or now - self._counted.get(key, -math.inf) < _LINE_EVERY_S - _COUNTED_EVERY_S:
             return False
         self._counted[key] = now
         return True
