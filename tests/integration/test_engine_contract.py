@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
 
 
-def _start(engine: Engine, model: Path, log_path: Path, **settings: Any) -> ServerHandle:
+def _start(
+    engine: Engine, model: Path, log_path: Path, *, server: Mapping[str, Any] | None = None, **settings: Any
+) -> ServerHandle:
     config = InferenceConfig.model_validate(
-        {"model": {"name": str(model), "max_len": MAX_LEN} | settings, "server": {"port": free_port()}}
+        {
+            "model": {"name": str(model), "max_len": MAX_LEN} | settings,
+            "server": {"port": free_port(), **(server or {})},
+        }
     )
-    server = start_server(engine, config, log_path)
-    server.wait_ready()
-    return server
+    handle = start_server(engine, config, log_path)
+    handle.wait_ready()
+    return handle
 
 
 @pytest.fixture(scope="module")
@@ -206,16 +212,23 @@ def test_the_longest_possible_request_is_served_whole(http: httpx.Client) -> Non
 
 
 @pytest.mark.engine
-def test_openai_routes_answer_with_the_version(model: Path, tmp_path: Path) -> None:
-    server = _start("vllm", model, tmp_path / "inference.log")
+def test_openai_routes_answer_with_the_version_a_name_and_tools(model: Path, tmp_path: Path) -> None:
+    calls = shutil.copytree(model, tmp_path / "calls tools")
+    template = (calls / "chat_template.jinja").read_text()
+    (calls / "chat_template.jinja").write_text(template + "{% if tools %}<tool_call>{{ tools[0] }}{% endif %}")
+    server = _start("vllm", calls, tmp_path / "inference.log", server={"model_name": "mine"})
     with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
-        _check_openai_routes(http, model)
+        _check_openai_routes(http, "mine")
+        served = http.get("/weights").json()
+    assert served["model"] == str(calls), "runs go by the model itself"
+    assert f'ready: {server.url}/v1, model "mine", tools by hermes\n' in server.log()
     assert server.terminate() == 0
 
 
-def _check_openai_routes(http: httpx.Client, model: Path) -> None:
-    chat = {"model": str(model), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
-    text = {"model": str(model), "prompt": "abc", "max_tokens": 4, "seed": 1}
+def _check_openai_routes(http: httpx.Client, name: str) -> None:
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    chat = {"model": name, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "tools": [add]}
+    text = {"model": name, "prompt": "abc", "max_tokens": 4, "seed": 1}
     answers = [
         http.post("/v1/chat/completions", json=chat),
         http.post("/v1/completions", json=text),
@@ -225,7 +238,7 @@ def _check_openai_routes(http: httpx.Client, model: Path) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-policy-version"] == "0"
     assert answers[0].json()["usage"]["completion_tokens"] == 4
-    assert answers[2].json()["data"][0]["id"] == str(model)
+    assert answers[2].json()["data"][0]["id"] == name
     assert http.post("/v1/completions", json=text | {"model": "another"}).status_code == 404
 
 

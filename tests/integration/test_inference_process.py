@@ -209,7 +209,7 @@ def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None
 def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int) -> None:
     server = _start(model, tmp_path)
     deadline = time.monotonic() + HANG_S
-    while "loading model" not in server.log():
+    while "starting the engine" not in server.log():
         assert time.monotonic() < deadline
     process = psutil.Process(server.pid)
     while not (children := process.children(recursive=True)):
@@ -449,7 +449,7 @@ def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
     server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
     server.wait_ready()
     phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
-    assert phases == ["loading vllm", "loading model", "ready"]
+    assert phases == ["loading vllm", "starting the engine", "ready"]
     assert server.terminate() == 0
 
 

@@ -22,7 +22,7 @@ from tests.forking.commands import Run, shared_commands
 ROWS = [{"prompt": f"ab{number}=", "completion": f"{number}ba"} for number in range(12)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 QUICK_START = ("@", str(ROOT / "configs/reverse_text/rl.toml"))
-LOADING = ("importing torch", "loading vllm", "loading model")
+LOADING = ("importing torch", "loading vllm", "starting the engine", "loading model")
 """What processes say when they begin with what takes long."""
 
 
@@ -309,3 +309,11 @@ def test_there_are_more_than_thirty_and_each_is_another() -> None:
     assert len({(case.program, case.name) for case in CASES}) == len(CASES) > 30
     assert len({(case.program, case.said) for case in CASES}) == len(CASES)
     assert len(EVERYDAY) == sum(case.name in EVERYDAY for case in CASES) == 10
+
+
+@pytest.mark.launch
+def test_a_model_that_the_hub_does_not_give_is_told_before_torch_is_imported(tmp_path: Path, model: Path) -> None:
+    words = ("--model.name", "someone/nothing", "--data.name", "{rows}")
+    run = run_case(Case("a model of nobody", "sft", words, (), in_trainer=True), tmp_path / "here", model)
+    assert run.code == 2 and "model.name = 'someone/nothing' is not a directory" in run.log, run.log
+    assert "asking the hub for someone/nothing" in run.log and LOADING[0] not in run.log

@@ -57,7 +57,7 @@ def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None 
     signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]
     for number in signals:
         signal.signal(number, lambda *_: os._exit(0))
-    report("loading model", model=config.model.name)
+    report("starting the engine", model=config.model.name)
     return asyncio.run(_serve(config, preflight, owner, signals))
 
 

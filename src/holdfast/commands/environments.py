@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import keyword
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,12 @@ def _about(name: str) -> tuple[str, str]:
     return printable(lines[0]) if lines else "", ""
 
 
+def _project_of(directory: Path) -> str:
+    """Return what `uv run` needs to find us from `directory`; nothing within our checkout."""
+    checkout = Path(__file__).resolve().parents[3]
+    return "" if directory.resolve().is_relative_to(checkout) else f"--project {shlex.quote(str(checkout))} "
+
+
 # In braces: the name of the module, that of its class, and how commands begin here (`run`).
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -157,7 +164,8 @@ def create(name: str, directory: Path) -> Report:
             "Python, such as word_game"
         )
     cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
-    run = "uv run " if is_checkout() else ""
+    run, project = ("uv run ", _project_of(directory)) if is_checkout() else ("", "")
+    run += project
     paths = {
         directory / file: (_TEMPLATES / template).read_text("utf-8").format(name=name, cls=cls, run=run)
         for file, template in (
@@ -184,7 +192,7 @@ def create(name: str, directory: Path) -> Report:
         raise RunDirError(f"{error.filename} cannot be written: {error.strerror or error}") from error
     lines = [
         f"wrote {', '.join(path.name for path in paths)}. What comes next:",
-        f"  {'uv run --with pytest pytest' if run else 'python -m pytest'} test_{name}.py",
+        f"  {f'uv run {project}--with pytest pytest' if run else 'python -m pytest'} test_{name}.py",
         f"  {run}environments check {name}:{cls}",
         f"  {run}rl @ {name}.toml",
     ]

@@ -34,6 +34,9 @@ class ServerConfig(Section):
     """TCP port. Unset, `rl` takes the server that is free for it at 8000, or else the first free port from there
     on for a server of its own."""
 
+    model_name: str | None = Field(default=None, min_length=1)
+    """What OpenAI clients give as `model`; unset: `model.name`. Runs that use the server go by `model.name` anyway."""
+
     admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
     """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`), on loopback too
     where it is set."""

@@ -34,9 +34,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.chat.tool_formats import tool_format_of
 from holdfast.config import InferenceConfig
 from holdfast.config.devices import DeviceType
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from holdfast.inference.access import RequestError
 from holdfast.inference.weights import read_label
 from holdfast.inference.worker import LOAD_FORMAT, prepare_engine_process
@@ -72,7 +74,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
     arguments = {
         "model": str(model_dir),
         "tokenizer": str(tokenizer_dir),
-        "served-model-name": config.model.name,
+        "served-model-name": config.server.model_name or config.model.name,
         "host": config.server.host,
         "port": config.server.port,
         "seed": config.seed,
@@ -99,6 +101,9 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
     else:  # where a long prompt is prefilled in chunks, of a size that vLLM knows for the GPU
         arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}
     given = {name.replace("_", "-"): value for name, value in engine.args.items()}
+    tools = None if given.keys() & {"tool-call-parser", "enable-auto-tool-choice"} else tool_parser_of(tokenizer_dir)
+    if tools is not None:
+        arguments |= {"enable-auto-tool-choice": True, "tool-call-parser": tools}
     if config.model.fp32_lm_head:
         if "hf-overrides" in given:
             raise ConfigError(
@@ -107,10 +112,22 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
             )
         arguments["hf-overrides"] = '{"head_dtype": "float32"}'
     if taken := sorted(given.keys() & set(_RESERVED)):
-        raise ConfigError(f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.")
+        where = " Set server.model_name." if taken[0] == "served-model-name" else ""
+        raise ConfigError(
+            f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.{where}"
+        )
     # `given` last: what the user sets wins.
     wanted = {name: value for name, value in (arguments | given).items() if value is not None}
     return [_flag(name, value) for name, value in wanted.items() if value is not False or name not in _SWITCHES]
+
+
+def tool_parser_of(tokenizer_dir: Path) -> str | None:
+    """Return which of vLLM's parsers reads the calls of tools that the chat template shows; None: it shows none."""
+    try:
+        tokenizer = load_tokenizer(str(tokenizer_dir))
+        return tool_format_of(tokenizer.template(tools=[]).source) if tokenizer.has_template else None
+    except (ConfigError, DataError):  # vLLM reads tokenizers that we do not, and says what is wrong with others
+        return None
 
 
 def _flag(name: str, value: object) -> str:

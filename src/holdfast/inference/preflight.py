@@ -12,6 +12,7 @@ from holdfast.config import InferenceConfig
 from holdfast.config.base import ModelConfig, is_loopback
 from holdfast.config.inference import ServerConfig
 from holdfast.errors import ConfigError, DataError
+from holdfast.process.events import report
 from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import check_max_len
 from holdfast.run.weights import weights_files
@@ -138,6 +139,7 @@ def _local_directory(name: str, key: str) -> Path:
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         raise DataError(f"{key} = '{name}': there is no such directory")
+    report(f"asking the hub for {name}")
     import httpx
     from huggingface_hub import snapshot_download
 

@@ -88,7 +88,7 @@ def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None 
     signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]
     for number in signals:
         signal.signal(number, lambda *_: os._exit(0))
-    report("loading model", model=config.model.name)
+    report("starting the engine", model=config.model.name)
     try:
         return uvloop.run(_serve(config, args, preflight, owner, signals))
     except EngineDeadError:  # between its start and the first request
@@ -149,7 +149,10 @@ async def _serve(
             )
         )
         vllm_app.state.server = server
-        ready = f'ready: {config.server.url}/v1, model "{config.model.name}"' if owner is None else ""
+        ready = ""
+        if owner is None:
+            tools = f", tools by {args.tool_call_parser}" if args.enable_auto_tool_choice else ""
+            ready = f'ready: {config.server.url}/v1, model "{config.server.model_name or config.model.name}"{tools}'
         return await _run(server, engine, sock=preflight.sock, signals=signals, ready=ready)
 
 

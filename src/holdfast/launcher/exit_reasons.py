@@ -21,6 +21,7 @@ from holdfast.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadE
 from holdfast.launcher.cluster.hosts import Process
 from holdfast.launcher.liveness import LivenessMonitor
 from holdfast.launcher.plan import Healing, Restarts
+from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.supervise import Child, Supervisor, last_lines
 from holdfast.run.run_dir import RunDir
 
@@ -114,13 +115,14 @@ def death_of(child: Child, *, stuck: str | None, restarts: Restarts) -> ProcessD
     return error
 
 
-def report_stop(number: int, trainer: Child | None, *, step: int, run_dir: RunDir, config: TrainingCommand) -> int:
+def report_stop(number: int, trainer: Child | None, *, step: int, attempt: Attempt, config: TrainingCommand) -> int:
     """Say what a stopped run saved; return 128 + signal, or `NOT_SAVED` where its last step is not saved.
 
     Args:
         number: of the signal.
         trainer: the process, which has ended; None where the storage let none start.
         step: the last one that was trained.
+        attempt: that was stopped.
         config: what the trainer was started with.
     """
     stopped = f"stopped at step {step} of {config.max_steps}"
@@ -128,11 +130,11 @@ def report_stop(number: int, trainer: Child | None, *, step: int, run_dir: RunDi
         print(f"{stopped}; nothing was saved (--ckpt saves the step that a signal stops at)")
         return 128 + number
     try:
-        steps = run_dir.committed_steps()
+        steps = attempt.run_dir.committed_steps()
     except (OSError, ReadError) as error:
         print(f"{stopped}; whether that is saved cannot be told: {error}")
         return NOT_SAVED
-    resume = f"go on from step {steps[-1]} with --ckpt.resume-step latest" if steps else "there is no checkpoint"
+    resume = f"to go on from step {steps[-1]}, {attempt.to_go_on}" if steps else "there is no checkpoint"
     is_saved = (steps[-1] if steps else 0) >= step
     code = trainer.process.returncode
     # 128 + N: it saved for a signal, ours or one that a scheduler sent to its ranks.
@@ -172,8 +174,9 @@ class End:
     fields: dict[str, Any]
 
 
-def end_of(run_dir: RunDir, config: TrainingCommand, *, step: int, exit_code: int) -> End:
+def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: int) -> End:
     """Return where the last checkpoint is, and how the run goes on from it."""
+    run_dir = attempt.run_dir
     fields: dict[str, Any] = {"step": step, "max_steps": config.max_steps, "checkpoint": None, "resume": None}
     lines = []
     is_finished = exit_code == 0
@@ -197,8 +200,10 @@ def end_of(run_dir: RunDir, config: TrainingCommand, *, step: int, exit_code: in
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"
     fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
-    longer = " and a larger --max-steps" if is_finished and steps[-1] >= config.max_steps else ""
-    lines.append(f"last checkpoint: step {steps[-1]} in {last}; go on: the same command with {resume}{longer}")
+    to_go_on = attempt.to_go_on
+    if is_finished and steps[-1] >= config.max_steps:
+        to_go_on = f"give the same command with {resume} and a larger --max-steps"
+    lines.append(f"last checkpoint: step {steps[-1]} in {last}; to go on, {to_go_on}")
     return End(lines, fields)
 
 

@@ -136,7 +136,8 @@ class _Watcher:
         step, last = self._console.last_step, self._plan.trainer.max_steps
         code = 0
         if outcome is not None:
-            code = report_stop(outcome, self._trainer(), step=step, run_dir=self._run_dir, config=self._plan.trainer)
+            attempt, config = self._plan.attempt, self._plan.trainer
+            code = report_stop(outcome, self._trainer(), step=step, attempt=attempt, config=config)
         else:
             print(f"finished step {step} of {last}; weights: {self._run_dir.weights_of(step)}")
         self._tell_end(code)
@@ -160,7 +161,7 @@ class _Watcher:
     def _tell_end(self, exit_code: int, *, error: str | None = None) -> None:
         """Say how the run can go on, to people, to `--log-format json`, and to who looks from elsewhere."""
         step = self._console.last_step
-        end = end_of(self._run_dir, self._plan.trainer, step=step, exit_code=exit_code)
+        end = end_of(self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code)
         for line in [*end.lines, *profile_lines(self._run_dir, self._plan.trainer)]:
             print(line, flush=True)
         if (lines := json_lines()) is not None:

@@ -37,6 +37,7 @@ from holdfast.process import events
 from holdfast.process.child import allow_connections, die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.heartbeat import start_heartbeat
 from holdfast.run import journal
+from holdfast.run.inputs import ask_hub
 from holdfast.run.manifest import verify
 from holdfast.run.run_dir import RunDir
 from holdfast.run.timeline import start_timeline
@@ -105,6 +106,8 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         HoldfastError: whatever ended the run before its time.
     """
     _allow_connections(config)
+    key = "model.tokenizer" if config.model.tokenizer else "model.name"
+    ask_hub(config.model.tokenizer_name, key=key, file="tokenizer.json")
     events.report("loading the tokenizer and the environments")
     run_dir = RunDir(config.output_dir)
     keep_date(run_dir.created_unix_s())

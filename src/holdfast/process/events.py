@@ -26,6 +26,33 @@ def report(phase: str, **fields: object) -> None:
         append(path, os.environ.get(PROCESS_ENV, ""), phase, **fields)
 
 
+_TELL_S = 2.0
+
+
+class Counted:
+    """Tells how much of a phase is done and how long the rest may take, every two seconds; short ones tell nothing.
+
+    Args:
+        total: how many there are.
+        unit: what is counted, such as `rows`.
+        is_told: False: nothing is told, as by ranks other than the first.
+    """
+
+    def __init__(self, phase: str, total: int, *, unit: str, is_told: bool = True) -> None:
+        self._phase, self._total, self._unit, self._is_told = phase, total, unit, is_told
+        self._done = 0
+        self._begun = self._told = time.monotonic()
+
+    def add(self, count: int = 1) -> None:
+        """Count what is done since the last call."""
+        self._done += count
+        now = time.monotonic()
+        if self._is_told and now - self._told >= _TELL_S and self._done:
+            self._told = now
+            left_s = (now - self._begun) / self._done * (self._total - self._done)
+            report(self._phase, done=self._done, total=self._total, unit=self._unit, left_s=round(left_s, 1))
+
+
 def append(path: str | os.PathLike[str], process: str, phase: str, /, **fields: object) -> None:
     """Append an event of `process` to the file `path`; say in the log where that fails."""
     event = {"time": time.time(), "process": process, "phase": phase, **fields}

@@ -21,6 +21,7 @@ import msgspec
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError
+from holdfast.process.events import report
 from holdfast.run import manifest
 from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, to_safetensors, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Verification
@@ -56,6 +57,35 @@ def check_model_path(name: str, *, key: str) -> None:
             f"{key} = '{name}': its config.json names no model_type, such as \"qwen3\", so nothing says what kind of "
             "model it is. Copy config.json anew from where the model comes from."
         )
+
+
+def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
+    """Ask the hub for a small file of a model that no directory holds, and say so: a hub may be slow, or silent.
+
+    Raises:
+        DataError: it has no such model, or cannot be reached and its cache has none.
+    """
+    if os.path.isdir(name):  # noqa: PTH112 - whatever the text is
+        return
+    report(f"asking the hub for {name}")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(name, file)
+    except LocalEntryNotFoundError:
+        raise DataError(
+            f"{key} = '{name}' is not a directory (from {Path.cwd()}), its {file} is not in the cache of the hub, and "
+            "the hub cannot be reached or is not to be (HF_HUB_OFFLINE). Name a directory, or try again with a "
+            "connection."
+        ) from None
+    except EntryNotFoundError:  # it has the model, which may do without
+        return
+    except (HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(" .:")
+        raise DataError(
+            f"{key} = '{name}' is not a directory (from {Path.cwd()}), and the hub has no such model: {reason}."
+        ) from None
 
 
 def _what_to_give(path: Path) -> str:

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 from holdfast.config import PROGRAMS, TrainerConfig, program_config
 from holdfast.config.load import read_toml
+from holdfast.config.preference import DpoConfig
 from holdfast.config.training import ParallelConfig, TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError, RankLost, is_storage_failure
 from holdfast.process.child import (
@@ -51,6 +52,7 @@ from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.process.heartbeat import awake_s, does, start_heartbeat
 from holdfast.process.imports import protect_children
 from holdfast.process.scratch import scratch_directory
+from holdfast.run.inputs import ask_hub
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.stop import SIGNALS, STOP_REQUEST, StopRequest
 
@@ -293,6 +295,15 @@ def _linked(parallel: ParallelConfig, node: int) -> Iterator[None]:
         link.end()
 
 
+def _ask_hub(config: TrainingCommand) -> None:
+    """Ask the hub for the models of a run that no directory holds: what is wrong with them costs no import of torch."""
+    ask_hub(config.model.name, key="model.name")
+    if config.model.tokenizer:
+        ask_hub(config.model.tokenizer, key="model.tokenizer", file="tokenizer.json")
+    if isinstance(config, DpoConfig) and config.loss.reference_model:
+        ask_hub(config.loss.reference_model, key="loss.reference_model")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the exit code."""
     parser = argparse.ArgumentParser(prog="holdfast.trainer.launch")
@@ -318,6 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Ranks are forked from this process: nothing in it may begin to use CUDA, not even by asking whether there is one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    _ask_hub(config)
     report("importing torch")
     with heavy_imports():
         _module_of(arguments.program)

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
@@ -25,6 +25,7 @@ from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.checkpoint.state import State, seed_everything
 from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.divergence import DivergenceWatch
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
@@ -66,11 +67,17 @@ class Session(Generic[M]):
     publisher: WeightPublisher
     metrics: MetricsWriter | None
     profiler: Profiler | None = None
+    watch: DivergenceWatch = field(default_factory=DivergenceWatch)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`, on rank 0. Do so before saving: a step to resume from has its line."""
+        """Write the metrics of `step`, on rank 0, and warn where training diverges.
+
+        Do so before saving: a step to resume from has its line.
+        """
         if self.metrics is not None:
             self.metrics.write(step, metrics)
+            for warning in self.watch.check(metrics):
+                report(f"WARNING: {warning}", step=step)
 
     def publish_last(self) -> None:
         """Publish the weights of the step that training ended with, as the only ones. Collective."""
@@ -132,7 +139,7 @@ def start_session(
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt
     resume_step = ckpt.resume_step if ckpt else None
-    policy, layout = _build_model(config, mesh, build)
+    policy, layout = build_model(config, mesh, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
     # Before loading, which then writes into the tensors that they make.
     further, optimizers = components(policy) if components else ({}, ())
@@ -185,7 +192,7 @@ def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:
     report(f"a checkpoint takes about {num_bytes / 1e6:,.1f} MB; the disk has room for {room:,}")
 
 
-def _build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
+def build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
     """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
     resume_step = config.ckpt.resume_step if config.ckpt else None
     weights_only = config.ckpt.weights_only if config.ckpt else None
@@ -308,6 +315,7 @@ def step_metrics(session: Session[Any], stopwatch: Stopwatch, *, num_tokens: int
     num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())
     memory = memory_gib(mesh)
     times = stopwatch.take()
-    rates = throughput(mesh, num_parameters, num_tokens=num_tokens, seconds=times["time/step"])
+    seconds = times["time/step"] - times.get("time/validation", 0.0)
+    rates = throughput(mesh, num_parameters, num_tokens=num_tokens, seconds=seconds)
     counters = {"samples": progress.samples, "tokens": progress.tokens}
     return {"memory_gib": memory, **times, **rates, **counters}

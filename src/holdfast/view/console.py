@@ -36,6 +36,7 @@ USUAL_TIMES = {
     "importing torch": "usually 3-10 s",
     "loading vllm": "usually 15-60 s, minutes on a cold disk",
     "loading model": "seconds for small models",
+    "starting the engine": "usually 5-60 s, minutes where it compiles",
 }
 """How long what a process begins with usually takes."""
 ENDS = ("ready", "finished", "stopped")
@@ -45,12 +46,17 @@ _MOST_OF_ALARM = 2000
 _COLUMNS = {
     "reward/mean": "reward {:6.3f}",
     "loss": "loss {:8.4f}",
+    "rewards/accuracies": "acc {:5.3f}",
+    "rewards/margins": "margin {:6.3f}",
     "val/loss": "val {:7.4f}",
+    "val/rewards/accuracies": "val acc {:5.3f}",
+    "val/rewards/margins": "val margin {:6.3f}",
     "grad_norm": "grad {:7.3f}",
     "mismatch_kl": "mismatch {:8.1e}",
     "lr": "lr {:.1e}",
     "tokens_per_s": "{:7,.0f} tok/s",
     "time/step": "{:6.2f} s",
+    "time/validation": "val {:5.2f} s",
     "time/wait_for_batch": "wait {:5.2f} s",
     "memory_gib": "{:5.2f} GiB",
 }
@@ -59,6 +65,9 @@ _COLUMNS = {
 def step_line(metrics: Mapping[str, Any], max_steps: int | None, *, left_s: float | None = None) -> str:
     """Return the one line that a step gets; columns that a program lacks are left out."""
     step = int(metrics["step"])
+    if isinstance(validation_s := metrics.get("time/validation"), int | float):
+        # It has a column of its own: the step of the others is to be compared with this one.
+        metrics = {**metrics, "time/step": (metrics.get("time/step") or 0.0) - validation_s}
     parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}" if max_steps else f"step {step}"]
     parts += [
         template.format(value)
@@ -76,7 +85,8 @@ def phase_text(phase: Phase, *, now: float) -> str:
     """
     usual = f", {USUAL_TIMES[phase.name]}" if phase.name in USUAL_TIMES else ""
     lasts = "" if phase.name in ENDS else f" ({duration(now - phase.since_unix_s)}{usual})"
-    return f"{phase.process:<12} {phase.name}{lasts}"
+    counted = f" {phase.said}" if phase.share is not None else ""
+    return f"{phase.process:<12} {phase.name}{counted}{lasts}"
 
 
 def event_line(told: Phase | Alarm, *, seconds: float) -> str:
@@ -90,9 +100,8 @@ def event_line(told: Phase | Alarm, *, seconds: float) -> str:
         return (
             f"{seconds:6.1f}s  {told.process:<12}  {told.kind.upper()}: {printable(told.text, most=_MOST_OF_ALARM)}{at}"
         )
-    shown = " ".join(f"{key} {value}" for key, value in told.details.items())
     usual = f" ({USUAL_TIMES[told.name]})" if told.name in USUAL_TIMES else ""
-    return f"{seconds:6.1f}s  {told.process:<12}  {told.name}{usual}  {shown}".rstrip()
+    return f"{seconds:6.1f}s  {told.process:<12}  {told.name}{usual}  {told.said}".rstrip()
 
 
 _VALUES = {"reward/mean": "reward", "val/loss": "val loss", "loss": "loss"}
@@ -341,6 +350,10 @@ def _finite(value: Any) -> Any:
 
 # Shorter ones are told by their lines alone.
 _SHORTEST_PHASE_S = 1.0
+# Where no line below the others can turn: of what counts, and before the first step of whatever lasts.
+_LINE_EVERY_S = 10.0
+_COUNTED_EVERY_S = 2.0  # see `holdfast.process.events.Counted`
+_WAITS = "waiting"
 
 
 class Console:
@@ -374,7 +387,9 @@ class Console:
         self._started = time.monotonic()
         self._json = json_lines()
         self._spinner = _Spinner() if self._json is None and _can_be_drawn_on(sys.stderr) else None
-        self.last_step = first_step
+        self._said = time.monotonic()  # the last line
+        self._counted: dict[tuple[str, str], float] = {}
+        self.last_step = self._first_step = first_step
 
     def __enter__(self) -> Console:
         return self
@@ -389,6 +404,7 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line."""
         print(text, flush=True)
+        self._said = time.monotonic()
 
     def note(self, what: str, **fields: Any) -> None:
         """Write what the launcher itself does into the events, for those who look at the run from elsewhere."""
@@ -398,6 +414,8 @@ class Console:
     def refresh(self) -> None:
         """Show what the processes have written since the last call."""
         for news in self._follower.news():
+            if isinstance(news, Phase) and not self._is_due(news):
+                continue
             if self._json is not None:
                 self._json.tell_news(news, max_steps=self._max_steps)
             elif isinstance(news, Stepped):
@@ -406,11 +424,32 @@ class Console:
                 self.say(event_line(news, seconds=time.monotonic() - self._started))
         # Also of steps that the storage gave too late for news; but those before the attempt are not its own.
         self.last_step = max(self.last_step, self._follower.state.step)
+        now = time.time()
+        phases = [phase for phase in self._follower.state.starting() if phase.name not in ENDS]
+        lasting = [phase for phase in phases if now - phase.since_unix_s >= _SHORTEST_PHASE_S]
         if self._spinner is not None:
-            now = time.time()
-            phases = [phase for phase in self._follower.state.starting() if phase.name not in ENDS]
-            lasting = [phase for phase in phases if now - phase.since_unix_s >= _SHORTEST_PHASE_S]
-            self._spinner.show([phase_text(phase, now=now) for phase in lasting])
+            lasting.sort(key=lambda phase: phase.share is None)  # narrow terminals cut what comes last
+            shares = [phase.share for phase in lasting if phase.share is not None]
+            self._spinner.show([phase_text(phase, now=now) for phase in lasting], share=min(shares, default=None))
+        elif self._json is None and self.last_step == self._first_step:
+            self._say_what_lasts([phase for phase in lasting if not phase.name.startswith(_WAITS)], now=now)
+
+    def _is_due(self, phase: Phase) -> bool:
+        """Whether a phase is told by a line: how far it is only now and then, and not where that is drawn."""
+        if phase.share is None:
+            return True
+        key, now = (phase.process, phase.name), time.monotonic()
+        if self._spinner is not None or now - self._counted.get(key, -math.inf) < _LINE_EVERY_S - _COUNTED_EVERY_S:
+            return False
+        self._counted[key] = now
+        return True
+
+    def _say_what_lasts(self, phases: Sequence[Phase], *, now: float) -> None:
+        if time.monotonic() - self._said < _LINE_EVERY_S:
+            return
+        for phase in phases:
+            seconds = time.monotonic() - self._started
+            self.say(f"{seconds:6.1f}s  {phase.process:<12}  still {phase_text(phase, now=now)[13:]}")
 
 
 def _can_be_drawn_on(stream: TextIO | None) -> bool:
@@ -426,6 +465,9 @@ def _can_be_drawn_on(stream: TextIO | None) -> bool:
         return False
 
 
+_BAR_COLUMNS = 21
+
+
 class _Spinner:
     """A line below the others, on the terminal of stderr, while anything is waited for."""
 
@@ -433,8 +475,12 @@ class _Spinner:
         self._live: Live | None = None
         self._spinner: Spinner | None = None
 
-    def show(self, phases: list[str]) -> None:
-        """Show what is waited for; with nothing, nothing is left of the line."""
+    def show(self, phases: list[str], *, share: float | None = None) -> None:
+        """Show what is waited for; with nothing, nothing is left of the line.
+
+        Args:
+            share: of what counts, how much is done: a bar after the words.
+        """
         if not phases:
             if self._live is not None:
                 self._live.stop()
@@ -442,7 +488,9 @@ class _Spinner:
             return
         from rich.console import Console as Terminal
         from rich.live import Live
+        from rich.progress_bar import ProgressBar
         from rich.spinner import Spinner
+        from rich.table import Table
         from rich.text import Text
 
         if self._live is None or self._spinner is None:
@@ -454,4 +502,10 @@ class _Spinner:
             terminal.show_cursor()  # a launcher that is killed leaves it as it is
             self._live, self._spinner = live, spinner
         words = printable(" | ".join(" ".join(phase.split()) for phase in phases))
-        self._spinner.update(text=Text(words[: max(0, self._live.console.width - 4)], "dim"))
+        bar = _BAR_COLUMNS if share is not None and self._live.console.width > 2 * _BAR_COLUMNS else 0
+        self._spinner.update(text=Text(words[: max(0, self._live.console.width - 5 - bar)], "dim"))
+        shown = self._spinner
+        if bar:
+            shown = Table.grid(padding=(0, 1, 0, 0))
+            shown.add_row(self._spinner, ProgressBar(total=1.0, completed=share or 0.0, width=bar - 1))
+        self._live.update(shown)

@@ -170,8 +170,16 @@ class Follower:
             pass
 
     def news(self) -> Iterator[News]:
-        """Take in what was written since the last look, and give it."""
-        yield from self._new_events()
+        """Take in what was written since the last look, and give it: what is said of a step comes after the step."""
+        # Before the steps are read: the steps that these events follow are then there.
+        told = deque(self._new_events())
+        for stepped in self._new_steps():
+            while told and not _is_after(told[0], int(stepped.metrics["step"])):
+                yield told.popleft()
+            yield stepped
+        yield from told
+
+    def _new_steps(self) -> Iterator[Stepped]:
         replaced = self._metrics.replaced
         rest = iter(self._metrics)
         # What is there is known with the first line only.
@@ -244,6 +252,12 @@ def attempts_with_logs(run_dir: RunDir) -> Iterator[int]:
     for name in names:
         if match := _ATTEMPT.fullmatch(name):
             yield int(match[1])
+
+
+def _is_after(told: Phase | Alarm, step: int) -> bool:
+    """Whether `told` is said of a step that is not before `step`."""
+    of = told.step if isinstance(told, Alarm) else told.details.get("step")
+    return isinstance(of, int) and of >= step
 
 
 def _is_step(line: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class TimeLeft:
 
         Args:
             max_steps: that the run trains until; None where that is not known.
-            step_s: how long the step says that it took itself; all there is to go by after the first.
+            step_s: how long the step says that it took itself.
         """
         if self._ends and step <= self._ends[-1][1]:  # the run went back to a checkpoint
             self._ends.clear()
@@ -65,7 +65,10 @@ class TimeLeft:
         self._unseen_s = None
         self._ends.append((now, step))
         first, first_step = self._ends[0]
-        mean = (now - first) / (step - first_step) if step > first_step and now > first else step_s
+        # The first of an attempt takes longer than the others.
+        if step == first_step:
+            return None
+        mean = (now - first) / (step - first_step) if now > first else step_s
         return None if mean is None or max_steps is None else mean * max(0, max_steps - step)
 
 
@@ -167,6 +170,22 @@ class Phase:
     name: str
     since_unix_s: float
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """How much of it is done; None where it does not count."""
+        done, total = self.details.get("done"), self.details.get("total")
+        return done / total if isinstance(done, int) and isinstance(total, int) and total else None
+
+    @property
+    def said(self) -> str:
+        """What it said beside, in words."""
+        rest, words = dict(self.details), []
+        if self.share is not None:
+            words = [f"{rest.pop('done'):,} of {rest.pop('total'):,} {rest.pop('unit', '')}".rstrip()]
+            if isinstance(left_s := rest.pop("left_s", None), int | float):
+                words[0] += f", left {duration(left_s)}"
+        return " ".join([*words, *(f"{key} {value}" for key, value in rest.items())])
 
 
 @dataclass(frozen=True)
@@ -271,6 +290,9 @@ class RunState:
                 self._keep(alarm)
                 return alarm
         phase = Phase(process, name, unix_s, details)
+        before = self.phases.get(process)
+        if phase.share is not None and before is not None and before.name == name:
+            phase = replace(phase, since_unix_s=before.since_unix_s)  # it says how far it is
         if name != "saved checkpoint":  # it goes on with what it did
             self.phases[process] = phase
         return phase

@@ -16,7 +16,7 @@ from holdfast.commands.environments_probe import canonical
 from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
 from holdfast.orchestrator.env.registry import BUILT_IN
-from tests.conftest import BASE
+from tests.conftest import BASE, ROOT
 from tests.models.chat_templates import QWEN_3, write_tokenizer
 
 Command = Callable[..., tuple[int, str, str]]
@@ -205,7 +205,7 @@ def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Pa
 @pytest.mark.launch
 def test_what_init_writes_passes_its_test_and_its_check(environments: Command, tmp_path: Path) -> None:
     code, out, _ = environments("init", "word_game")
-    assert code == 0 and "\n  uv run environments check word_game:WordGame\n" in out
+    assert code == 0 and f"\n  uv run --project {ROOT} environments check word_game:WordGame\n" in out
     assert {path.name for path in tmp_path.glob("*word_game*")} == {
         "word_game.py",
         "test_word_game.py",

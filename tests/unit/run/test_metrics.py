@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, report
 from holdfast.run import atomic
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
+from holdfast.view import console as view_console
 from holdfast.view.console import Console, step_line
 from holdfast.view.follow import Tail
 
@@ -99,6 +101,38 @@ def test_the_console_shows_phases_and_only_the_new_steps(tmp_path: Path, capsys:
     assert "inference" in shown and "loading vllm (usually" in shown
     assert "step 4/6" not in shown and shown.index("step 5/6") < shown.index("step 6/6")
     assert console.last_step == 6
+
+
+def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, now = RunDir(tmp_path), time.time()
+    run_dir.logs(1).mkdir(parents=True)
+
+    def say(phase: str, **fields: object) -> None:
+        with open(run_dir.logs(1) / "events.jsonl", "a") as file:
+            file.write(json.dumps({"time": now - 60, "process": "trainer", "phase": phase, **fields}) + "\n")
+
+    with Console(run_dir, attempt=1, first_step=0, max_steps=2) as console:
+        for done in (3, 6, 9):
+            say("computing", done=1000 * done, total=12_000, unit="pairs", left_s=65.0)
+        console.refresh()
+        monkeypatch.setattr(view_console, "_LINE_EVERY_S", 0.0)
+        console.refresh()  # nothing is new, and it lasts
+        say("training", step=0)
+        run_dir.metrics.write_text('{"step": 1, "time/step": 9.0, "time/validation": 8.5}\n{"step": 2}\n')
+        say("ALERT: too late", step=1)
+        say("finished", step=2)
+    lines = [line.split("trainer")[-1].strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "computing  3,000 of 12,000 pairs, left 1:05",
+        "still computing 9,000 of 12,000 pairs, left 1:05 (1:00)",
+        "training  step 0",
+        "step 1/2    0.50 s  val  8.50 s",
+        "ALERT: too late  step 1",
+        "step 2/2",
+        "finished  step 2",
+    ]
 
 
 def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> None:

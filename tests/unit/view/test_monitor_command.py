@@ -15,6 +15,7 @@ import pytest
 from holdfast.config import SftConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.exit_reasons import end_of
+from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
 from holdfast.view.monitor import ObservedRun
@@ -201,7 +202,7 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     config = SftConfig.model_validate({"max_steps": 20, "ckpt": {}})
 
     def lines(step: int, exit_code: int) -> list[str]:
-        return end_of(run_dir, config, step=step, exit_code=exit_code).lines
+        return end_of(Attempt(run_dir, 1, None), config, step=step, exit_code=exit_code).lines
 
     assert lines(0, 2) == [], "a mistake in what was given is one message"
     assert lines(5, 143) == [] and len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]
@@ -209,7 +210,7 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     write_checkpoint(run_dir, 5)
     (line,) = lines(5, 143)
     path = run_dir.checkpoint(5)
-    assert line == f"last checkpoint: step 5 in {path}; go on: the same command with --ckpt.resume-step latest"
+    assert line == f"last checkpoint: step 5 in {path}; to go on, give the same command again"
     write_checkpoint(run_dir, 20)
     assert lines(20, 0)[0].endswith("--ckpt.resume-step latest and a larger --max-steps")
     manifest = path / "manifest.json"

@@ -23,11 +23,12 @@ def test_it_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
     assert left.after(100, max_steps=100, now=99.0) == 0
 
 
-def test_the_first_step_says_itself_and_one_that_comes_again_begins_anew() -> None:
+def test_the_first_step_says_nothing_and_one_that_comes_again_begins_anew() -> None:
     left = TimeLeft()
-    assert left.after(1, max_steps=10, now=50.0, step_s=3.0) == 27.0
-    left.after(2, max_steps=10, now=60.0)
-    assert left.after(2, max_steps=10, now=100.0, step_s=1.0) == 8.0
+    assert left.after(1, max_steps=10, now=50.0, step_s=40.0) is None, "it takes longer than those after it"
+    assert left.after(2, max_steps=10, now=53.0) == 24.0
+    assert left.after(2, max_steps=10, now=100.0, step_s=1.0) is None
+    assert left.after(3, max_steps=10, now=100.0, step_s=2.0) == 14.0, "both were read at once"
 
 
 def test_durations_and_the_line_of_a_step() -> None:
@@ -40,6 +41,7 @@ def test_durations_and_the_line_of_a_step() -> None:
 def test_a_plain_console_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with Console(RunDir(tmp_path), attempt=1, first_step=0, max_steps=4) as console:
-        metrics.write_text("".join(json.dumps({"step": step, "time/step": 60.0}) + "\n" for step in (1,)))
+        metrics.write_text("".join(json.dumps({"step": step, "time/step": 60.0}) + "\n" for step in (1, 2)))
         console.refresh()
-    assert capsys.readouterr().out.strip().endswith("60.00 s  left 3:00")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("60.00 s") and "60.00 s  left 0:0" in second

@@ -34,6 +34,7 @@ class Attempt:
         checkpoint: directory of that step, in this run or in the one that is forked.
         fork: the checkpoint of another run that this run begins with.
         inputs: what it computes with beside its settings, by content; empty if it is not to be noted.
+        to_go_on: what the user does to go on with the run after this attempt, in words.
     """
 
     run_dir: RunDir
@@ -42,6 +43,7 @@ class Attempt:
     checkpoint: Path | None = None
     fork: Fork | None = None
     inputs: Mapping[str, str] = field(default_factory=dict)
+    to_go_on: str = "give the same command again"
 
     @property
     def start(self) -> str:

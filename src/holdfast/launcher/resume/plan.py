@@ -102,7 +102,8 @@ def prepare(
             _require_reference(trainer)
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
     _check_fits(attempt, trainer)
-    attempt = replace(attempt, inputs=find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None))
+    inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
+    attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
     for line in profile_notes(trainer, done=attempt.resume_step or 0):
         print(line)
     if not dry_run:
@@ -114,6 +115,15 @@ def prepare(
 
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
+
+
+def _to_go_on(trainer: TrainingCommand) -> str:
+    """Return what the user does to go on with the run, by the flags of the command that started it."""
+    if trainer.clean:
+        return "give the same command again without --clean"
+    if trainer.ckpt is not None and trainer.ckpt.resume_step not in (None, "auto", "latest", -1):
+        return "give the same command again with --ckpt.resume-step latest"
+    return "give the same command again"
 
 
 def _goes_on(

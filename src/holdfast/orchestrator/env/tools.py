@@ -33,6 +33,7 @@ from typing import Any, Protocol, get_type_hints, runtime_checkable
 
 import pydantic
 
+from holdfast.chat.tool_formats import tool_format_of
 from holdfast.errors import ConfigError, nearest
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
@@ -338,16 +339,8 @@ def find_parser(name: str, *, template: str, model: str) -> Parser:
     """
     if name != "auto":
         return PARSERS[name]
-    signs = {
-        "<function=": "qwen3_coder",
-        "<tool_call>": "hermes",
-        _MISTRAL: "mistral",
-        "<|python_tag|>": "llama3_json",
-        '"parameters": ': "llama3_json",
-    }
-    for sign, parser in signs.items():
-        if sign in template:
-            return PARSERS[parser]
+    if (found := tool_format_of(template)) is not None:
+        return PARSERS[found]
     raise ConfigError(
         f"tool_parser = auto: the chat template of '{model}' writes calls of tools in no form that is known. Name "
         f"the one that the model writes: {', '.join(PARSERS)}; or take a model that calls tools."

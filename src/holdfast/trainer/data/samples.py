@@ -82,6 +82,8 @@ def read_samples(
     """
     check_data_path(config.name, key="data.name")
     is_main = mesh is None or mesh.is_main
+    if is_main and not Path(config.name).exists():
+        report(f"asking the hub for {config.name}")
     make = partial(_make, config, tokenizer, formats, encode_as, shapes=shapes)
     cached = _cached(config, make, mesh) if config.cache_dir != "" else None
     if cached is not None:

@@ -24,7 +24,6 @@ import pickle
 import shutil
 import signal
 import sys
-import time
 import traceback
 import warnings
 from abc import ABC, abstractmethod
@@ -49,7 +48,7 @@ from holdfast.chat.template import template_date
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, ProcessDied
 from holdfast.process.child import available_cores, die_with_parent
-from holdfast.process.events import report
+from holdfast.process.events import Counted, report
 from holdfast.run import atomic
 from holdfast.trainer.data import rows as row_files
 from holdfast.trainer.data.packing import Sample
@@ -60,7 +59,6 @@ _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
 FEW_ROWS = 4000
 """So many are encoded before workers would have begun, or a cache would have been read."""
-_REPORT_S = 10.0
 _CHUNKS_UNDER_WAY = 4
 """For each worker: so many are held in memory when one of them comes late."""
 _INDEX_BYTES = 8
@@ -116,7 +114,8 @@ def tokenize_rows(
     workers = min(workers_of_this_rank(num_proc), len(mine)) if len(rows) > FEW_ROWS else 1
     is_reported = mesh is None or mesh.is_main
     chunks = []
-    progress = _Progress(sum(_chunk_size(rows, index) for index in mine), is_reported=is_reported)
+    num_mine = sum(_chunk_size(rows, index) for index in mine)
+    progress = Counted("tokenising", num_mine, unit="rows", is_told=is_reported)
     for chunk in _encoded(rows, encode, mine, name=name, workers=workers):
         chunks.append(chunk)
         progress.add(chunk.num_rows)
@@ -140,7 +139,7 @@ def ordered_chunks(rows: Rows, encode: Encode, *, name: str, num_proc: int | Non
         ConfigError, DataError: a row cannot be used; what is before it has been yielded.
     """
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
-    progress = _Progress(len(rows), is_reported=True)
+    progress = Counted("tokenising", len(rows), unit="rows")
     workers = min(num_proc or available_cores(), num_chunks)
     with closing(_encoded(rows, encode, range(num_chunks), name=name, workers=workers)) as chunks:
         for chunk in chunks:
@@ -278,23 +277,6 @@ def say_remarks(remarks: Mapping[str, int], name: str) -> None:
     """Warn of what is in the data and not in the tokens, and in how many rows."""
     for remark, count in sorted(remarks.items()):
         _log.warning("%s: %s (%d rows)", name, remark, count)
-
-
-class _Progress:
-    """Says every few seconds how many rows are done."""
-
-    def __init__(self, total: int, *, is_reported: bool) -> None:
-        self._total = total
-        self._is_reported = is_reported
-        self._done = 0
-        self._last = time.monotonic()
-
-    def add(self, rows: int) -> None:
-        self._done += rows
-        now = time.monotonic()
-        if self._is_reported and now - self._last >= _REPORT_S:
-            self._last = now
-            report("tokenising", rows=f"{self._done:,} of {self._total:,}")
 
 
 UNTRAINED = np.iinfo(np.int32).max

@@ -167,7 +167,9 @@ class KtoObjective:
             return {"kl": self._ratios(model, batch, indices, _MISMATCHED)[0]}
 
         plan = partial(plan_sides, side=_MISMATCHED)
-        measuring = PairObjective(forward, self.config.data, self.mesh, plan=plan)
+        measuring = PairObjective(
+            forward, self.config.data, self.mesh, plan=plan, measuring="estimating the divergence"
+        )
         return max(0.0, measuring.measure(model, batch)["kl"])
 
     def _ratios(

@@ -188,11 +188,18 @@ def plan_preferences(
     pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, rank: int, world_size: int
 ) -> list[list[int]]:
     """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
+    return plan_of_all(pairs, layout, config, world_size=world_size)[rank]
+
+
+def plan_of_all(
+    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, world_size: int
+) -> list[list[list[int]]]:
+    """Return what `plan_preferences` gives every rank."""
     arrangement = layout.arrangement(pack=config.pack)
     both = [[len(side.token_ids) for side in pair.sides] for pair in pairs]
     if arrangement != "packed":
         both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
-    plan = plan_rows(
+    return plan_rows(
         [sum(lengths) for lengths in both],
         costs=[sum(map(layout.cost, lengths)) for lengths in both],
         arrangement=arrangement,
@@ -200,7 +207,6 @@ def plan_preferences(
         rows_per_micro_batch=config.micro_batch_size,
         world_size=world_size,
     )
-    return plan[rank]
 
 
 def plan_sides(

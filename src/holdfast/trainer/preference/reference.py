@@ -1,10 +1,15 @@
 """Log-probabilities of pairs, and those under the reference of a preference run.
 
 The reference is the model with the weights that the run starts with, or another one. It is frozen, and so
-is what it says about each pair: two numbers, computed once before the first step. They go into every
-checkpoint, since a resumed run no longer has the weights that it began with: it takes the same numbers, bit
-for bit, also on another machine or in a fork, and spends no time on them. The digest of another model lies
-beside them, so that none takes its place.
+is what it says about each pair: two numbers, computed before the first step, for the pairs that training reaches. They
+go into every checkpoint, since a resumed run no longer has the weights that it began with: it takes the same numbers,
+bit for bit, also on another machine or in a fork. If it is to train further than before, it loads the weights that the
+run began with once more for the pairs that are missing; their digest lies beside the numbers, so that no other weights
+take their place.
+
+Which pairs go through the model together depends on the data alone, and so do the bits of the numbers, however far a
+run goes: the micro-batches of all pairs in their order are planned, and those without a pair that training reaches are
+left out. A run that is killed meanwhile keeps what is computed.
 
 Shape legend: P pairs, 2 their sides: chosen, rejected; or P answers, 2: with their prompt, with another one's answer;
 S sequences.
@@ -14,42 +19,55 @@ from __future__ import annotations
 
 import gc
 import io
+import json
+import signal
+import time
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from typing import Generic
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
-from holdfast.errors import CheckpointError
-from holdfast.process.events import report
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import CheckpointError, Stopped
+from holdfast.process.events import Counted, report
 from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.run.run_dir import REFERENCE_NAME
+from holdfast.run.run_dir import REFERENCE_NAME, RunDir
+from holdfast.run.timeline import record
 from holdfast.trainer.data.packing import Sample, build_micro_batch, to_device
-from holdfast.trainer.data.samples import refuse_other_tokens
+from holdfast.trainer.data.samples import SampleOrder, refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.lora import digest_of
 from holdfast.trainer.model.parity_check import PassedChecks, check_model
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
-from holdfast.trainer.preference.pairs import Preference, fingerprint_preferences, plan_preferences
-from holdfast.trainer.session import Session
+from holdfast.trainer.preference.pairs import P, Preference, fingerprint_preferences, plan_of_all
+from holdfast.trainer.session import Session, build_model
+from holdfast.trainer.stop import STOP_REQUEST
+
+_SAVE_EVERY_S = 10.0
+_TEXTS = ("pairs", "other", "model", "weights_only", "made_by")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference says about all pairs of the data.
+    """What the reference says about the pairs of the data.
 
     Attributes:
-        logprobs_P2: sums over the tokens of each answer in nats, float64, by `Pair.number`; zeros
-            where there is no reference.
+        logprobs_P2: sums over the tokens of each answer in nats, float64, by `Pair.number`; NaN for pairs that
+            training does not reach, zeros where there is no reference.
         attachments: files for every checkpoint, by path in it.
     """
 
@@ -62,99 +80,282 @@ class Reference:
         return to_device(torch.from_numpy(self.logprobs_P2[numbers]), device)
 
 
-@dataclass(frozen=True)
-class OtherReference:
-    """A model other than the policy's first one, and what it says.
+@dataclass
+class ReferenceTable:
+    """What is known of the reference, as it lies in a file.
 
     Attributes:
-        name: directory or hub name.
-        digest: of its weights.
-        logprobs_P2: of all pairs; None where a checkpoint holds them already.
+        logprobs_P2: as in `Reference`; NaN: not known yet.
+        pairs: fingerprint of the data.
+        other: the model that is the reference; empty: the policy as it began.
+        model: digest of the weights of the reference.
+        weights_only: the weights that the run began with, where they are not those of the model.
+        made_by: digest of all that the bits of the numbers depend on, but for the pairs that are computed together.
     """
 
-    name: str
-    digest: str
-    logprobs_P2: np.ndarray | None
+    logprobs_P2: np.ndarray
+    pairs: str
+    other: str = ""
+    model: str = ""
+    weights_only: str = ""
+    made_by: str = ""
+
+    def encode(self) -> bytes:
+        buffer = io.BytesIO()
+        arrays = {"logprobs": self.logprobs_P2} | {name: np.asarray(getattr(self, name)) for name in _TEXTS}
+        np.savez(buffer, allow_pickle=False, **arrays)
+        return buffer.getvalue()
+
+    @classmethod
+    def read(cls, path: Path) -> ReferenceTable:
+        with np.load(path, allow_pickle=False) as arrays:
+            texts = {name: str(arrays[name]) for name in _TEXTS}
+            return cls(np.asarray(arrays["logprobs"], dtype=np.float64), **texts)
 
 
-def other_reference(config: DpoConfig, pairs: Sequence[Preference], mesh: Mesh) -> OtherReference | None:
-    """Return what `loss.reference_model` says about the pairs; None without that setting. Collective.
-
-    The model is in memory while this runs and no longer.
-
-    Raises:
-        DataError: it cannot be loaded, or knows the policy's tokens by other ids.
-    """
-    name = config.loss.reference_model
-    if name is None:
-        return None
-    report("loading the reference", model=name)
-    refuse_other_tokens(name, config.model.tokenizer_name, key="loss.reference_model")
-    own = config.model.model_copy(update={"name": name, "init": "pretrained", "lora": None})
-    model = build_policy(own, mesh, seed=0)
-    model.requires_grad_(False)
-    passed = PassedChecks(config)
-    check_model(model, mesh, name=name, pack=config.data.pack, dtype=own.compute_dtype, passed=passed)
-    digest = digest_of(base_tensors(model.hf_model))
-    logprobs_P2 = None
-    if config.ckpt is None or config.ckpt.resume_step is None:
-        report("computing reference log-probabilities", pairs=len(pairs))
-        logprobs_P2 = reference_logprobs(model, pairs, config.data, mesh)
-    del model
-    gc.collect()  # its modules refer to one another; the policy is to have the memory
-    return OtherReference(name, digest, logprobs_P2)
-
-
-def start_reference(
-    config: DpoConfig, session: Session[Policy], pairs: Sequence[Preference], other: OtherReference | None = None
-) -> Reference:
-    """Compute the reference log-probabilities of all pairs, or take those of the checkpoint resumed from. Collective.
+@dataclass
+class ReferenceWork(Generic[P]):
+    """The reference of one attempt: what is known, what is missing, and the model that says it. All collective.
 
     Args:
-        other: the reference, where it is another model than the policy as it starts.
+        preferences: all pairs of the data.
+        training, held_out: those of them that are trained, and those that are validated on.
 
     Raises:
-        CheckpointError: the checkpoint has none, or those of other pairs or of another reference.
+        CheckpointError: the checkpoint resumed from has none, or that of other pairs.
     """
-    if config.loss.reference == "none":
-        return Reference(np.zeros((len(pairs), 2)), {})
-    fingerprint = fingerprint_preferences(pairs)
-    if session.progress.step > 0:
-        directory = session.run_dir.checkpoint(session.progress.step)
-        logprobs_P2 = _read(directory / TRAINER_DIR / REFERENCE_NAME, fingerprint, other)
-    elif other is not None and other.logprobs_P2 is not None:
-        logprobs_P2 = other.logprobs_P2
-    else:
-        report("computing reference log-probabilities", pairs=len(pairs))
-        logprobs_P2 = reference_logprobs(session.policy, pairs, config.data, session.mesh)
-    path = session.run_dir.path / REFERENCE_NAME
-    if session.mesh.is_main:
-        buffer = io.BytesIO()
-        model = np.asarray(other.digest if other is not None else "")
-        np.savez(buffer, logprobs=logprobs_P2, pairs=np.asarray(fingerprint), model=model)
-        atomic.write_file(path, buffer.getvalue())
-    return Reference(logprobs_P2, {f"{TRAINER_DIR}/{REFERENCE_NAME}": path})
+
+    config: DpoConfig
+    mesh: Mesh
+    preferences: Sequence[P]
+    training: Sequence[P]
+    held_out: Sequence[P]
+    _spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._run_dir = RunDir(self.config.output_dir)
+        self._path = self._run_dir.path / REFERENCE_NAME
+        ckpt = self.config.ckpt
+        self._step = ckpt.resume_step if ckpt is not None and isinstance(ckpt.resume_step, int) else 0
+        fingerprint = fingerprint_preferences(self.preferences)
+        if self._step:
+            self.table = read_resumed(self._saved, fingerprint)
+            if bool(self.table.other) != bool(self.config.loss.reference_model):
+                raise self._other_weights("")
+        else:
+            unknown_P2 = np.full((len(self.preferences), 2), np.nan)
+            weights_only = str(ckpt.weights_only.absolute()) if ckpt is not None and ckpt.weights_only else ""
+            other = self.config.loss.reference_model or ""
+            self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
+
+    @property
+    def _saved(self) -> Path:
+        """The file in the checkpoint that is resumed from."""
+        return self._run_dir.checkpoint(self._step) / TRAINER_DIR / REFERENCE_NAME
+
+    def compute_beside(self) -> None:
+        """Compute what needs a model that is not the policy; it is in memory meanwhile, and no longer.
+
+        Raises:
+            DataError: it cannot be loaded, or knows the policy's tokens by other ids.
+            CheckpointError: the checkpoint was made with other weights of the reference.
+        """
+        name = self.config.loss.reference_model
+        if name is None and not (self._step and self._missing()):
+            return
+        begin = time.time()
+        model = self._first_policy() if name is None else self._other_model(name)
+        self._compute(model)
+        self._spans.append((begin, time.time()))
+        del model
+        gc.collect()  # its modules refer to one another; the policy is to have the memory
+
+    def finish(self, session: Session[Policy]) -> Reference:
+        """Compute what is missing with the policy as it starts, and return all that training needs."""
+        if self._missing():
+            begin = time.time()
+            self._compute(session.policy)
+            self._spans.append((begin, time.time()))
+        for begin, end in self._spans:
+            record("reference", begin, end)
+        self._write()
+        return Reference(self.table.logprobs_P2, {f"{TRAINER_DIR}/{REFERENCE_NAME}": self._path})
+
+    def _other_model(self, name: str) -> Policy:
+        report("loading the reference", model=name)
+        refuse_other_tokens(name, self.config.model.tokenizer_name, key="loss.reference_model")
+        own = self.config.model.model_copy(update={"name": name, "init": "pretrained", "lora": None})
+        model = build_policy(own, self.mesh, seed=0)
+        model.requires_grad_(False)
+        self._check(model, name, own)
+        return model
+
+    def _first_policy(self) -> Policy:
+        """Return the policy with the weights that the run began with."""
+        assert self.config.ckpt is not None
+        first = self.config.model_copy(deep=True)
+        assert first.ckpt is not None
+        first.ckpt.resume_step = None
+        first.ckpt.weights_only = Path(self.table.weights_only) if self.table.weights_only else None
+        report("loading the weights that the run began with, for pairs that it did not reach before")
+        model, _ = build_model(first, self.mesh, build_policy)
+        own = first.model
+        self._check(model, own.name, own)
+        return model
+
+    def _check(self, model: Policy, name: str, own: TrainedModelConfig) -> None:
+        passed = PassedChecks(self.config)
+        check_model(model, self.mesh, name=name, pack=self.config.data.pack, dtype=own.compute_dtype, passed=passed)
+
+    def _missing(self) -> set[int]:
+        """Return the numbers of the pairs that training will reach, or that are held out, and are not known yet."""
+        config, size, position = self.config, self.config.data.batch_size, 0
+        if self._step:
+            position = int(json.loads(self._saved.with_name("progress.json").read_bytes())["samples"])
+        order = SampleOrder(len(self.training), seed=config.seed, shuffle=config.data.shuffle)
+        reached: set[int] = set()
+        for _ in range(self._step, config.max_steps):
+            if len(reached) == len(self.training):
+                break
+            reached.update(order.batch(position, size))
+            position += size
+        wanted = {self.training[index].number for index in reached} | {pair.number for pair in self.held_out}
+        return wanted & set(np.flatnonzero(np.isnan(self.table.logprobs_P2).any(axis=1)).tolist())
+
+    def _compute(self, model: Policy) -> None:
+        """Fill in what is missing under the weights of `model` as they are now, without dropout.
+
+        Raises:
+            CheckpointError: they are not those that what is known was computed with.
+            Stopped: a signal came; what is computed is kept.
+        """
+        table, mesh, config = self.table, self.mesh, self.config.data
+        digest = digest_of(base_tensors(model.hf_model) | trained_tensors(model.hf_model))
+        if self._step and digest != table.model:
+            raise self._other_weights(digest)
+        table.model, table.made_by = digest, _made_by(self.config, mesh, digest, table)
+        self._take_what_is_kept()
+        missing = self._missing()
+        if not missing:
+            return
+        report("computing reference log-probabilities", pairs=f"{len(missing):,} of {len(self.preferences):,}")
+        counted = Counted("computing reference log-probabilities", len(missing), unit="pairs", is_told=mesh.is_main)
+        saved = time.monotonic()
+        for block in _blocks(self.preferences, config):
+            wanted = {index for index, pair in enumerate(block) if pair.number in missing}
+            if not wanted:
+                continue
+            self._end_if_asked()
+            indices, found_P2 = _block_logprobs(model, block, wanted, config, mesh)
+            table.logprobs_P2[[block[index].number for index in indices]] = found_P2
+            counted.add(len(wanted))
+            if time.monotonic() - saved >= _SAVE_EVERY_S:
+                self._write()
+                saved = time.monotonic()
+
+    def _take_what_is_kept(self) -> None:
+        """Take what an attempt has computed that ended before its first step, as rank 0 finds it."""
+        kept = None
+        if self.mesh.is_main:
+            try:
+                kept = ReferenceTable.read(self._path)
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+                kept = None  # it is computed anew
+        kept = self.mesh.gather(kept)[0]
+        if kept is not None and kept.made_by == self.table.made_by:
+            known_P2 = self.table.logprobs_P2
+            self.table.logprobs_P2 = np.where(np.isnan(known_P2), kept.logprobs_P2, known_P2)
+
+    def _end_if_asked(self) -> None:
+        if self.config.ckpt is None:
+            return
+        asked = int(self.mesh.max({"signal": STOP_REQUEST.signal_number()})["signal"])
+        if not asked:
+            return
+        self._write()
+        name = signal.Signals(asked).name
+        stopped = Stopped(f"stopped by {name} before step {self._step + 1}; what the reference said is kept")
+        stopped.exit_code = 128 + asked
+        raise stopped
+
+    def _other_weights(self, digest: str) -> CheckpointError:
+        """Return the error of a reference with the weights `digest`; empty: of one that is another kind of model."""
+        table, name, config = self.table, self.config.loss.reference_model, self.config
+        if table.other:
+            was, key = f"a reference model, '{table.other}' with digest {table.model}", "loss.reference_model"
+        else:
+            was, key = f"the weights that the run began with, digest {table.model}", "model.name"
+        if name is not None:
+            now = f"loss.reference_model = '{name}'" + (f" has {digest}" if digest else " is another model")
+        elif table.other:
+            now = "it is unset now"
+        else:
+            now = (
+                f"max_steps = {config.max_steps} reaches pairs that it has not seen: they need these weights once "
+                f"more, and those of model.name = '{config.model.name}' are {digest}"
+            )
+        return CheckpointError(
+            f"{self._saved} holds the log-probabilities under {was}, and {now}: going on would change what the policy "
+            f"is compared with. Give {key} as the run began with it. {_advice(self._saved)}"
+        )
+
+    def _write(self) -> None:
+        if self.mesh.is_main:
+            atomic.write_file(self._path, self.table.encode())
 
 
-@torch.no_grad()
+def _made_by(config: DpoConfig, mesh: Mesh, digest: str, table: ReferenceTable) -> str:
+    """Return a digest of what the numbers depend on: weights, data, settings, machine, libraries and code."""
+    code = xxhash.xxh3_128()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(path.read_bytes())
+    is_cuda = mesh.device.type == "cuda"
+    depends = {
+        "weights": digest,
+        "pairs": table.pairs,
+        "settings": config.model_dump(mode="json", include={"model", "data", "parallel", "seed", "deterministic"}),
+        "ranks": mesh.world_size,
+        "device": torch.cuda.get_device_name(mesh.device) if is_cuda else f"cpu, {torch.get_num_threads()} threads",
+        "libraries": [torch.__version__, version("transformers"), version("holdfast")],
+        "code": code.hexdigest(),
+    }
+    return xxhash.xxh3_128(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def reference_logprobs(
     policy: Policy, pairs: Sequence[Preference], config: PreferenceDataConfig, mesh: Mesh
 ) -> np.ndarray:
     """Return (P, 2) under the policy's weights as they are now, without dropout, the same on every rank. Collective."""
+    blocks = _blocks(pairs, config)
+    return np.concatenate([_block_logprobs(policy, block, range(len(block)), config, mesh)[1] for block in blocks])
+
+
+def _blocks(pairs: Sequence[P], config: PreferenceDataConfig) -> list[Sequence[P]]:
+    """Return the pairs in their order, in parts whose micro-batches are planned together."""
+    return [pairs[start : start + config.batch_size] for start in range(0, len(pairs), config.batch_size)]
+
+
+@torch.no_grad()
+def _block_logprobs(
+    policy: Policy, block: Sequence[Preference], wanted: Collection[int], config: PreferenceDataConfig, mesh: Mesh
+) -> tuple[list[int], np.ndarray]:
+    """Return the indices of the pairs in the micro-batches of a block that have any of `wanted`, and their rows."""
     policy.eval()
-    blocks = []
-    for start in range(0, len(pairs), config.batch_size):
-        block = pairs[start : start + config.batch_size]
-        plan = plan_preferences(block, policy.layout, config, rank=mesh.data_rank, world_size=mesh.data_size)
-        found = [predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device) for indices in plan]
-        own = np.zeros((len(block), 2))
-        # To the CPU in one copy, behind all passes: each waits for the device.
-        own[[index for indices in plan for index in indices]] = torch.cat(found).cpu().numpy()
-        # Every pair is one rank's; the others add zero, which changes no bit.
-        blocks.append(mesh.sum_tensor(torch.from_numpy(own)).numpy())
+    plans = plan_of_all(block, policy.layout, config, world_size=mesh.data_size)
+    # Every rank takes part in the passes of the others.
+    together = [[index for own in places for index in own] for places in zip(*plans, strict=True)]
+    chosen = [place for place, indices in enumerate(together) if not set(wanted).isdisjoint(indices)]
+    mine = [plans[mesh.data_rank][place] for place in chosen]
+    found = [predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device) for indices in mine]
+    own = np.zeros((len(block), 2))
+    # To the CPU in one copy, behind all passes: each waits for the device.
+    own[[index for indices in mine for index in indices]] = torch.cat(found).cpu().numpy()
     reshard(policy)
     policy.train()
-    return np.concatenate(blocks)
+    # Every pair is one rank's; the others add zero, which changes no bit.
+    rows_P2 = mesh.sum_tensor(torch.from_numpy(own)).numpy()
+    indices = sorted(index for place in chosen for index in together[place])
+    return indices, rows_P2[indices]
 
 
 def predict_pairs(
@@ -178,13 +379,19 @@ def predict_sides(
     return sequence_sums(logprobs_N, [samples[index].num_targets for index in indices])
 
 
-def _read(path: Path, fingerprint: str, other: OtherReference | None) -> np.ndarray:
-    """Return what a run wrote to `path`, provided that it is about the same pairs and by the same reference."""
-    advice = f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
+def _advice(path: Path) -> str:
+    return f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
+
+
+def read_resumed(path: Path, fingerprint: str) -> ReferenceTable:
+    """Return what a run wrote to `path` of a checkpoint, provided that it is about the same pairs.
+
+    Raises:
+        CheckpointError: it is not, is not there, or cannot be read.
+    """
+    advice = _advice(path)
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            saved, logprobs_P2 = str(arrays["pairs"]), np.asarray(arrays["logprobs"], dtype=np.float64)
-            digest = str(arrays["model"])
+        table = ReferenceTable.read(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the run was trained with loss.reference = none, and what its first weights said "
@@ -192,17 +399,10 @@ def _read(path: Path, fingerprint: str, other: OtherReference | None) -> np.ndar
         ) from None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Resume from another step. {advice}") from error
-    if saved != fingerprint:
+    if table.pairs != fingerprint:
         raise CheckpointError(
             f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "
             f"same data.name, data.split, data.seq_len, data.too_long and tokenizer, and with the same margins or "
             f"labels. {advice}"
         )
-    if digest != (other.digest if other is not None else ""):
-        was = f"a reference model with digest {digest}" if digest else "the weights that the run began with"
-        now = f"loss.reference_model = '{other.name}' has {other.digest}" if other is not None else "it is unset now"
-        raise CheckpointError(
-            f"{path} holds the log-probabilities under {was}, and {now}: going on would change what the policy is "
-            f"compared with. Give loss.reference_model as the run began with it. {advice}"
-        )
-    return logprobs_P2
+    return table

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.config.preference import DpoConfig, PreferenceDataConfig, RewardTrainingConfig
 from holdfast.config.training import learning_rate
-from holdfast.process.events import report
+from holdfast.process.events import Counted, report
 from holdfast.trainer.data.samples import SampleOrder
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.fsdp import reshard
@@ -124,6 +124,7 @@ class PairObjective(Generic[M, P]):
         config: how pairs become micro-batches.
         summarize: makes the metrics to report from the means over the pairs.
         plan: which pairs go through the model together.
+        measuring: what `measure` is for, in words.
     """
 
     forward: Callable[[M, Sequence[P], list[int]], dict[str, Tensor]]
@@ -131,6 +132,7 @@ class PairObjective(Generic[M, P]):
     mesh: Mesh
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
     plan: Plan = plan_preferences
+    measuring: str = "validating"
 
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
@@ -147,9 +149,12 @@ class PairObjective(Generic[M, P]):
         """Return the metrics of `pairs` without dropout. Collective."""
         model.eval()
         totals = Sums()
-        for indices in self._my_micro_batches(model, preferences):
+        plan = self._my_micro_batches(model, preferences)
+        counted = Counted(self.measuring, len(plan), unit="micro-batches", is_told=self.mesh.is_main)
+        for indices in plan:
             columns = self.forward(model, preferences, indices)
             totals.add({name: column.double().sum() for name, column in columns.items()})
+            counted.add()
         reshard(model)
         model.train()
         return self._means(totals, len(preferences))

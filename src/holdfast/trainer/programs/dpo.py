@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.preference.kto import KtoObjective, load_answers
 from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
 from holdfast.trainer.preference.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
-from holdfast.trainer.preference.reference import Reference, other_reference, predict_pairs, start_reference
+from holdfast.trainer.preference.reference import Reference, ReferenceWork, predict_pairs
 from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
 from holdfast.trainer.session import start_program, start_session
 
@@ -51,7 +52,10 @@ def _train(
     training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
     kind = "answers" if config.loss.type == "kto" else "pairs"
     _log.info("%d %s to train on, %d held out", len(training), kind, len(held_out))
-    other = other_reference(config, preferences, mesh)
+    work = None
+    if config.loss.reference != "none":
+        work = ReferenceWork(config, mesh, preferences, training, held_out)
+        work.compute_beside()
     with start_session(
         config,
         mesh,
@@ -60,7 +64,8 @@ def _train(
         pack=config.data.pack,
         data_fingerprint=fingerprint_preferences(training),
     ) as session:
-        reference = start_reference(config, session, preferences, other)
+        none = Reference(np.zeros((len(preferences), 2)), {})
+        reference = none if work is None else work.finish(session)
         chosen = objective(config, reference, mesh)
         train_on_preferences(config, session, chosen, training, held_out, attachments=reference.attachments)
         session.publish_last()

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.config import SftConfig
 from holdfast.config.training import learning_rate
-from holdfast.process.events import report
+from holdfast.process.events import Counted, report
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
@@ -95,10 +95,13 @@ def _validate(policy: Policy, held_out: Sequence[Sample], config: SftConfig, mes
     total_targets = sum(sample.num_targets for sample in held_out)
     losses = Sums("loss")
     pack = policy.layout.arrangement(pack=config.data.pack) == "packed"
-    for indices in plan_samples(held_out, policy.layout, config.data, mesh):
+    plan = plan_samples(held_out, policy.layout, config.data, mesh)
+    counted = Counted("validating", len(plan), unit="micro-batches", is_told=mesh.is_main)
+    for indices in plan:
         micro = build_micro_batch(held_out, indices, pack=pack, device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
         losses.add({"loss": -logprobs_N.double().sum()})
+        counted.add()
     reshard(policy)
     policy.train()
     return mesh.sum(losses.read())["loss"] / total_targets

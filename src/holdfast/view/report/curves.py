@@ -198,10 +198,15 @@ def _top_of(totals: Numbers) -> float | None:
     return 1.5 * usual if usual > 0 and totals.max() > 4 * usual else None
 
 
-_PHASE_COLOURS = {
-    "generate": 4, "forward_backward": 0, "optimizer": 3, "publish_weights": 5, "update_weights": 5, "save": 2,
-    "checkpoint": 2, "evaluate": 1, "validation": 1, "experience": 6, "forward": 6, "data": 6, "critic": 1,
-    "write_batch": 3, "start-up": 7,
+# Each its own: what stands beside each other is one hue, in other shades.
+PHASE_COLOURS = {
+    "generate": colour_of(4), "forward_backward": colour_of(0), "reference": "#004B75",
+    "optimizer": colour_of(3), "write_batch": "#7A3300",
+    "publish_weights": colour_of(5), "update_weights": "#8A4A70",
+    "save": colour_of(2), "checkpoint": "#00543D",
+    "evaluate": colour_of(1), "validation": "#946600", "critic": "#F4C870",
+    "experience": colour_of(6), "forward": "#6E6400", "data": "#DCD27A",
+    "start-up": colour_of(7),
 }  # fmt: skip
 _WAITING = "#BBBBBB"
 
@@ -212,7 +217,7 @@ def colour_of_phase(name: str, number: int) -> str:
         return colour_of(7)
     if name.startswith("wait_"):
         return _WAITING
-    return colour_of(_PHASE_COLOURS.get(name, number))
+    return PHASE_COLOURS.get(name, colour_of(number))
 
 
 def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:

@@ -99,6 +99,7 @@ class RunData:
     checkpoints: list[CheckpointLine] = field(default_factory=list)
     num_checkpoints: int = 0
     failure: str = ""
+    was_stopped: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -125,7 +126,13 @@ class RunData:
             return "going on"
         if self.failure:
             return "failed"
-        return "finished" if self.max_steps is not None and self.last_step >= self.max_steps else "not going on"
+        if self.max_steps is not None and self.last_step >= self.max_steps:
+            return "finished"
+        if not self.was_stopped:
+            return "not going on"  # its launcher was killed
+        saved = [one.step for one in self.checkpoints if one.status == "committed"]
+        is_saved = "saved" if max(saved, default=0) >= self.last_step else "not saved"
+        return f"stopped at {self.last_step} of {self.max_steps}, {is_saved if self.last_step else 'nothing trained'}"
 
 
 def read_run(path: Path) -> RunData:
@@ -148,7 +155,8 @@ def read_run(path: Path) -> RunData:
     program = _program_of(settings, is_evaluation=has_summary and not run_dir.metrics.is_file())
     events, spans = _read_events(run_dir), read_timeline(run_dir)
     is_under_way = run_dir.is_under_way()
-    failure = "" if is_under_way else _failure_in(events, run_dir.next_attempt() - 1)
+    ended = _end_in(events, run_dir.next_attempt() - 1)
+    failure = "" if is_under_way else _failure_of(ended)
     if failure:
         notes.append(failure)
     if program != "evaluate" and not len(metrics.steps):
@@ -177,6 +185,7 @@ def read_run(path: Path) -> RunData:
         ],
         num_checkpoints=len(entries),
         failure=failure,
+        was_stopped=ended is not None and _is_stop(ended.exit_code),
         notes=notes,
     )
 
@@ -226,14 +235,23 @@ class _EventLine(msgspec.Struct):
     error: str | None = None
 
 
-def _failure_in(events: list[Event], attempt: int) -> str:
-    """Return how `attempt` failed, by the last word of its launcher, of several nodes the first one's; else nothing."""
+def _end_in(events: list[Event], attempt: int) -> Event | None:
+    """Return the last word of the launcher of `attempt`, of several nodes the first one's; None where there is none."""
     ended = (one for one in events if (one.attempt, one.process, one.phase) == (attempt, LAUNCHER, "ended"))
-    last = next(ended, None)
-    if last is None or last.exit_code in (None, 0, NOT_SAVED) or last.exit_code >= 128:
+    return next(ended, None)
+
+
+def _is_stop(exit_code: int | None) -> bool:
+    """Whether a run with this exit code was stopped by a signal."""
+    return exit_code is not None and (exit_code == NOT_SAVED or exit_code >= 128)
+
+
+def _failure_of(last: Event | None) -> str:
+    """Return how an attempt failed, by the last word of its launcher; else nothing."""
+    if last is None or last.exit_code in (None, 0) or _is_stop(last.exit_code):
         return ""
     said = f": {last.error.splitlines()[0]}" if last.error else ""
-    return f"attempt {attempt} failed with exit code {last.exit_code}{said}"
+    return f"attempt {last.attempt} failed with exit code {last.exit_code}{said}"
 
 
 def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], notes: list[str]) -> list[Attempt]:

@@ -100,6 +100,22 @@ def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"ckpt": CkptConfig()}, "again"),
+        ({"ckpt": CkptConfig(resume_step="auto")}, "again"),
+        ({"ckpt": CkptConfig(resume_step=5)}, "again with --ckpt.resume-step latest"),
+        ({"clean": True}, "again without --clean"),
+    ],
+)
+def test_an_attempt_knows_which_command_goes_on(run: RunDir, changes: dict[str, Any], said: str) -> None:
+    _start(_sft(run))
+    _checkpoint(run, 5)
+    config = _sft(run, **changes)
+    assert prepare(config, clean=config.clean, dry_run=True).to_go_on == f"give the same command {said}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
         ({"seed": 7}, "seed: 0 -> 7"),
         ({"optim": {"lr": 0.5}}, "optim.lr: "),
         ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: "),

@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.config import CkptConfig, DpoConfig
+from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
@@ -33,13 +32,13 @@ from holdfast.trainer.preference.pairs import (
     split_preferences,
 )
 from holdfast.trainer.preference.reference import (
-    OtherReference,
     Reference,
-    other_reference,
+    ReferenceTable,
+    ReferenceWork,
     predict_pairs,
+    read_resumed,
     reference_logprobs,
 )
-from holdfast.trainer.preference.reference import _read as read_reference
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
@@ -142,52 +141,41 @@ def test_a_reference_that_is_not_there_or_cannot_be_read_is_refused(tmp_path: Pa
     path = tmp_path / "checkpoints/step_1/reference.npz"
     path.parent.mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"is missing: .* Resume it with --loss\.reference none"):
-        read_reference(path, "pairs", None)
+        read_resumed(path, "pairs")
     path.write_bytes(b"no zip")
     with pytest.raises(CheckpointError, match="cannot be read: .* Resume from another step"):
-        read_reference(path, "pairs", None)
-    with path.open("wb") as file:
-        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray(""))
-    assert read_reference(path, "pairs", None).tolist() == [[1.0, 1.0]]
+        read_resumed(path, "pairs")
+    path.write_bytes(ReferenceTable(np.ones((1, 2)), "pairs", model="abc").encode())
+    table = read_resumed(path, "pairs")
+    assert (table.logprobs_P2.tolist(), table.model, table.other) == ([[1.0, 1.0]], "abc", "")
     with pytest.raises(CheckpointError, match="is about other pairs than these"):
-        read_reference(path, "others", None)
+        read_resumed(path, "others")
 
 
-def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> None:
-    path, other = tmp_path / "reference.npz", OtherReference("models/b", "abc", None)
-    with path.open("wb") as file:
-        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray(""))
-    with pytest.raises(CheckpointError, match=r"the weights that the run began with, and .* = 'models/b' has abc"):
-        read_reference(path, "pairs", other)
-    with path.open("wb") as file:
-        np.savez(file, logprobs=np.ones((1, 2)), pairs=np.asarray("pairs"), model=np.asarray("abc"))
-    assert read_reference(path, "pairs", other).tolist() == [[1.0, 1.0]]
-    assert read_reference(path, "pairs", replace(other, name="elsewhere")).tolist() == [[1.0, 1.0]]
-    with pytest.raises(CheckpointError, match="a reference model with digest abc, and it is unset now"):
-        read_reference(path, "pairs", None)
-    with pytest.raises(CheckpointError, match="with digest abc, and .* has abd: .* as the run began with it"):
-        read_reference(path, "pairs", replace(other, digest="abd"))
+def _beside(config: DpoConfig, pairs: list[Pair], mesh: Mesh) -> ReferenceTable:
+    work = ReferenceWork(config, mesh, pairs, pairs, [])
+    work.compute_beside()
+    return work.table
 
 
-def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
+def test_another_reference_says_what_its_own_weights_say(
+    tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path
+) -> None:
     name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
-    of_policy = {"model": {"name": str(tiny_model())}, "data": {"seq_len": 16}}
-    assert other_reference(DpoConfig.model_validate(of_policy), pairs, mesh) is None
-    config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}, "output_dir": "x"})
-    found = other_reference(config, pairs, mesh)
-    assert found is not None and found.logprobs_P2 is not None and found.name == name
+    data = {"seq_len": 16, "shuffle": False}
+    of_policy = {"model": {"name": str(tiny_model())}, "data": data, "output_dir": tmp_path, "max_steps": 1}
+    assert np.isnan(_beside(DpoConfig.model_validate(of_policy), pairs, mesh).logprobs_P2).all()
+    config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}})
+    found = _beside(config, pairs, mesh)
     theirs = build_policy(TrainedModelConfig(name=name), mesh, seed=0)
     assert found.logprobs_P2.tolist() == reference_logprobs(theirs, pairs, config.data, mesh).tolist()
     gc.collect()  # or what other tests have left would be gone at the second count
     alive = sum(isinstance(thing, Policy) for thing in gc.get_objects())
-    other_reference(config, pairs, mesh)
+    _beside(config, pairs, mesh)
     assert sum(isinstance(thing, Policy) for thing in gc.get_objects()) == alive, "it is out of memory again"
     adapted = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraConfig()})})
-    beside = other_reference(adapted, pairs, mesh)
-    assert beside is not None and beside.logprobs_P2 is not None and beside.digest == found.digest
-    assert beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "it has no adapters"
-    resumed = config.model_copy(update={"ckpt": CkptConfig(resume_step=4)})
-    assert other_reference(resumed, pairs, mesh) == replace(found, logprobs_P2=None)
+    beside = _beside(adapted, pairs, mesh)
+    assert beside.model == found.model and beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "no adapters"
 
 
 def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
@@ -199,7 +187,7 @@ def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path
     (other / "tokenizer.json").write_text(json.dumps(content))
     config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
     with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
-        other_reference(config, ragged_pairs(1), mesh)
+        _beside(config, ragged_pairs(1), mesh)
 
 
 def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,24 @@ import pytest
 from safetensors.torch import load_file
 
 from holdfast.config.training import OptimConfig, learning_rate
-from holdfast.errors import CheckpointError, HoldfastError, SaveError, StorageError
+from holdfast.errors import CheckpointError, HoldfastError, SaveError, Stopped, StorageError
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from holdfast.run.weights import ADAPTER_DIR, weights_digest
 from holdfast.trainer.export import Export, TensorReader, export
+from holdfast.trainer.model.policy import Policy
+from holdfast.trainer.preference import reference
+from holdfast.trainer.preference.pairs import Preference
+from holdfast.trainer.stop import StopRequest
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
 from tests.faults.run_states import checkpoint_state, differing
 from tests.runs.rl import exact_metrics
 from tests.servers.s3 import BUCKET, S3Server
-from tests.unit.trainer.programs.cases import Programs
-from tests.unit.trainer.programs.in_process import HALF, STEPS, train
+from tests.unit.trainer.programs.cases import LORA, Programs
+from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
 
 SCHEDULE = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 1}
 URL = f"s3://{BUCKET}/run"
@@ -158,6 +163,56 @@ def test_what_a_run_depends_on_must_be_what_it_began_with(
     with pytest.raises(HoldfastError, match=message):
         train(program, tmp_path / "run", settings, until=STEPS, resume=HALF)
     assert manifest.verify(RunDir(tmp_path / "run").checkpoint(HALF)).step == HALF
+
+
+@pytest.mark.parametrize("name", ["dpo", "dpo, adapters"])
+def test_a_run_that_goes_further_asks_the_weights_that_it_began_with(
+    name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = programs.settings("dpo") | (LORA if "adapters" in name else {})
+    settings["model"] = settings["model"] | programs.settings("dpo")["model"]
+    del settings["val_interval"]
+    settings["data"] = settings["data"] | {"batch_size": 4, "micro_batch_size": 1, "validation_fraction": 0.0}
+    straight = end_state(train("dpo", tmp_path / "straight", settings, until=4), last=4)
+    half = train("dpo", tmp_path / "run", settings, until=2)
+    other = other_model(settings, tiny_model(seed=6))
+    shutil.copytree(half.path, tmp_path / "other")
+    with pytest.raises(HoldfastError, match="reaches pairs that it has not seen"):
+        train("dpo", tmp_path / "other", other, until=4, resume=2)
+    begun, compute = [], reference._block_logprobs
+
+    def noting(policy: Policy, block: Sequence[Preference], *rest: Any) -> Any:
+        begun.append(block[0].number)
+        return compute(policy, block, *rest)
+
+    monkeypatch.setattr(reference, "_block_logprobs", noting)
+    with monkeypatch.context() as patched, pytest.raises(Stopped, match="before step 3"):
+        patched.setattr(reference, "STOP_REQUEST", AskedLater())
+        train("dpo", half.path, settings, until=4, resume=2)
+    assert len(begun) == 2
+    assert not differing(straight, end_state(train("dpo", half.path, settings, until=4, resume=2), last=4))
+    assert len(set(begun)) == len(begun) > 2, "no block is computed twice"
+
+
+class AskedLater(StopRequest):
+    """A signal that comes when it has been looked for twice."""
+
+    looks = 0
+
+    def signal_number(self) -> int:
+        self.looks += 1
+        return signal.SIGTERM if self.looks > 2 else 0
+
+
+def test_a_signal_while_the_reference_is_computed_ends_the_run(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = StopRequest()
+    asked.ask(signal.SIGTERM)
+    monkeypatch.setattr(reference, "STOP_REQUEST", asked)
+    with pytest.raises(Stopped, match="stopped by SIGTERM before step 1") as stopped:
+        train("dpo", tmp_path / "run", programs.settings("dpo"), until=1)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM and (tmp_path / "run" / REFERENCE_NAME).exists()
 
 
 def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_path: Path) -> None:

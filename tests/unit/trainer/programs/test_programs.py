@@ -51,6 +51,17 @@ def test_numbers_that_break_stop_the_run_and_nothing_of_the_step_is_kept(program
     assert run_dir.published_weights() == []
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward-model", "rl"])
+def test_a_run_that_diverges_is_warned_of_once(
+    name: str, programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run_dir = train(name, tmp_path / "run", programs.settings(name) | {"optim": {"lr": 1e3}}, until=7)
+    norms = column(run_dir, "grad_norm")
+    assert caplog.text.count("training diverges") == any(norm > 1000 * norms[0] for norm in norms)
+    assert norms[-3:] == [0, 0, 0] and caplog.text.count("nothing is learned any more") == 1
+
+
 def test_a_critic_whose_loss_breaks_ends_the_step_unpublished_and_unsaved(programs: Programs, tmp_path: Path) -> None:
     broken = programs.settings("rl, everything") | {"critic": EVERYTHING["critic"] | {"optim": {"lr": 1e30}}}
     with pytest.raises(TrainingError, match=r"the critic's loss is (.|\n)*critic\.optim\.lr"):

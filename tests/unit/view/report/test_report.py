@@ -15,6 +15,8 @@ import pytest
 from holdfast.run import atomic
 from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
+from holdfast.view.report.curves import PHASE_COLOURS
+from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
@@ -178,11 +180,21 @@ def test_a_failed_run_says_by_what_and_one_without_steps_that_it_has_none(
     (run_dir.logs(2) / "events.jsonl").write_text("")
     end(2, exit_code=143)
     made(run_command, run_dir.path)
-    assert "<td>not going on</td>" in text_of(run_dir.path / "report.html")
+    assert "<td>stopped at 0 of 12, nothing trained</td>" in text_of(run_dir.path / "report.html")
+    write_checkpoint(run_dir, 2)
+    for step, said in ((2, "saved"), (3, "not saved")):
+        run_dir.metrics.write_text("".join(f'{{"step": {one}}}\n' for one in range(1, step + 1)))
+        made(run_command, run_dir.path)
+        assert f"<td>stopped at {step} of 12, {said}</td>" in text_of(run_dir.path / "report.html")
+    run_dir.metrics.write_text("")
     (run_dir.logs(2) / "events.jsonl").write_text("")
     end(2, exit_code=5)
     made(run_command, run_dir.path)
     assert "<li>attempt 2 failed with exit code 5</li>" in text_of(run_dir.path / "report.html")
+
+
+def test_no_two_phases_have_one_colour() -> None:
+    assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
 
 
 def test_an_evaluation_alone_is_a_table(run_command: RunCommand, tmp_path: Path) -> None:

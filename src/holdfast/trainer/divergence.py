@@ -1,0 +1,65 @@
+"""Warns when training diverges or learns nothing, by the metrics of its steps.
+
+The three conditions are the same for every program. Each is told once, and again if it comes back after it has ended.
+An attempt begins without a memory: what is told changes nothing that is computed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+_JUMP = 1000.0
+_RECENT_STEPS = 50
+_ZERO_STEPS = 3
+
+
+class DivergenceWatch:
+    """Looks at the metrics of one step after the other."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._num_zeros = 0
+        self._lasting: set[str] = set()
+
+    def check(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """Return what is to be warned of after a step; what lasts since an earlier one is left out."""
+        found = {"jump": self._jump(metrics), "zero": self._zero(metrics), "cut": _all_cut(metrics)}
+        new = [text for name, text in found.items() if text is not None and name not in self._lasting]
+        self._lasting = {name for name, text in found.items() if text is not None}
+        return new
+
+    def _jump(self, metrics: Mapping[str, float | None]) -> str | None:
+        norm = metrics.get("grad_norm")
+        if not norm:
+            return None
+        median = statistics.median(self._norms) if self._norms else norm
+        if norm <= _JUMP * median:
+            self._norms.append(norm)
+            return None
+        return (
+            f"the gradient norm is {norm:.3g}, and {median:.3g} was usual: training diverges. Lower optim.lr, or add "
+            "optim.warmup_steps, and go on from an earlier checkpoint"
+        )
+
+    def _zero(self, metrics: Mapping[str, float | None]) -> str | None:
+        self._num_zeros = self._num_zeros + 1 if metrics.get("grad_norm") == 0 else 0
+        if self._num_zeros < _ZERO_STEPS:
+            return None
+        why = (
+            "the answers of every group earn the same reward" if "reward/mean" in metrics else "the loss is at its end"
+        )
+        return (
+            f"the gradient is exactly 0 for {_ZERO_STEPS} steps: nothing is learned any more. Perhaps {why}, or "
+            "optim.lr was too high and has spoilt the weights"
+        )
+
+
+def _all_cut(metrics: Mapping[str, float | None]) -> str | None:
+    if metrics.get("rollout/truncated") != 1:
+        return None
+    return (
+        "all answers of the batch ended at a token limit, none by itself. Raise sampling.max_tokens (and seq_len), or "
+        "ask for shorter answers"
+    )

@@ -1,0 +1,39 @@
+"""The warnings of training that diverges or learns nothing: once for each condition, until it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from holdfast.trainer.divergence import DivergenceWatch
+
+
+def warned(name: str, values: Sequence[float], *, of: str) -> list[int]:
+    """Return the places of the values at which a warning with the words `of` is given, the first of them 1."""
+    watch = DivergenceWatch()
+    told = [(place, text) for place, value in enumerate(values, start=1) for text in watch.check({name: value})]
+    assert all(of in text for _, text in told), told
+    return [place for place, _ in told]
+
+
+@pytest.mark.parametrize(
+    ("norms", "at"),
+    [
+        ([1.0, 1000.0], []),
+        ([1.0, 1001.0, 5000.0, 2.0, 1e9], [2, 5]),
+        ([0.0, 0.0, 1.0, 2000.0], [4]),
+        ([1.0, 500.0, 400.0, 2000.0, 1e6], [5]),  # the median moves with what is usual
+    ],
+)
+def test_a_gradient_a_thousand_times_the_usual_one_is_told_until_it_ends(norms: list[float], at: list[int]) -> None:
+    assert warned("grad_norm", norms, of="training diverges") == at
+
+
+def test_a_gradient_of_zero_is_told_at_its_third_step() -> None:
+    norms = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert warned("grad_norm", norms, of="nothing is learned any more") == [7, 12]
+
+
+def test_a_batch_of_which_every_answer_was_cut_is_told_until_one_ends_by_itself() -> None:
+    assert warned("rollout/truncated", [0.9, 1.0, 1.0, 0.99, 1.0], of="sampling.max_tokens") == [2, 5]
