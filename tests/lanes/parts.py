@@ -40,6 +40,7 @@ PARTS = {
             "tests/integration/test_rl_killed.py",
         ),
     ),
+    "src/holdfast/trainer/preference/reference.py": ("tests/faults/test_kill_in_reference.py",),
     "src/holdfast/orchestrator": (
         "tests/integration/test_rl_dropped.py",
         "tests/integration/test_rl_branches.py",
