@@ -342,7 +342,7 @@ def _kernel_for(
     )
     if not reason:
         return kernel
-    # Compiled code cannot log; the check of the model at every start is not compiled.
+    # Compiled code cannot log; the check of the model at a start is not compiled.
     if not torch.compiler.is_compiling() and not _is_silent and reason not in _named:
         _named.add(reason)
         _log.warning(
