@@ -357,7 +357,9 @@ class _Watcher:
             self._supervisor.stop()
             given_up = ProcessDied(str(error))
             if timeout_s := self._storage_backoff.timeout_s:
-                given_up.args = (f"{error}\n       the storage was waited for in vain for {timeout_s:g} s",)
+                path, free_bytes = fullest(self._run_dir)  # on a full disk the log of the process may have no reason
+                told = f"waited for in vain for {timeout_s:g} s: {path} has {free_bytes:,} bytes free"
+                given_up.args = (f"{error}\n       the storage was {told}",)
             given_up.exit_code = STORAGE_FAILED
             raise given_up from None
         return self._pause_for_storage(error, delay_s)
