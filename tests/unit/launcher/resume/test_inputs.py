@@ -21,7 +21,6 @@ from tests.conftest import ROOT
 from tests.unit.launcher.resume import test_resume
 from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint, rl, start_rl
 
-release_locks = test_resume.release_locks
 
 
 @pytest.fixture
