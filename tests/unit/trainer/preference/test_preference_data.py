@@ -169,11 +169,13 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> 
         read_reference(path, "pairs", replace(other, digest="abd"))
 
 
-def test_another_reference_says_what_its_own_weights_say(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
+def test_another_reference_says_what_its_own_weights_say(
+    tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path
+) -> None:
     name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
     of_policy = {"model": {"name": str(tiny_model())}, "data": {"seq_len": 16}}
     assert other_reference(DpoConfig.model_validate(of_policy), pairs, mesh) is None
-    config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}, "output_dir": "x"})
+    config = DpoConfig.model_validate({**of_policy, "loss": {"reference_model": name}, "output_dir": tmp_path})
     found = other_reference(config, pairs, mesh)
     assert found is not None and found.logprobs_P2 is not None and found.name == name
     theirs = build_policy(TrainedModelConfig(name=name), mesh, seed=0)
