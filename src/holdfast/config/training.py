@@ -373,6 +373,10 @@ class SftDataConfig(Section):
     seq_len: int = Field(default=1024, ge=2)
     """Most tokens of one sample, and with `pack` of one row."""
 
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What to do with rows that cannot be used, such as broken JSON: name the first of them, or leave them out and say
+    how many."""
+
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 

@@ -19,9 +19,16 @@ from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.preference.kto import KtoObjective, load_answers
+from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.preference.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.pairs import (
+    P,
+    Pair,
+    fingerprint_preferences,
+    load_answers,
+    load_pairs,
+    split_preferences,
+)
 from holdfast.trainer.preference.reference import Reference, other_reference, predict_pairs, start_reference
 from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
 from holdfast.trainer.session import start_program, start_session
