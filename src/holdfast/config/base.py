@@ -161,8 +161,8 @@ class CkptConfig(Section):
 class ModelConfig(Section):
     """Which model, by the name of a local directory or of a model on a hub."""
 
-    name: str = "examples/reverse_text/model"
-    """Directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."""
+    name: str = ""
+    """Directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B. Needed."""
 
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; unset: the same as `model.name`."""

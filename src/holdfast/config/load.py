@@ -368,6 +368,8 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
             value = finding["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
             reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            if finding["type"] == "missing":
+                reason, shown = "is needed", ""
             if finding["type"] == "model_type":  # pydantic names classes here
                 reason = f"is a section: give its settings, as in --{key.replace('_', '-')}.NAME VALUE or [{key}]"
                 if any(isinstance(part, int) for part in location):

@@ -117,8 +117,8 @@ class PreferenceLossConfig(Section):
 class PreferenceDataConfig(SftDataConfig):
     """Where pairs come from and how they become batches."""
 
-    name: str = "examples/reverse_text/preferences.jsonl"
-    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    name: str = ""
+    """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
     dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or all lists of messages), or `chosen`
     and `rejected` whose common beginning is the prompt; or, for `kto`, `prompt`, `completion` and `label`: see
     docs/data.md."""

@@ -353,8 +353,8 @@ class TrainingCommand(Command):
 class SftDataConfig(Section):
     """Where samples come from and how they become batches."""
 
-    name: str = "examples/reverse_text/sft.jsonl"
-    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    name: str = ""
+    """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
     dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or
     `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
 
