@@ -27,6 +27,11 @@ def check_given(command: str, config: Command) -> None:
     Raises:
         ConfigError: it does not; the message says how to give what is missing, or how runs begin.
     """
+    if isinstance(config, SupervisedCommand) and {"max_steps", "epochs"} <= config.model_fields_set:
+        raise ConfigError(
+            f"max_steps = {config.max_steps} and epochs = {config.epochs:g} both say how long to train: give one of "
+            "them."
+        )
     needed = dict(_needed(config))
     missing = {key: how for key, (is_given, how) in needed.items() if not is_given}
     if not missing:

@@ -154,6 +154,9 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
     given: dict[str, str] = {}
     try:
         values = _read_flags(words, flags_of(command), given)
+        for one, other in command.alternatives:
+            if one in values and other not in values:
+                files.data.pop(other, None)  # a flag wins over a file, also by the other name of the same
         return command.model_validate(merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None

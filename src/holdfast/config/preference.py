@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import PREFERENCE_LOSSES, Section
-from holdfast.config.training import EvaluatedCommand, PolicyOptimConfig, SftDataConfig, SupervisedCommand
+from holdfast.config.training import DpoOptimConfig, EvaluatedCommand, SftDataConfig, SupervisedCommand
 from holdfast.errors import nearest
 
 _HAS_REFERENCE = tuple(name for name, one in PREFERENCE_LOSSES.items() if one.has_reference)
@@ -154,7 +154,7 @@ class DpoConfig(EvaluatedCommand):
 
     program = "dpo"
 
-    optim: PolicyOptimConfig = PolicyOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    optim: DpoOptimConfig = DpoOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -197,7 +197,7 @@ def end_of(run_dir: RunDir, config: TrainingCommand, *, step: int, exit_code: in
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"
     fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
-    longer = " and a larger --max-steps" if is_finished and steps[-1] >= config.max_steps else ""
+    longer = f" and a larger {config.length_flag}" if is_finished and steps[-1] >= config.max_steps else ""
     lines.append(f"last checkpoint: step {steps[-1]} in {last}; go on: the same command with {resume}{longer}")
     return End(lines, fields)
 
