@@ -195,7 +195,13 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
             if is_open:
                 config.epochs = config.epochs or 1.0
                 config.max_steps = steps_of(config, survey, config.epochs)
+    config.settle_rates({})
+    fresh = config.optim
     config.settle_rates({name: value for name, value in before.get("optim", {}).items() if name in RATES})
+    for name in RATES:
+        kept, new = getattr(config.optim, name), getattr(fresh, name)
+        if kept != new:
+            print(f"optim.{name} = {kept}, as the run has it; a new one would have {new}")
     try:
         config.check_steps()
     except ValueError as error:

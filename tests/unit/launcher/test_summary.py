@@ -66,11 +66,12 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
     assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
 
 
-def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"lr": 3e-6}, "model": {"lora": {}}})
     started(old)
     new = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"lora": {}}})
     assert settle_length(new, clean=False) is None and new.optim.lr == 3e-6
+    assert capsys.readouterr().out == "optim.lr = 3e-06, as the run has it; a new one would have 1e-05\n"
 
 
 def test_what_lies_behind_the_last_step_is_refused_when_that_is_known(
