@@ -173,7 +173,7 @@ def _default(info: FieldInfo) -> str:
     value = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
-    if value is None:
+    if value is None or info.validate_default is False:  # what stands there is no value that can be given
         return "unset"
     if isinstance(value, BaseModel):
         return ""

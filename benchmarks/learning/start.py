@@ -43,7 +43,8 @@ def make_start(task: str, folder: Path) -> Path:
         "sft",
         "--model.name", folder / "base", "--model.init", "random", "--data.name", folder / "demonstrations.jsonl",
         "--data.batch-size", 64, "--data.micro-batch-size", 8, "--max-steps", steps, "--optim.lr", 3e-3,
-        "--optim.warmup-steps", 10, "--parallel.threads", 1, "--output-dir", folder / "sft", "--clean",
+        "--optim.schedule", "constant", "--optim.warmup-steps", 10, "--parallel.threads", 1,
+        "--output-dir", folder / "sft", "--clean",
     )  # fmt: skip
     return weights
 

@@ -177,6 +177,7 @@ def run_sft(folder: Path, settings: dict[str, Any], *, packed: bool) -> float:
     output = Path(tempfile.mkdtemp(dir=folder))
     command = [str(Path(sys.executable).parent / "sft"), "--output-dir", str(output), "--data.name", settings["data"]]
     command += ["--model.name", settings["model"], "--model.init", "random", "--optim.lr", "1e-3"]
+    command += ["--optim.schedule", "constant"]
     command += ["--data.batch-size", str(settings["batch_size"]), "--max-steps", str(settings["steps"])]
     command += ["--data.micro-batch-size", str(settings["micro_batch_size"]), "--data.seq-len", str(SEQ_LEN)]
     command += ["--no-data.shuffle", "--data.pack" if packed else "--no-data.pack"]

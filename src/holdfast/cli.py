@@ -116,9 +116,11 @@ def run(name: str, argv: list[str]) -> int:
     if help.is_asked(argv):
         print(help.text(name, summary, argv))
         return 0
+    from holdfast.config.given import check_given
     from holdfast.config.load import parse_command_line
 
     parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv)
+    check_given(name, parsed)
     if not parsed.dry_run:
         from holdfast.process.child import make_output_lossy
 

@@ -72,7 +72,8 @@ class Case:
 @pytest.fixture(scope="module")
 def settings(tiny_model: ModelFactory, sft_data: Path) -> dict[str, Any]:
     data = {"name": str(sft_data), "batch_size": 8, "micro_batch_size": 2, "seq_len": 32}
-    return {"model": {"name": str(tiny_model(attention_dropout=0.3))}, "optim": {"lr": 1e-3}, "data": data, "seed": 3}
+    optim = {"lr": 1e-3, "schedule": "constant"}
+    return {"model": {"name": str(tiny_model(attention_dropout=0.3))}, "optim": optim, "data": data, "seed": 3}
 
 
 @pytest.fixture(scope="module")

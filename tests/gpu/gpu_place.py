@@ -108,7 +108,8 @@ class Place:
         """Return flags of short steps of several micro-batches of the tiny model, `flags` last."""
         return [
             "--model.name", self.model(), "--model.init", "random", "--data.name", self.data(), "--data.batch-size", 8,
-            "--data.micro-batch-size", 2, "--data.seq-len", 32, "--optim.lr", 1e-3, "--seed", 3, *flags,
+            "--data.micro-batch-size", 2, "--data.seq-len", 32, "--optim.lr", 1e-3, "--optim.schedule", "constant",
+            "--seed", 3, *flags,
         ]  # fmt: skip
 
     def synchronize(self) -> None:

@@ -24,6 +24,7 @@ from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
 pytestmark = pytest.mark.launch
 
+POLICY = ("--model.name", str(MODEL), "--environments", '[{"id": "reverse_text"}]')
 SMALL = ("--num-tasks", "12", "--samples-per-task", "4", "--sampling.max-tokens", "16", "--seq-len", "64")
 
 
@@ -44,7 +45,7 @@ def lines_of(directory: Path) -> list[bytes]:
 
 @pytest.mark.engine
 def test_an_evaluation_starts_vllm_and_ends_it(tmp_path: Path) -> None:
-    argv = ["--model.name", str(MODEL), *SMALL, "--output-dir", str(tmp_path / "asked")]
+    argv = [*POLICY, *SMALL, "--output-dir", str(tmp_path / "asked")]
     run = shared_commands().start("evaluate", tmp_path / "asked", argv, engine="vllm").wait(4 * HANG_S)
     assert run.code == 0, run.log
     assert 0.2 < summary_in(tmp_path / "asked").environments["reverse_text"].estimates["avg@4"].value < 1
@@ -54,13 +55,12 @@ def test_an_evaluation_starts_vllm_and_ends_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_harness_plays_is_evaluated_as_any_environment(tmp_path: Path, workers: int) -> None:
     """The harness asks an endpoint of ours: answers and rewards are those of sessions."""
-    flags = ("--model.name", str(MODEL), *SMALL)
-    out = evaluate(tmp_path / "session", *flags)
+    out = evaluate(tmp_path / "session", *POLICY, *SMALL)
     assert f"evaluating {MODEL}" in out and "avg@4" in out and "pass@4" in out
     found = summary_in(tmp_path / "session").environments["reverse_text"]
     assert found.num_tasks == 12 and 0.2 < found.estimates["avg@4"].value < 1
     harness = {"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": workers}
-    evaluate(tmp_path / "harness", *flags, "--environments", json.dumps([harness]))
+    evaluate(tmp_path / "harness", *POLICY[:2], *SMALL, "--environments", json.dumps([harness]))
 
     def played(directory: Path) -> list[tuple[int, int, float, str]]:
         lines = [msgspec.json.decode(line, type=EvaluatedRollout) for line in lines_of(directory)]
@@ -117,7 +117,7 @@ def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = (
-        "--model.name", str(MODEL), "--num-tasks", "96", "--samples-per-task", "8", "--sampling.max-tokens", "24",
+        *POLICY, "--num-tasks", "96", "--samples-per-task", "8", "--sampling.max-tokens", "24",
         "--seq-len", "64", "--max-concurrency", "8",
     )  # fmt: skip
     evaluate(tmp_path / "straight", *flags)

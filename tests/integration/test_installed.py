@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders.toy import TOY
 from tests.conftest import ROOT
-from tests.runs.rl import MODEL
 from tests.runs.training import DEADLINE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="wheels are built and installed with uv")
@@ -78,7 +78,7 @@ def run(bin_dir: Path, project: Path, *words: str, **variables: str) -> subproce
 @pytest.mark.everyday
 def test_without_vllm_rl_says_what_to_install(bin_dir: Path, project: Path) -> None:
     for program in ("rl", "inference"):
-        refused = run(bin_dir, project, program, "--model.name", str(MODEL), "--output-dir", "refused")
+        refused = run(bin_dir, project, program, *TOY[program], "--output-dir", "refused")
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert refused.stderr.startswith(
             "error: the inference server needs vLLM, which is not installed: `uv sync --group cpu`"

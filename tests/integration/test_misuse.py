@@ -37,7 +37,7 @@ class Case:
         said: what the message must hold.
         makes: prepares the directory of the test.
         has_model: a copy of a good model lies in `{here}/mine`, before `makes` changes it.
-        in_trainer: only the trainer finds it, which is started, and trains nothing: what rows or configs hold.
+        in_trainer: only the trainer finds it, which is started, and trains nothing: what configs of models hold.
     """
 
     name: str
@@ -53,7 +53,7 @@ def _sft(name: str, *words: str, said: tuple[str, ...], makes: Callable[[Path], 
     return Case(name, "sft", ("--model.name", "{model}", "--data.name", "{rows}", *words), said, makes)
 
 
-def _data(name: str, file: str, content: str | bytes, *said: str, in_trainer: bool = False) -> Case:
+def _data(name: str, file: str, content: str | bytes, *said: str) -> Case:
     """A file or directory of rows that cannot be trained on."""
 
     def makes(here: Path) -> None:
@@ -62,14 +62,15 @@ def _data(name: str, file: str, content: str | bytes, *said: str, in_trainer: bo
 
     named = file.partition("/")[0]
     words = ("--model.name", "{model}", "--data.name", f"{{here}}/{named}")
-    return Case(name, "sft", words, (named, *said), makes, in_trainer=in_trainer)
+    return Case(name, "sft", words, (named, *said), makes)
 
 
 def _model(
     name: str, change: Callable[[Path], object], *said: str, program: str = "sft", in_trainer: bool = False
 ) -> Case:
     """A copy of a good model in which something is changed."""
-    data = ("--data.name", "{rows}") if program == "sft" else ()
+    asked = ("--environments", '[{"id": "reverse_text"}]')
+    data = {"sft": ("--data.name", "{rows}"), "evaluate": asked}.get(program, ())
     return Case(
         name,
         program,
@@ -145,7 +146,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
 FLAGS = [
     _sft("a flag of TRL", "--learning_rate", "1e-5", said=("'--learning_rate'", "Did you mean '--optim.lr'?")),
     _sft("a batch size of TRL", "--per_device_train_batch_size", "2", said=("'--data.micro-batch-size'",)),
-    _sft("epochs", "--num_train_epochs", "3", said=("'--num_train_epochs'", "max_steps steps", "--help")),
+    _sft("epochs", "--num_train_epochs", "3", said=("'--num_train_epochs'", "Did you mean '--epochs'?")),
     Case("the end of a flag", "rl", ("--lr", "1"), ("'--lr'", "'--trainer.optim.lr'")),
     _sft("a section that is switched on", "--ckpt", "true", said=("--ckpt", "section", "--ckpt.NAME VALUE")),
     _sft("a file for a section", "--data", "x.jsonl", said=("--data", "no JSON", "--data.NAME VALUE", "@ FILE.toml")),
@@ -164,24 +165,21 @@ DATA = [
     _data("UTF-16", "mine.jsonl", LINES.encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
     _data("a table that was cut", "mine.parquet", b"PAR1" + bytes(90), "was cut", "PAR1", "Write it anew"),
     _data("a suffix that is not true", "mine.jsonl.gz", LINES, "not compressed by gzip", "rename it"),
-    _data("a bad line in the middle", "mine.jsonl", BAD_LINE, "row 6 is not JSON", "at character", "mend the line",
-          in_trainer=True),
+    _data("a bad line in the middle", "mine.jsonl", BAD_LINE, "row 6 is not JSON", "at character", "mend the line"),
     _data("a file over several lines", "mine.json", json.dumps({"rows": ROWS}, indent=1), "row 1 is not JSON",
-          "a list of them", in_trainer=True),
+          "a list of them"),
     _data("other names of columns", "mine.jsonl", '{"question": "a", "answer": "b"}\n', "['answer', 'question']",
-          "`prompt` and `completion`", "Rename the columns", in_trainer=True),
-    _data("other names of roles", "mine.jsonl", json.dumps(CHAT), "row 1", "`user`, `bot`", "`assistant`",
-          in_trainer=True),
-    _data("a row that lacks a column", "mine.jsonl", LINES + '{"prompt": "a"}\n', "row 13", "got text and nothing",
-          in_trainer=True),
+          "`prompt` and `completion`", "Rename the columns"),
+    _data("other names of roles", "mine.jsonl", json.dumps(CHAT), "row 1", "`user`, `bot`", "`assistant`"),
+    _data("a row that lacks a column", "mine.jsonl", LINES + '{"prompt": "a"}\n', "row 13", "got text and nothing"),
     Case("files of two kinds", "sft", ("--model.name", "{model}", "--data.name", "{here}/both"),
          ("both", "1 of CSV, 1 of JSON", "only one would be read", "one format"),
          lambda here: [(here / "both").mkdir(), (here / "both/a.jsonl").write_text(LINES),
                        (here / "both/b.csv").write_text("prompt,completion\n")]),
     Case("a table without rows", "sft", ("--model.name", "{model}", "--data.name", "{here}/none.parquet"),
-         ("none.parquet", "holds no rows"), _empty_table, in_trainer=True),
+         ("none.parquet", "holds no rows"), _empty_table),
     Case("rows of sft for dpo", "dpo", ("--model.name", "{model}", "--data.name", "{rows}"),
-         ("rows.jsonl", "`chosen` and `rejected`", "Rename the columns"), in_trainer=True),
+         ("rows.jsonl", "`chosen` and `rejected`", "Rename the columns")),
 ]  # fmt: skip
 MODELS = [
     _model("an adapter", _without("config.json", then=_adapter), "an adapter for Qwen/Qwen3-0.6B",
@@ -297,11 +295,10 @@ def _parameter(case: Case) -> object:
 def test_a_mistake_is_one_message_that_says_what_to_do(case: Case, tmp_path: Path, model: Path) -> None:
     run = run_case(case, tmp_path / "with a blank, ä", model)
     assert run.code == 2 and "Traceback" not in run.log, run.log
-    (message,) = re.findall(r"^error: .*", run.log, re.MULTILINE)
+    (message,) = re.findall(r"^error: .*(?:\n {7}.*)*", run.log, re.MULTILINE)
     for part in case.said:
         assert part in message, f"{part!r} is not in {message}"
-    is_of_rows = case.in_trainer and not case.has_model
-    too_early = LOADING if not case.in_trainer else LOADING[1:] if is_of_rows else LOADING[1:2]
+    too_early = LOADING if not case.in_trainer else LOADING[1:2]
     assert not [line for line in run.log.splitlines() if any(words in line for words in too_early)], run.log
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast.config import DpoConfig, OrchestratorConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.load import parse_command_line
 from holdfast.config.rl import hand_down_shared
+from tests.builders.toy import TOY
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
 from tests.pages.documentation import Block, Command, blocks, shows
@@ -111,7 +112,10 @@ class Checkout:
         elif program in (*TRAINING, "rl", "orchestrator", "inference"):
             output_dir = self._note(command)
             fresh = self.path / "dry" / f"{len(self.made)}_{output_dir.name}"
-            words = [*_without_start(flags), *_at_any_port(flags)]
+            words = [
+                *(_without_start(flags) or TOY.get(program, ())),
+                *_at_any_port(flags),
+            ]  # a name alone is a mention
             code, out, err = run(program, *words, "--output-dir", fresh, "--dry-run")
             assert code == 0, f"{command.where}: {command.line}\n{out}{err}"
             assert "resolved configuration: " in out
@@ -238,7 +242,8 @@ class Checkout:
             assert Path(directory) in self.made, f"{command.where}: {command.line}\nnobody has made {directory}"
             pairs = [words[place : place + 2] for place, word in enumerate(words) if word.startswith("--")]
             kept = [word for pair in pairs if pair[0] not in ("--run", "--step", "--interval") for word in pair]
-            words = ["--model.name", _MODEL, *kept]
+            asked = () if "--environments" in kept else TOY["orchestrator"][2:]  # those of the run
+            words = ["--model.name", _MODEL, *asked, *kept]
         code, out, err = run("evaluate", *words, "--output-dir", self.path / "dry" / "evaluation", "--dry-run")
         assert code == 0, f"{command.where}: {command.line}\n{out}{err}"
         self.made[Path(command.flag("output-dir") or "evaluation")] = "evaluate"

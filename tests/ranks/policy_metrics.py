@@ -100,9 +100,9 @@ def tokenised(model_dir: Path, data: Path, mesh: Mesh) -> tuple[str, list[int]]:
     """Return the fingerprint of the pretraining samples, and which chunks this rank has encoded. Collective."""
     encoded, encode = list[int](), tokenizing._encode_chunk
 
-    def noting(rows: Rows, encode_row: tokenizing.Encode, index: int, name: str) -> tokenizing.Chunk:
+    def noting(rows: Rows, encode_row: tokenizing.Encode, index: int) -> tokenizing.Chunk:
         encoded.append(index)
-        return encode(rows, encode_row, index, name)
+        return encode(rows, encode_row, index)
 
     config = PretrainingConfig.model_validate({"data": {"name": str(data)}})
     with pytest.MonkeyPatch.context() as patch:

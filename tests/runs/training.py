@@ -21,6 +21,7 @@ from tests.runs.processes import command_line
 
 SFT = str(Path(sys.executable).with_name("sft"))
 DEADLINE_S = 280
+OPTIM = {"optim.lr": 1e-3, "optim.schedule": "constant"}
 PAIRS = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "preferences.jsonl"
 
 
@@ -55,7 +56,7 @@ def sft_command(output: Path, model: Path, data: Path, *flags: str) -> list[str]
     """Return a command line: small steps, several micro-batches each, one thread, `flags` last."""
     settings = {
         "output-dir": output, "model.name": model, "model.init": "random", "data.name": data, "data.batch-size": 8,
-        "data.micro-batch-size": 2, "data.seq-len": 32, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
+        "data.micro-batch-size": 2, "data.seq-len": 32, **OPTIM, "parallel.threads": 1, "seed": 3,
     }  # fmt: skip
     return [SFT, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
 
@@ -64,7 +65,7 @@ def pairs_command(program: str, output: Path, model: Path, *flags: str) -> list[
     """Return a command line of `dpo` or `reward-model` on the pairs of the example, `flags` last."""
     settings = {
         "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
-        "data.micro-batch-size": 2, "data.seq-len": 40, "optim.lr": 1e-3, "parallel.threads": 1, "seed": 3,
+        "data.micro-batch-size": 2, "data.seq-len": 40, **OPTIM, "parallel.threads": 1, "seed": 3,
     }  # fmt: skip
     command = str(Path(sys.executable).with_name(program))
     return [command, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]

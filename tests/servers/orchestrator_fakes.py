@@ -299,6 +299,7 @@ def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> Orche
         "output_dir": output_dir,
         "max_steps": 8,
         "model": {"name": MODEL},
+        "environments": [{"id": "reverse_text"}],
         "problems_per_step": 3,
         "group_size": 4,
         "sampling": {"max_tokens": 24},

@@ -19,9 +19,9 @@ from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftCo
 from holdfast.config.load import read_toml
 from holdfast.launcher.engines import reserve
 from holdfast.run.run_dir import RunDir
+from tests.builders.toy import TOY
 from tests.runs.ports import free_port
 
-MODEL = "examples/reverse_text/base"
 Run = Callable[..., tuple[int, str, str]]
 PROGRAMS = {"sft": cli.sft, "rl": cli.rl, "trainer": cli.trainer, "orchestrator": cli.orchestrator,
             "inference": cli.inference}  # fmt: skip
@@ -132,7 +132,7 @@ def test_several_inference_servers_have_a_configuration_each(run: Run, tmp_path:
 
 @pytest.mark.parametrize("program", ["trainer", "orchestrator", "inference"])
 def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> None:
-    code, _, _ = run(program, "--dry-run", "--output-dir", tmp_path)
+    code, _, _ = run(program, *TOY[program], "--dry-run", "--output-dir", tmp_path)
     assert code == 0
     assert (tmp_path / "configs" / "dry_run" / f"{program}.toml").is_file()
     assert not RunDir(tmp_path).holds_run()
@@ -157,19 +157,19 @@ def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Run, tmp_pa
     run_dir.create()
     run_dir.metrics.write_text('{"step": 1}\n')
     for flags in ((), ("--dry-run",)):
-        code, _, err = run("sft", "--output-dir", tmp_path, *flags)
+        code, _, err = run("sft", *TOY["sft"], "--output-dir", tmp_path, *flags)
         assert code == 2
         assert all(word in err for word in ("already holds a run", "--output-dir", "--ckpt.resume-step auto"))
         assert "--clean" not in err, "no way out may remove what can be resumed"
-    code, _, err = run("sft", "--output-dir", tmp_path, "--clean", "--ckpt.resume-step", "latest")
+    code, _, err = run("sft", *TOY["sft"], "--output-dir", tmp_path, "--clean", "--ckpt.resume-step", "latest")
     assert code == 2 and "--clean" in err and "--ckpt.resume-step" in err, "the two contradict each other"
-    assert run("sft", "--dry-run", "--clean", "--output-dir", tmp_path)[0] == 0
+    assert run("sft", *TOY["sft"], "--dry-run", "--clean", "--output-dir", tmp_path)[0] == 0
     assert run_dir.holds_run()
 
 
 @pytest.mark.parametrize("wanted", ["latest", "-1", "20"])
 def test_resuming_from_nothing_is_refused_and_creates_no_run(wanted: str, run: Run, tmp_path: Path) -> None:
-    code, _, err = run("sft", "--output-dir", tmp_path, "--ckpt.resume-step", wanted)
+    code, _, err = run("sft", *TOY["sft"], "--output-dir", tmp_path, "--ckpt.resume-step", wanted)
     assert code == 2
     assert "no committed checkpoint" in err and wanted in err
     assert not RunDir(tmp_path).holds_run()
@@ -179,7 +179,7 @@ CODE = "import sys; from holdfast import cli; sys.argv = ['orchestrator', *sys.a
 
 
 def test_a_dry_run_may_write_nothing_at_all(run: Run) -> None:
-    code, out, err = run("orchestrator", "--model.name", MODEL, "--output-dir", "/dev/null", "--dry-run")
+    code, out, err = run("orchestrator", *TOY["orchestrator"], "--output-dir", "/dev/null", "--dry-run")
     assert (code, err) == (0, "") and "resolved configuration: /dev/null\n" in out
 
 
@@ -188,7 +188,7 @@ def test_names_that_the_locale_has_no_characters_for_end_nothing(tmp_path: Path,
     where = tmp_path / "café"
     where.mkdir()
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    argv = [sys.executable, "-c", CODE, "--model.name", MODEL, "--dry-run", "--output-dir"]
+    argv = [sys.executable, "-c", CODE, *TOY["orchestrator"], "--dry-run", "--output-dir"]
 
     def started(output_dir: bytes) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*argv, output_dir], env=environment, capture_output=True, text=True, check=False)

@@ -31,6 +31,7 @@ from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import ConfigError, DataError
 
 TrainOn = Literal["all", "last", "template"]
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 @dataclass(frozen=True)
@@ -353,6 +354,8 @@ class _Rendering:
         source = self._template.source
         unread = find_unread(self._messages, lambda key: key in source)
         found = [f"messages have `{key}`, which the chat template does not read" for key in unread]
+        unknown = sorted({message["role"] for message in self._messages} - _ROLES)
+        found += [f"messages have the role `{role}`, which is none of {', '.join(sorted(_ROLES))}" for role in unknown]
         roles = roles_left_out(self._messages, self.text)
         found += [f"the chat template leaves out what messages of role `{role}` say" for role in roles]
         if not self._ends(mask):

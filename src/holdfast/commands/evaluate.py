@@ -27,9 +27,11 @@ def main(argv: list[str]) -> int:
         print(help.text("evaluate", "How good a policy is on held-out tasks.", argv))
         return 0
     from holdfast.config.evaluation import EvaluateConfig
+    from holdfast.config.given import check_given
     from holdfast.config.load import parse_command_line
 
     config = parse_command_line(EvaluateConfig, argv)
+    check_given("evaluate", config)
     if not config.dry_run:
         make_output_lossy()  # the results are in files
     if config.log_format == "text":

@@ -257,6 +257,11 @@ def check_servable(config: EvaluateConfig) -> None:
     Raises:
         ConfigError, DataError: what cannot be used.
     """
+    if not config.environments:
+        raise ConfigError(
+            f"environments is needed: run = {config.run} is no run of rl, which has some. Give [[environments]] with "
+            'an `id` in a file, or --environments \'[{"id": "NAME"}]\'; `environments ls` lists them.'
+        )
     require_vllm()
     if config.model is not None:
         check_model_path(config.model.name, key="model.name")

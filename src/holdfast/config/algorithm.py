@@ -181,6 +181,12 @@ class PretrainingConfig(Section):
     data: SftDataConfig = Field(default_factory=SftDataConfig)
     """The samples; `batch_size` of them in every update."""
 
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if not self.data.name:
+            raise ValueError("needs data.name: a file of rows, or a dataset of a hub")
+        return self
+
 
 _MASK_BOUNDS: dict[str, tuple[float, float]] = {
     "token": (0.5, 5.0),

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -84,6 +84,9 @@ class Section(BaseModel):
 class Command(Section):
     """The whole configuration of one command: what every command has."""
 
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Settings that a flag takes out of a file, by the setting that is given in their place."""
+
     output_dir: Path = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
 
@@ -94,7 +97,7 @@ class Command(Section):
     """Make the checks that a real run makes before it starts anything, write the resolved TOML, print the plan, start
     nothing. Checked are all settings, local paths, environments and functions of your own (they are imported; the
     constructor of an environment of your own is not called), and every byte of the checkpoint or weights to start
-    from. Not checked are names on a hub and the rows of the data."""
+    from. The rows of data on this machine are read. Not checked are names on a hub."""
 
 
 class CkptConfig(Section):
@@ -160,8 +163,8 @@ class CkptConfig(Section):
 class ModelConfig(Section):
     """Which model, by the name of a local directory or of a model on a hub."""
 
-    name: str = "examples/reverse_text/model"
-    """Directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."""
+    name: str = ""
+    """Directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B. Needed."""
 
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; unset: the same as `model.name`."""

@@ -241,7 +241,7 @@ class CurriculumConfig(Section):
 class EnvironmentConfig(Section):
     """One environment of the mix."""
 
-    id: str = "reverse_text"
+    id: str
     """A built-in environment (`reverse_text`, `jsonl`), one of an installed package,
     `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
 

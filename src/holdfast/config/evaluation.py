@@ -36,8 +36,9 @@ class EvaluateConfig(Command):
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
 
-    environments: list[EnvironmentConfig] = Field(default_factory=lambda: [EnvironmentConfig()], min_length=1)
-    """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here."""
+    environments: list[EnvironmentConfig] = []
+    """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here. Needed, unless they are
+    those of an RL run."""
 
     num_tasks: int | None = Field(default=None, ge=1)
     """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
@@ -76,10 +77,9 @@ class EvaluateConfig(Command):
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:
-        if (self.model is None) == (self.run is None):
-            given = "both" if self.run else "neither"
+        if self.model is not None and self.run is not None:
             raise ValueError(
-                f"evaluate takes one policy, and was given {given} of model.name and run: set model.name (a directory "
+                "evaluate takes one policy, and was given both of model.name and run: set model.name (a directory "
                 "or a model of the hub), or run (a run directory, with step)"
             )
         if self.step != "latest" and self.run is None:
@@ -129,7 +129,7 @@ def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
 
 
 class CheckpointEvalConfig(EvalConfig):
-    """Evaluations of checkpoints while training goes on, on held-out tasks. A bare ``--eval`` makes one every 10 steps.
+    """Evaluations of checkpoints while training goes on, on held-out tasks, every 10 steps unless it says otherwise.
 
     A process beside the trainer makes them, one after the other, with an inference server of its own."""
 
@@ -137,7 +137,7 @@ class CheckpointEvalConfig(EvalConfig):
     """Evaluate the model that training begins with, every step that this divides, and the last one; `ckpt.interval`
     must divide it, as what is evaluated is a checkpoint."""
 
-    environments: list[EnvironmentConfig] = Field(default_factory=lambda: [EnvironmentConfig()], min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    environments: list[EnvironmentConfig] = Field(min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues] - only read
     """What is asked: `[[eval.environments]]` in TOML."""
 
     sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read

@@ -151,6 +151,9 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
     given: dict[str, str] = {}
     try:
         values = _read_flags(words, flags_of(command), given)
+        for one, other in command.alternatives:
+            if one in values and other not in values:
+                files.data.pop(other, None)  # a flag wins over a file, also by the other name of the same
         return command.model_validate(merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
@@ -365,6 +368,8 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
             value = finding["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
             reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            if finding["type"] == "missing":
+                reason, shown = "is needed", ""
             if finding["type"] == "model_type":  # pydantic names classes here
                 reason = f"is a section: give its settings, as in --{key.replace('_', '-')}.NAME VALUE or [{key}]"
                 if any(isinstance(part, int) for part in location):

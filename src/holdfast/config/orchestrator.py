@@ -184,9 +184,9 @@ class OrchestratorConfig(Command):
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The model that is trained; its tokenizer is used here."""
 
-    environments: list[EnvironmentConfig] = Field(default_factory=lambda: [EnvironmentConfig()], min_length=1)
-    """The mix of environments: `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`, and perhaps a
-    `group_size`, `sampling` and `seq_len` of its own; docs/environments.md describes them."""
+    environments: list[EnvironmentConfig] = []
+    """Needed: the mix of environments, `[[environments]]` in TOML, each with `id`, `name`, `weight`, `args`, and
+    perhaps a `group_size`, `sampling` and `seq_len` of its own; docs/environments.md describes them."""
 
     problems_per_step: int = Field(default=16, ge=1)
     """Problems of one batch."""

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import PREFERENCE_LOSSES, Section
-from holdfast.config.training import EvaluatedCommand, PolicyOptimConfig, SftDataConfig, SupervisedCommand
+from holdfast.config.training import DpoOptimConfig, EvaluatedCommand, SftDataConfig, SupervisedCommand
 from holdfast.errors import nearest
 
 _HAS_REFERENCE = tuple(name for name, one in PREFERENCE_LOSSES.items() if one.has_reference)
@@ -115,8 +115,8 @@ class PreferenceLossConfig(Section):
 class PreferenceDataConfig(SftDataConfig):
     """Where pairs come from and how they become batches."""
 
-    name: str = "examples/reverse_text/preferences.jsonl"
-    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    name: str = ""
+    """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
     dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or all lists of messages), or `chosen`
     and `rejected` whose common beginning is the prompt; or, for `kto`, `prompt`, `completion` and `label`: see
     docs/data.md."""
@@ -152,7 +152,7 @@ class DpoConfig(EvaluatedCommand):
 
     program = "dpo"
 
-    optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    optim: DpoOptimConfig = Field(default_factory=DpoOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule."""
 
     data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)  # pyright: ignore[reportIncompatibleVariableOverride]

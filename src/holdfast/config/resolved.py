@@ -22,7 +22,7 @@ C = TypeVar("C", OrchestratorConfig, InferenceConfig)
 _INDEX = re.compile(r"\[\d+\]")
 
 FREE = frozenset({
-    "output_dir", "dry_run", "clean", "log_format", "keep_attempts", "profile", "ckpt", "max_steps",
+    "output_dir", "dry_run", "clean", "log_format", "keep_attempts", "profile", "ckpt", "max_steps", "epochs",
     "parallel", "val_interval", "eval",
     "data.cache_dir", "data.num_proc", "pretraining.data.cache_dir", "pretraining.data.num_proc",
     "alerts", "journal", "tracking", "prometheus", "dashboard", "mismatch_limit", "sampler_dtype",

@@ -5,7 +5,8 @@ The schedule is a pure function of settings and step, so a checkpoint holds no s
 
 import math
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -265,7 +266,43 @@ class PolicyOptimConfig(OptimConfig):
     """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught anew."""
 
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Unset, LoRA has ten times as much."""
+
+
+class SupervisedOptimConfig(OptimConfig):
+    """Optimizer, gradient clipping and schedule of what is trained on rows of data."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate. Unset, LoRA has ten times as much."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
+    begins at `lr`."""
+
+    warmup_steps: int = Field(default=0, ge=0, validate_default=False)
+    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`. Unset: a tenth of all
+    steps, and none with a `constant` schedule."""
+
+
+class SftOptimConfig(SupervisedOptimConfig):
+    """Optimizer, gradient clipping and schedule of `sft`."""
+
+    lr: float = Field(default=2e-5, gt=0)
+    """Peak learning rate. Unset, LoRA has ten times as much."""
+
+
+class DpoOptimConfig(SupervisedOptimConfig):
+    """Optimizer, gradient clipping and schedule of `dpo`."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate. Unset, LoRA has ten times as much."""
+
+
+_LORA_RATE = 10
+"""Schulman et al. 2025, LoRA Without Regret: the best rate of adapters is about ten times that of whole weights."""
+_WARMUP_SHARE = 10
+RATES = ("lr", "schedule", "warmup_steps")
+"""Settings of an optimizer that a run keeps when it goes on, unless they are given."""
 
 
 class TrainingCommand(Command):
@@ -317,15 +354,51 @@ class TrainingCommand(Command):
     """Serve the report of the run while it goes on: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
 
     @property
+    def length_flag(self) -> str:
+        """The flag that says how long to train."""
+        return "--max-steps"
+
+    @property
     def profiled_steps(self) -> ProfiledSteps | None:
         """The steps that `profile` names."""
         return ProfiledSteps.parse(self.profile) if self.profile is not None else None
 
     @model_validator(mode="after")
-    def _comes_to_profiled_steps(self) -> Self:
-        if self.profiled_steps is not None:
-            self.profiled_steps.check(self.max_steps)
+    def _settles_rates(self) -> Self:
+        self.settle_rates({})
         return self
+
+    def settle_rates(self, kept: Mapping[str, Any]) -> None:
+        """Fill in, in place, what is unset of the learning rate and its schedule; what was given stays.
+
+        Args:
+            kept: the same settings of the run that goes on, which come first.
+        """
+        given = set(self.optim.model_fields_set)
+        values: dict[str, Any] = {}
+        if self.model.lora is not None:
+            values["lr"] = float(f"{_LORA_RATE * type(self.optim).model_fields['lr'].default:g}")
+        if isinstance(self.optim, SupervisedOptimConfig) and self.optim.schedule != "constant":
+            values["warmup_steps"] = (self.optim.schedule_steps or self.max_steps) // _WARMUP_SHARE
+        values |= {name: kept[name] for name in RATES if name in kept}
+        self.optim = self.optim.model_copy(update={name: value for name, value in values.items() if name not in given})
+        self.optim.model_fields_set.intersection_update(given)  # what a run keeps may still replace the rest
+
+    @model_validator(mode="after")
+    def _comes_to_profiled_steps(self) -> Self:
+        self.check_steps()
+        return self
+
+    def check_steps(self) -> None:
+        """Check what depends on the last step, where that is known.
+
+        Raises:
+            ValueError: what lies behind it.
+        """
+        if self.max_steps and self.profiled_steps is not None:
+            self.profiled_steps.check(self.max_steps)
+        if self.max_steps:
+            self.optim.check_warmup(self.max_steps, "optim")
 
     @model_validator(mode="after")
     def _serves_at_two_ports(self) -> Self:
@@ -333,8 +406,7 @@ class TrainingCommand(Command):
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
-        self.optim.check_warmup(self.max_steps, "optim")
+    def _parts_go_together(self) -> Self:
         if self.model.compile and self.parallel.sequence_parallel > 1:
             raise ValueError(
                 "model.compile does not go with parallel.sequence_parallel above 1, whose exchanges between ranks "
@@ -351,8 +423,8 @@ class TrainingCommand(Command):
 class SftDataConfig(Section):
     """Where samples come from and how they become batches."""
 
-    name: str = "examples/reverse_text/sft.jsonl"
-    """A .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
+    name: str = ""
+    """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
     dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or
     `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
 
@@ -370,6 +442,10 @@ class SftDataConfig(Section):
 
     seq_len: int = Field(default=1024, ge=2)
     """Most tokens of one sample, and with `pack` of one row."""
+
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What to do with rows that cannot be used, such as broken JSON: name the first of them, or leave them out and say
+    how many."""
 
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
@@ -399,6 +475,17 @@ class SftDataConfig(Section):
 class SupervisedCommand(TrainingCommand):
     """What every training program on rows of data has."""
 
+    alternatives = (("max_steps", "epochs"), ("epochs", "max_steps"))
+
+    max_steps: int = Field(default=0, ge=1, validate_default=False)
+    """Train until this optimizer step (counted from the start of the run, also on resume). Unset: for `epochs`."""
+
+    epochs: float | None = Field(default=None, gt=0)
+    """Train on all samples this many times, in the place of `max_steps`. Unset, as well as that: 1."""
+
+    optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Optimizer and learning-rate schedule."""
+
     data: SftDataConfig = Field(default_factory=SftDataConfig)
     """Samples and batches."""
 
@@ -407,6 +494,11 @@ class SupervisedCommand(TrainingCommand):
 
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
+
+    @property
+    def length_flag(self) -> str:
+        """The flag that says how long to train."""
+        return "--max-steps" if self.epochs is None else "--epochs"
 
     @model_validator(mode="after")
     def _something_to_validate_on(self) -> Self:
@@ -451,6 +543,9 @@ class SftConfig(EvaluatedCommand):
     """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
 
     program = "sft"
+
+    optim: SftOptimConfig = Field(default_factory=SftOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    """Optimizer and learning-rate schedule."""
 
 
 def schedule_end(config: OptimConfig, max_steps: int) -> int | None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config.base import DType
 from holdfast.config.devices import BY_DEVICE, DeviceType
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.resolved import choose_for_engine, choose_for_training
@@ -267,7 +266,8 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
         ConfigError: as many ranks as there are GPUs cannot be divided as the settings say.
     """
     device = placement.trainer_device
-    dtype = dtype_of_run(config) if config.model.dtype is None and not clean else None
+    before = {} if clean else settings_of_run(config)
+    dtype = before.get("model", {}).get("dtype") if config.model.dtype is None else None
     chosen = choose_for_training(config, device, num_devices=len(placement.trainer), dtype=dtype)
     try:
         config.parallel.check_ranks(config.parallel.world_size)
@@ -302,8 +302,8 @@ def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any
     return choose_for_engine(config, machine.engine_device)
 
 
-def dtype_of_run(config: TrainingCommand) -> DType | None:
-    """Return the dtype of the run that `config` goes on with, or forks; None where there is none to be seen here."""
+def settings_of_run(config: TrainingCommand) -> dict[str, Any]:
+    """Return the settings of the run that `config` goes on with, or forks; empty where none is to be seen here."""
     run_dir, ckpt = RunDir(config.output_dir), config.ckpt
     name = "trainer" if config.program == "rl" else config.program
     candidates = [run_dir.configs(number) / f"{name}.toml" for number in range(run_dir.next_attempt() - 1, 0, -1)]
@@ -311,8 +311,8 @@ def dtype_of_run(config: TrainingCommand) -> DType | None:
         candidates.append(ckpt.resume_dir / TRAINER_DIR / CONFIG_NAME)
     for path in candidates:
         if path.is_file():
-            return read_settings(path).get("model", {}).get("dtype")
-    return None
+            return read_settings(path)
+    return {}
 
 
 def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[str] = ()) -> str:

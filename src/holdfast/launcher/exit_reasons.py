@@ -202,7 +202,7 @@ def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: i
     fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
     to_go_on = attempt.to_go_on
     if is_finished and steps[-1] >= config.max_steps:
-        to_go_on = f"give the same command with {resume} and a larger --max-steps"
+        to_go_on = f"give the same command with {resume} and a larger {config.length_flag}"
     lines.append(f"last checkpoint: step {steps[-1]} in {last}; to go on, {to_go_on}")
     return End(lines, fields)
 

@@ -54,6 +54,8 @@ from holdfast.launcher.preflight import (
     planned_orchestrator,
     planned_trainer,
     print_table,
+    settle_length,
+    summary,
 )
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
@@ -160,6 +162,7 @@ def launch_training(config: TrainingCommand) -> int:
 
 
 def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int | None) -> int:
+    survey = settle_length(config, clean=config.clean)
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
     gpus = evaluation_gpus(config, placement, machine)
@@ -167,13 +170,13 @@ def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
         print(describe(placement, chosen))
+        print(summary(config, survey))
         return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
     print(describe(placement, chosen))
-    if config.ckpt is None:
-        print("no checkpoints: a killed run begins anew; --ckpt.interval N saves after every N steps")
+    print(summary(config, survey))
     plan = Plan(
         attempt,
         {"trainer": trainer_command(config, path)},
@@ -204,16 +207,13 @@ def launch_rl(config: RlConfig) -> int:
         check_rl(config, starts_inference=servers.starts_own)
         check_tracking(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
+        settle_length(config.trainer, clean=config.clean)
         chosen = choose_rl(config, placement, machine)
         plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)
         if servers.line:
             print(servers.line)
         print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
-        if config.trainer.ckpt is None:
-            print(
-                "no checkpoints: a killed run trains its journaled batches again from the start; "
-                "--ckpt.interval N saves after every N steps"
-            )
+        print(summary(config.trainer, None, config.orchestrator))
         if config.dry_run:
             return _print_plan(plan)
         healing = Healing(

@@ -1,8 +1,9 @@
-"""Checks that a real run and `--dry-run` make before anything starts, and the table of processes of `--dry-run`.
+"""Checks before anything starts, how long a run trains, and what its first lines and `--dry-run` say of it.
 
 The checks cover models and data with local paths, settings that the processes of `rl` must share, and the user's code.
 A child process imports environments, losses and advantages, so that the launcher stays light and free of their side
-effects. Nothing here checks models and data on hubs, rows of data, or the constructor of a user's environment.
+effects. Another one reads the data of a dry run, and of a run whose steps are epochs. Nothing here checks models and
+data on hubs, or the constructor of a user's environment.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 from pydantic import BaseModel
 
 from holdfast.config.inference import InferenceConfig
@@ -21,22 +24,27 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import SupervisedCommand, TrainingCommand
+from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
-from holdfast.launcher.devices import Placement, names_of
+from holdfast.launcher.devices import Placement, names_of, settings_of_run
 from holdfast.process.child import LAUNCHER_ENV, available_cores
 from holdfast.process.gpus import Gpu, require_vllm
 from holdfast.process.imports import module_command
 from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
+    Survey,
     check_cache_directory,
     check_data_path,
     check_max_len,
     check_model_path,
     check_tokenizer_path,
     check_weights_path,
+    count_parameters,
+    data_line,
+    steps_of,
 )
-from holdfast.view.tables import Grid, print_parts
+from holdfast.run.run_dir import RunDir
+from holdfast.view.tables import Grid, print_parts, size
 
 
 def check_training(config: TrainingCommand) -> None:
@@ -135,11 +143,11 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
-def check_in_child(module: str, config: BaseModel) -> None:
+def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
     """Run `module` with the configuration on its standard input; raise what it says is wrong."""
     with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
         child = subprocess.run(
-            module_command(module),
+            module_command(module, *arguments),
             input=config.model_dump_json().encode(),
             stdout=subprocess.DEVNULL,
             stderr=output,
@@ -159,6 +167,124 @@ def check_in_child(module: str, config: BaseModel) -> None:
     error = HoldfastError(f"checking the configuration failed (exit code {child.returncode}):\n{said}")
     error.exit_code = 1
     raise error
+
+
+def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
+    """Fill in, in place, how long a run trains and at which rates, as far as its settings leave it open.
+
+    A run that goes on keeps what it has; a new one reads its data if it is to train for a number of epochs.
+
+    Args:
+        clean: the run that the directory holds is removed, and nothing of it kept.
+
+    Returns:
+        What there is to train on, if the data were read: `--dry-run` reads them.
+
+    Raises:
+        ConfigError: the data cannot be used, or other settings lie behind the last step.
+    """
+    goes_on = not clean and (RunDir(config.output_dir).has_work() or bool(config.ckpt and config.ckpt.resume_dir))
+    before = settings_of_run(config) if goes_on else {}
+    survey = None
+    if isinstance(config, SupervisedCommand):
+        is_open = "max_steps" not in config.model_fields_set
+        if is_open and before and config.epochs in (None, before.get("epochs")):
+            config.max_steps, config.epochs = before["max_steps"], before.get("epochs")
+        elif is_open or (config.dry_run and _is_here(config)):
+            survey = _survey(config)
+            if is_open:
+                config.epochs = config.epochs or 1.0
+                config.max_steps = steps_of(config, survey, config.epochs)
+    config.settle_rates({})
+    fresh = config.optim
+    config.settle_rates({name: value for name, value in before.get("optim", {}).items() if name in RATES})
+    for name in RATES:
+        kept, new = getattr(config.optim, name), getattr(fresh, name)
+        if kept != new:
+            print(f"optim.{name} = {kept}, as the run has it; a new one would have {new}")
+    try:
+        config.check_steps()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return survey
+
+
+def _is_here(config: SupervisedCommand) -> bool:
+    """Whether the data and the tokenizer are files of this machine: a dry run asks no hub."""
+    return Path(config.data.name).exists() and Path(config.model.tokenizer_name).exists()
+
+
+def _survey(config: SupervisedCommand) -> Survey:
+    print(f"reading {config.data.name}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "survey.json"
+        asked = config.model_copy(update={"max_steps": 2**31, "profile": None})
+        check_in_child("holdfast.trainer.survey", asked, config.program, str(path))
+        return msgspec.json.decode(path.read_bytes(), type=Survey)
+
+
+def summary(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None = None) -> str:
+    """Return the lines that say what a run does.
+
+    Args:
+        survey: what there is to train on, if the data were read here; else the trainer says it.
+    """
+    return "\n".join(_lines(config, survey, orchestrator))
+
+
+def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None) -> Iterator[str]:
+    parameters = count_parameters(config.model.name)
+    adapters = f", LoRA of rank {config.model.lora.rank}" if config.model.lora is not None else ""
+    count = f", {_in_short(parameters)} parameters" if parameters else ""
+    yield f"model: {config.model.name}{count}, {config.model.compute_dtype}{adapters}"
+    if survey is not None and isinstance(config, SupervisedCommand):
+        yield data_line(config, survey)
+        yield from (f"  {note}" for note in survey.notes)
+        yield from (f"  first {side} {text}" for side, text in survey.first.items())
+    optim = config.optim
+    rate = f"lr {optim.lr:g} {optim.schedule}, warm-up {optim.warmup_steps} steps"
+    if isinstance(config, SupervisedCommand):
+        data = config.data
+        yield (
+            f"steps: {config.max_steps:,} of {data.batch_size} (micro-batches of {data.micro_batch_size}), at most "
+            f"{data.seq_len} tokens each; {rate}"
+        )
+    if orchestrator is not None:
+        names = ", ".join(section.label for section in orchestrator.environments)
+        yield f"tasks: {names}"
+        yield (
+            f"steps: {config.max_steps:,} of {orchestrator.problems_per_step} x {orchestrator.group_size} rollouts, at "
+            f"most {orchestrator.sampling.max_tokens} sampled tokens a turn and {orchestrator.seq_len} in all; {rate}"
+        )
+    yield _checkpoints(config, is_rl=orchestrator is not None)
+    if parameters:
+        yield _memory(config, parameters)
+
+
+def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:
+    ckpt = config.ckpt
+    if ckpt is None:
+        again = "trains its journaled batches again from the start" if is_rl else "begins anew"
+        return f"no checkpoints: a killed run {again}; --ckpt.interval N saves after every N steps"
+    parts = [f"every {ckpt.interval} steps"] if ckpt.interval else []
+    parts += [f"every {ckpt.every_minutes:g} minutes"] if ckpt.every_minutes else []
+    kept = f", the newest {ckpt.keep} are kept" if ckpt.keep else ""
+    return f"checkpoints: {' and '.join(parts) or 'after the final step'}{kept}"
+
+
+def _memory(config: TrainingCommand, parameters: int) -> str:
+    """Return the estimate of docs/memory.md: float32 weights, and gradients and two moments of what is trained."""
+    shards = config.parallel.world_size // config.parallel.replicas
+    each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
+    what = "weights" if config.model.lora is not None else "weights, gradients and optimizer"
+    return f"memory: about {size(each)} a rank for {what}; activations and logits come on top (docs/memory.md)"
+
+
+def _in_short(count: int) -> str:
+    for divisor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= divisor:
+            return f"{count / divisor:.3g}{unit}"
+    return str(count)
 
 
 _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")

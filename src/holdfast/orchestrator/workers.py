@@ -43,8 +43,17 @@ from holdfast.errors import (
 )
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
-from holdfast.orchestrator.episodes import Outcome, Problem, TurnSampler, WorkerCrashed, context_of
-from holdfast.orchestrator.played_again import Killed, Remembering, fail, play_here
+from holdfast.orchestrator.episodes import (
+    Killed,
+    Outcome,
+    Problem,
+    Remembering,
+    TurnSampler,
+    WorkerCrashed,
+    context_of,
+    fail,
+    play_here,
+)
 from holdfast.orchestrator.worker_protocol import (
     Ask,
     AskJudge,

@@ -11,6 +11,7 @@ plainly, it is compared before vLLM is imported; all else vLLM refuses itself wh
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.training import TrainedModelConfig
+from holdfast.config.training import SupervisedCommand, TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError
 from holdfast.process.events import report
 from holdfast.run import manifest
@@ -412,3 +413,76 @@ def _read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def count_parameters(name: str) -> int | None:
+    """Return the parameters of a model in a local directory, by the headers of its files; None where none are there."""
+    total = 0
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            for key, entry in header.items():
+                if key != "__metadata__":
+                    count = 1
+                    for length in entry["shape"]:
+                        count *= length
+                    total += count
+        except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it was checked, or comes out
+            return None
+    return total or None
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What there is to train on.
+
+    Attributes:
+        kind: `samples`, `pairs` or `answers`.
+        samples: how many, without those held out.
+        held_out: how many are for validation.
+        tokens: of the former, prompts included.
+        first: the first one as text, by its side.
+        notes: what was warned of.
+    """
+
+    kind: str
+    samples: int
+    held_out: int
+    tokens: int
+    first: dict[str, str]
+    notes: list[str] = []
+
+
+def steps_of(config: SupervisedCommand, survey: Survey, epochs: float) -> int:
+    """Return the steps after which all data were trained `epochs` times; the last one may begin another time."""
+    # Not by the product of floats: 0.1 of 30 samples are 3, and not 3.0000000000000004.
+    samples = math.ceil(round(epochs * survey.samples, 6))
+    return max(1, -(-samples // config.data.batch_size))
+
+
+def steps_per_epoch(config: SupervisedCommand, survey: Survey) -> float:
+    """Return the steps in which each sample is trained once."""
+    return survey.samples / config.data.batch_size
+
+
+def epochs_of(config: SupervisedCommand, survey: Survey) -> str:
+    """Return how often the run trains each sample, in few digits."""
+    return f"{config.max_steps / steps_per_epoch(config, survey):.3g}"
+
+
+def tokens_text(tokens: int) -> str:
+    """Return a number of tokens in few digits: `84k`."""
+    for divisor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens >= divisor:
+            return f"{tokens / divisor:.3g}{unit}"
+    return str(tokens)
+
+
+def data_line(config: SupervisedCommand, survey: Survey) -> str:
+    """Return what a dry run says of the data."""
+    held_out = f" and {survey.held_out:,} held out" if survey.held_out else ""
+    steps = steps_per_epoch(config, survey)
+    return (
+        f"data: {config.data.name}: {survey.samples:,} {survey.kind}{held_out}, {tokens_text(survey.tokens)} tokens, "
+        f"{steps:,.4g} steps an epoch; this run: {epochs_of(config, survey)} epochs"
+    )

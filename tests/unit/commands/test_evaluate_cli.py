@@ -26,6 +26,8 @@ from tests.unit.orchestrator.evaluation.test_evaluator import LETTERS, config_of
 
 RunCommand = Callable[..., tuple[int, str, str]]
 MODEL = str(ROOT / "examples" / "reverse_text" / "model")
+ENVIRONMENTS = '[{"id": "reverse_text"}]'
+POLICY = ("--model.name", MODEL, "--environments", ENVIRONMENTS)
 
 
 def run_with_weights(path: Path, *versions: int) -> RunDir:
@@ -37,7 +39,7 @@ def run_with_weights(path: Path, *versions: int) -> RunDir:
 
 @pytest.mark.launch
 def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_path: Path) -> None:
-    flags = ("--output-dir", tmp_path / "evaluation", "--dry-run")
+    flags = ("--environments", ENVIRONMENTS, "--output-dir", tmp_path / "evaluation", "--dry-run")
     code, out, _ = run_command("evaluate", "--model.name", MODEL, *flags)
     assert code == 0 and f"would evaluate {MODEL} in {tmp_path / 'evaluation'}" in out
     run_dir = run_with_weights(tmp_path / "run", 4)
@@ -49,15 +51,17 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "evaluate takes one policy"),
-        (("--model.name", "./nowhere"), "model.name = './nowhere' is not a directory"),
-        (("--model.name", MODEL, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
+        ((), "evaluate needs model.name or run and environments"),
+        (("--model.name", MODEL), "environments is needed"),
+        ((*POLICY, "--run", "a"), "evaluate takes one policy"),
+        (("--model.name", "./nowhere", "--environments", ENVIRONMENTS), "model.name = './nowhere' is not a directory"),
+        ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
         (
-            ("--model.name", MODEL, "--inference.model.max-len", "4096"),
+            (*POLICY, "--inference.model.max-len", "4096"),
             "more than the 2048 positions that the model has",
         ),
-        (("--model.name", MODEL, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
-        (("--model.name", MODEL, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
+        ((*POLICY, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
+        ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
         (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
         (("--run", "nowhere"), "run = nowhere is no run directory"),
         (("--compare", "a"), "expected 2 arguments"),
@@ -76,7 +80,7 @@ def test_a_mistake_is_told_before_anything_starts(
 
 def test_a_run_is_not_taken_for_an_evaluation(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = run_with_weights(tmp_path / "run", 1)
-    code, _, err = run_command("evaluate", "--model.name", MODEL, "--output-dir", run_dir.path)
+    code, _, err = run_command("evaluate", *POLICY, "--output-dir", run_dir.path)
     assert code == 2 and "holds a run. An evaluation needs a directory of its own" in err
 
 

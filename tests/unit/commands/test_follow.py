@@ -29,12 +29,11 @@ from holdfast.view.console import as_json_lines
 from holdfast.view.monitor import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
-from tests.conftest import ROOT
+from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY
 from tests.unit.launcher.test_placement import machine
 
 RunCommand = Callable[..., tuple[int, str, str]]
-MODEL = str(ROOT / "examples" / "reverse_text" / "model")
-DATA = str(ROOT / "examples" / "reverse_text" / "sft.jsonl")
+EVAL = {"interval": 4, "environments": ENVIRONMENTS}
 
 
 def run_of(path: Path, *steps: int, program: str = "sft", attempt: int = 1, **settings: Any) -> RunDir:
@@ -92,7 +91,8 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: RunComm
     with pytest.raises(DataError, match="trains a reward model"):
         FollowedRun.read(run_of(tmp_path / "rewards", program="reward-model").path)
     own = run_of(tmp_path / "own", 10, program="rl")
-    (own.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig.model_validate({"eval": {}})))
+    asked = OrchestratorConfig.model_validate({"eval": {}, "environments": ENVIRONMENTS})
+    (own.configs(1) / "orchestrator.toml").write_text(to_toml(asked))
     code, _, err = run_command("evaluate", "--run", own.path, "--follow")
     assert code == 2 and "evaluates itself (eval)" in err
 
@@ -117,7 +117,8 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     evaluated = run_dir.evaluation(5)
     evaluated.mkdir(parents=True)
     (evaluated / "summary.json").write_text("{}")
-    flags = ("evaluate", "--run", run_dir.path, "--follow", "--interval", "5")
+    asked = ("--environments", json.dumps(ENVIRONMENTS))
+    flags = ("evaluate", "--run", run_dir.path, *asked, "--follow", "--interval", "5")
     code, out, _ = run_command(*flags, "--dry-run")
     assert code == 0 and f"would evaluate steps 0, 10 of {run_dir.path} in {run_dir.evaluations}" in out
     assert evaluate_follow._listed([]) == "no step that is there now"
@@ -184,7 +185,8 @@ def test_what_a_kill_left_is_removed_by_the_next_start(run_command: RunCommand, 
     for name in ("model_step_7", ".tmp-model_step_7-1"):
         (cut_off / name).mkdir(parents=True)
     (run_dir.evaluations / ".tmp-step_4-1").mkdir()
-    assert run_command("evaluate", "--run", run_dir.path, "--follow", "--interval", "5")[0] == 0
+    flags = ("--run", run_dir.path, "--environments", json.dumps(ENVIRONMENTS), "--follow", "--interval", "5")
+    assert run_command("evaluate", *flags)[0] == 0
     left = {str(path.relative_to(run_dir.evaluations)) for path in run_dir.evaluations.rglob("*") if path.is_dir()}
     assert left == {"step_0", "step_5", "step_10", "step_7", "step_7/model_step_7"}, "what was cut off goes on"
 
@@ -196,18 +198,21 @@ def test_what_a_kill_left_is_removed_by_the_next_start(run_command: RunCommand, 
         ({"ckpt": {"interval": 3}}, "ckpt.interval = 3: set ckpt.interval to 4"),
         ({"ckpt": {"interval": 2}, "parallel": {"nodes": 2, "rdzv_endpoint": "a"}}, "--follow` where there is room"),
         ({"ckpt": {"interval": 2}, "slurm": {}}, "--follow` where there is room"),
-        ({"eval": {"inference": {"engines": 2}}}, "an evaluation has one server"),
-        ({"eval": {"seq_len": 64, "inference": {"model": {"max_len": 32}}}}, "is more than inference.model.max_len"),
+        ({"eval": EVAL | {"inference": {"engines": 2}}}, "an evaluation has one server"),
+        (
+            {"eval": EVAL | {"seq_len": 64, "inference": {"model": {"max_len": 32}}}},
+            "is more than inference.model.max_len",
+        ),
         ({"eval": {"environments": []}}, "at least 1 item"),
     ],
 )
 def test_evaluations_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SftConfig.model_validate({"eval": {"interval": 4}} | changes)
+        SftConfig.model_validate({"eval": EVAL} | changes)
 
 
 def evaluated_sft(**changes: Any) -> SftConfig:
-    values = {"model": {"name": MODEL}, "data": {"name": DATA}, "ckpt": {"interval": 2}, "eval": {"interval": 4}}
+    values = {"model": {"name": MODEL}, "data": {"name": DATA}, "ckpt": {"interval": 2}, "eval": EVAL}
     return SftConfig.model_validate(values | changes)
 
 
@@ -238,13 +243,13 @@ def test_evaluations_get_the_gpus_that_the_trainer_leaves() -> None:
     on_cpu = machine(2, engine="cpu")
     with pytest.raises(ConfigError, match="To sample on the CPU all the same: --eval.inference.engine.device cpu"):
         evaluation_gpus(greedy, place_training(greedy.parallel, on_cpu), on_cpu)
-    greedy = evaluated_sft(eval={"interval": 4, "inference": {"engine": {"device": "cpu"}}})
+    greedy = evaluated_sft(eval=EVAL | {"inference": {"engine": {"device": "cpu"}}})
     assert evaluation_gpus(greedy, place_training(greedy.parallel, on_cpu), on_cpu) == ()
 
 
 def test_the_plan_of_a_run_shows_what_evaluates_it(run_command: RunCommand, tmp_path: Path) -> None:
-    flags = ("--model.name", MODEL, "--data.name", DATA, "--output-dir", tmp_path / "run", "--dry-run")
-    code, out, _ = run_command("sft", *flags, "--ckpt.interval", "2", "--eval.interval", "4", "--eval.num-tasks", "3")
+    flags = (*TOY["sft"], "--output-dir", tmp_path / "run", "--dry-run")
+    code, out, _ = run_command("sft", *flags, "--ckpt.interval", "2", "--eval", json.dumps(EVAL | {"num_tasks": 3}))
     assert code == 0 and any(line.split()[0] == "evaluation" for line in out.splitlines() if line.split())
     written = read_toml(EvaluateConfig, tmp_path / "run" / "configs" / "dry_run" / "evaluation.toml")
     assert (written.follow, written.interval, written.num_tasks) == (True, 4, 3)

@@ -272,7 +272,7 @@ def test_all_unknown_flags_are_told_at_once() -> None:
 
 def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:
     assert sft("--optim.max-grad-norm", "inf").optim.max_grad_norm == math.inf
-    path = write("orch.toml", "[[environments]]\ntimeout_s = inf\n")
+    path = write("orch.toml", "[[environments]]\nid = 'jsonl'\ntimeout_s = inf\n")
     orchestrator = parse_command_line(OrchestratorConfig, ["@", path])
     assert orchestrator.environments[0].deadline_s is None
 

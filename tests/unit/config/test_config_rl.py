@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config import RlConfig, SftConfig, TrainerConfig
+from holdfast.config import RlConfig, TrainerConfig
 from holdfast.config.base import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.environments import RolloutSettings
 from holdfast.config.load import parse_command_line, read_toml, to_toml
@@ -23,13 +23,16 @@ from holdfast.errors import ConfigError, InferenceError
 from holdfast.launcher.launch import launch_rl
 from holdfast.protocol.rollouts import Sampling
 from tests.builders.advantage_settings import ONLINE_DPO_LOSS
+from tests.builders.toy import TOY
 from tests.conftest import ROOT
 
 ALGORITHMS = ROOT / "configs" / "reverse_text" / "algorithms"
 
 
 def rl(*argv: str) -> RlConfig:
-    return hand_down_shared(parse_command_line(RlConfig, list(argv)))
+    """The example's environment, unless the words name others."""
+    environments = () if any("environments" in word or word == "@" for word in argv) else TOY["rl"][2:]
+    return hand_down_shared(parse_command_line(RlConfig, [*environments, *argv]))
 
 
 def disagreement(*argv: str) -> str:
@@ -64,7 +67,6 @@ def test_what_is_said_of_the_optimizer_leaves_the_learning_rates_of_policy_and_c
     resolved = tmp_path / "trainer.toml"
     resolved.write_text(to_toml(rl("--trainer.optim.warmup-steps", "5").trainer))
     assert read_toml(TrainerConfig, resolved).optim == PolicyOptimConfig(warmup_steps=5)
-    assert (SftConfig().optim.lr, RewardTrainingConfig().optim.lr) == (1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])
@@ -186,7 +188,7 @@ DISTIL = ("--trainer.advantage", "distillation", "--trainer.loss.type", "policy_
 BESIDE = ("--trainer.distillation.coef", "0.5")
 SFT, GSPO = ("--trainer.loss.type", "sft"), ("--trainer.loss.type", "gspo")
 GAE = ("--trainer.advantage", "gae", "--trainer.critic")
-WEIGHTED = ("--trainer.environments", '{"reverse_text": {"weight": 2}}')
+WEIGHTED = (*TOY["rl"][2:], "--trainer.environments", '{"reverse_text": {"weight": 2}}')
 IN_REWARD = ("--trainer.kl.place", "reward", "--trainer.kl.coef", "0.1")
 OF_MODEL = ("--trainer.advantage", "distillation", "--trainer.kl.reference", "a/b")
 CUT = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.05")
@@ -201,7 +203,8 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
     ("flags", "says"),
     [
         # Rewards that trainer and orchestrator see differently.
-        (("--trainer.environments", '{"revers": {"weight": 2}}'), "names 'revers'.*Did you mean 'reverse_text'"),
+        ((*TOY["rl"][2:], "--trainer.environments", '{"revers": {"weight": 2}}'),
+         "names 'revers'.*Did you mean 'reverse_text'"),
         (("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "9"), "= 9 is more than the 8 rollouts"),
         ((*DYNAMIC, "--trainer.reward-model.name", "m"), "rules_weight = 0 leaves it out"),
         ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1}'), "weights leaves 'reward' out"),
@@ -307,7 +310,14 @@ def test_servers_named_elsewhere_are_not_looked_for_at_the_own_address(
         thread = threading.Thread(target=foreign.serve_forever)
         thread.start()
         try:
-            flags = ["--inference.server.port", str(foreign.server_port), "--output-dir", str(tmp_path), "--dry-run"]
+            flags = [
+                *TOY["rl"],
+                "--inference.server.port",
+                str(foreign.server_port),
+                "--output-dir",
+                str(tmp_path),
+                "--dry-run",
+            ]
             assert launch_rl(rl(*flags, "--orchestrator.client.urls", '["http://far:1"]')) == 0
             assert "would start afresh" in capsys.readouterr().out
             with pytest.raises(InferenceError, match="is not an inference server of holdfast"):

@@ -23,7 +23,7 @@ TRL = {
     "max_grad_norm": ("optim.max_grad_norm", "optim.max_grad_norm", "trainer.optim.max_grad_norm"),
     "adam_beta1": ("optim.betas", "optim.betas", "trainer.optim.betas"),
     "adam_epsilon": ("optim.eps", "optim.eps", "trainer.optim.eps"),
-    "num_train_epochs": ("Here a run has max_steps",) * 3,
+    "num_train_epochs": ("epochs", "epochs", "Here a run has max_steps"),
     "per_device_train_batch_size": ("data.micro_batch_size", "data.micro_batch_size", "Here a batch is"),
     "gradient_accumulation_steps": ("Here a step takes",) * 3,
     "gradient_checkpointing": (

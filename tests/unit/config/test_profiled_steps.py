@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 
 
 def _sft(*flags: str) -> SftConfig:
-    return parse_command_line(SftConfig, list(flags))
+    return parse_command_line(SftConfig, ["--max-steps", "100", *flags])
 
 
 @pytest.mark.parametrize(

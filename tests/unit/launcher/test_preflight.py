@@ -22,6 +22,7 @@ from holdfast.launcher import preflight
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.process.gpus import require_vllm, vllm_device
 from holdfast.run.inputs import check_cache_directory
+from tests.builders.toy import TOY
 from tests.runs.ports import free_port
 from tests.runs.processes import in_a_child
 from tests.runs.rl import MODEL
@@ -158,10 +159,11 @@ def test_local_models_and_files_of_the_form_of_a_hub_id(
     model = tmp_path / "models" / "bare"
     model.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert "model.name = 'models/bare' has no config.json" in refused("sft", "--model.name", "models/bare")
+    bare = ("sft", "--model.name", "models/bare", "--data.name", "rows.jsonl")
+    assert "model.name = 'models/bare' has no config.json" in refused(*bare)
     (model / "config.json").write_text('{"model_type": "qwen3"}')
-    assert "model.name = 'models/bare' has no *.safetensors" in refused("sft", "--model.name", "models/bare")
-    assert "`ckpt import`" in refused("sft", "--model.name", "models/bare")
+    assert "model.name = 'models/bare' has no *.safetensors" in refused(*bare)
+    assert "`ckpt import`" in refused(*bare)
     quick_model = ("--model.name", str(in_root / "examples" / "reverse_text" / "model"))
     (model / "rows.csv").write_text("prompt,completion\n")
     said = refused("sft", *quick_model, "--data.name", "models/bare/rows.csv")
@@ -173,12 +175,12 @@ def test_local_models_and_files_of_the_form_of_a_hub_id(
 def test_directories_for_tokenised_data(refused: Launch, in_root: Path, tmp_path: Path) -> None:
     file, read_only = tmp_path / "file", tmp_path / "read_only"
     file.touch()
-    model = ("--model.name", str(in_root / "examples" / "reverse_text" / "model"))
+    model = ("--model.name", str(in_root / "examples" / "reverse_text" / "model"), "--data.name", "somebody/rows")
     for below in (file, file / "cache" / "tokenised"):
         said = refused("sft", *model, "--data.cache-dir", str(below))
         assert f"data.cache_dir = '{below}': {file} is no directory. Name a directory that can be written to" in said
     assert "there is no home directory" in refused("sft", *model, "--data.cache-dir", "~nobody-of-this-name/cache")
-    said = refused(*QUICK_START, "--trainer.pretraining.data.cache-dir", str(file))
+    said = refused(*QUICK_START, "--trainer.pretraining.data", f'{{"name": "a/b", "cache_dir": "{file}"}}')
     assert "pretraining.data.cache_dir = " in said and "is no directory" in said
     for passes in (None, "", str(read_only), str(tmp_path / "new" / "cache")):
         check_cache_directory(passes, key="data.cache_dir")
@@ -214,7 +216,9 @@ def test_a_word_that_is_no_setting(refused: Launch) -> None:
 
 def test_models_data_and_lengths(refused: Launch) -> None:
     assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
-    assert "engines = 2: `inference` is one server. Start it once for each" in refused("inference", "--engines", "2")
+    assert "engines = 2: `inference` is one server. Start it once for each" in refused(
+        "inference", *TOY["inference"], "--engines", "2"
+    )
     last_port = ("--inference.engines", "2", "--inference.server.port", "65535")
     assert "need the ports 65535 to 65536, and the last one there is is 65535" in refused(*QUICK_START, *last_port)
     assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")
@@ -229,9 +233,10 @@ def test_models_data_and_lengths(refused: Launch) -> None:
     assert "Set --model.max-len 2048, or less" in said
     said = refused(*QUICK_START, f"--inference.{long[0]}", long[1])
     assert "inference.model.max_len = 2049" in said and "Set --inference.model.max-len 2048" in said
-    evaluating = ("--ckpt.interval", "10", "--eval.interval", "10", f"--eval.inference.{long[0]}", long[1])
+    asked = '[{"id": "reverse_text"}]'
+    evaluating = ("--ckpt.interval", "10", "--eval.environments", asked, f"--eval.inference.{long[0]}", long[1])
     assert "eval.inference.model.max_len = 2049" in refused("sft", "@", "configs/reverse_text/sft.toml", *evaluating)
-    assert "data.name = 'no.jsonl'" in refused("sft", "--data.name", "no.jsonl")
+    assert "data.name = 'no.jsonl'" in refused("sft", *quick_model, "--data.name", "no.jsonl")
     assert "pretraining.data.name = 'no.jsonl'" in refused(*QUICK_START, "--trainer.pretraining.data.name", "no.jsonl")
     assert "low has no effect with correction.type = 'none'" in refused(
         *QUICK_START, "--trainer.loss.correction.low", "0.1"

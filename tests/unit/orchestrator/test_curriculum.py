@@ -203,7 +203,9 @@ def test_arguments_of_a_level_are_checked_before_anything_starts_and_evaluations
         with pytest.raises(ConfigError, match=rf"^environments\[0\]\.curriculum\.levels\[1\]\.args\.digit: {name} has"):
             check_environments(OrchestratorConfig.model_validate({"environments": [section | {"curriculum": levels}]}))
     with pytest.raises(ValueError, match="an evaluation asks the same tasks each time, and curriculum chooses"):
-        EvalConfig.model_validate({"environments": [{"curriculum": {"levels": LEVELS, "advance_reward": 1}}]})
+        EvalConfig.model_validate(
+            {"environments": [{"id": "graded", "curriculum": {"levels": LEVELS, "advance_reward": 1}}]}
+        )
 
 
 GATES = {"levels": LEVELS, "window": 4, "advance_reward": 0.4}

@@ -72,7 +72,7 @@ def test_integer_weights_are_exact() -> None:
 
 def mix(weights: Mapping[str, float]) -> OrchestratorConfig:
     """A config with environments of these names and weights."""
-    return OrchestratorConfig(environments=[EnvironmentConfig(name=name, weight=one) for name, one in weights.items()])
+    return OrchestratorConfig(environments=[EnvironmentConfig(id=name, weight=one) for name, one in weights.items()])
 
 
 def test_the_mix_keeps_its_shares_over_any_stretch() -> None:
@@ -344,7 +344,7 @@ TIMES = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generat
 
 
 def metrics_of(outcomes: Sequence[Outcome], *, num_groups: int = 8, **settings: object) -> dict[str, float]:
-    environments = [EnvironmentConfig.model_validate({"name": name, **settings}) for name in ("a", "b")]
+    environments = [EnvironmentConfig.model_validate({"id": name, **settings}) for name in ("a", "b")]
     selection = select(outcomes, num_groups=num_groups)
     return batch_metrics(selection, TIMES, step=8, num_reused=3, engines=ENGINES, environments=environments)
 

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator import played_again, workers
+from holdfast.orchestrator import episodes, workers
 from holdfast.orchestrator import workers as worker_link
 from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
@@ -110,7 +110,7 @@ def test_a_process_that_somebody_killed_costs_nothing(tmp_path: Path, workers: i
 def test_what_is_killed_again_and_again_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(played_again, "MOST_KILLED", 2)
+    monkeypatch.setattr(episodes, "MOST_KILLED", 2)
     told = r"failed on task 1 .*: its helper was killed from outside, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):
         run(tmp_path / "stops", {"1": "bereft"}, workers=workers)
@@ -124,7 +124,7 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="'mine': a worker ended while it loaded it: .* exited with code 9"):
         run(tmp_path / "exit", load="exit", workers=2)
     with pytest.raises(ValueError, match="worker_memory_gb = 2 is about workers, and it has none"):
-        OrchestratorConfig.model_validate({"environments": [{"worker_memory_gb": 2}]})
+        OrchestratorConfig.model_validate({"environments": [{"id": "a", "worker_memory_gb": 2}]})
 
 
 @pytest.mark.launch

@@ -405,7 +405,7 @@ def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
     assert len(named) >= 15
     for path, value in named:
         found: list[object] = []
-        for config in (RlConfig(), InferenceConfig(), EnvironmentConfig()):
+        for config in (RlConfig(), InferenceConfig(), EnvironmentConfig(id="reverse_text")):
             for part in path.split("."):
                 config = getattr(config, part, None)
             found.append(config)

@@ -104,7 +104,7 @@ def test_settings_are_shown_with_type_default_and_what_a_resume_may_change() -> 
     assert rows["keep_attempts"].kind == 'int, ≥ 1 or "all"'
     assert "output_dir" in {row.key for row in plain.settings}
     evaluated = {row.key: row for table in options.tables("evaluate") for row in table.settings}
-    assert evaluated["environments"].default == '[{"id": "reverse_text"}]' and evaluated["seed"].is_free is None
+    assert evaluated["environments"].default == "[]" and evaluated["seed"].is_free is None
     free = {
         row.key
         for command in options._RESUMES

@@ -13,6 +13,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.saving import _is_to_be_evaluated, open_storage
+from tests.builders.toy import ENVIRONMENTS
 from tests.runs.processes import HANG_S
 
 
@@ -34,7 +35,9 @@ def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(tmp_path: Pa
 
 def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    config = DpoConfig.model_validate({"max_steps": 9, "eval": {"interval": 4}, "ckpt": {"interval": 2, "keep": 1}})
+    config = DpoConfig.model_validate(
+        {"max_steps": 9, "eval": {"interval": 4, "environments": ENVIRONMENTS}, "ckpt": {"interval": 2, "keep": 1}}
+    )
     assert [step for step in (2, 4, 6, 8, 9) if _is_to_be_evaluated(config, run_dir, step)] == [4, 8, 9]
     run_dir.evaluation(4).mkdir(parents=True)
     (run_dir.evaluation(4) / "summary.json").write_text("{}")

@@ -32,8 +32,8 @@ from holdfast.trainer.model.attention import KERNELS
 from holdfast.trainer.model.logprobs import Reading, SamplingByToken
 from holdfast.trainer.model.policy import Policy, predict
 from holdfast.trainer.model.value_model import ScalarModel
-from holdfast.trainer.preference.kto import KtoObjective, LabelledAnswer
-from holdfast.trainer.preference.pairs import Pair
+from holdfast.trainer.preference.kto import KtoObjective
+from holdfast.trainer.preference.pairs import LabelledAnswer, Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import reward_objective

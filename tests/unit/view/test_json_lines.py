@@ -99,7 +99,7 @@ def test_a_dry_run_of_a_command_says_it_so(
 ) -> None:
     for words in (
         ["sft", "@", "configs/reverse_text/sft.toml"],
-        ["evaluate", "--model.name", "examples/reverse_text/model"],
+        ["evaluate", "@", "configs/reverse_text/evaluate.toml"],
     ):
         code, out, _ = run_command(*words, "--dry-run", "--output-dir", tmp_path / words[0], "--log-format", "json")
         told = [json.loads(line) for line in out.splitlines()]

@@ -14,8 +14,7 @@ from typing import Any
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ReadError
-from holdfast.run.content import content_digest, files_named_in
-from holdfast.run.manifest import library_versions, read_manifest
+from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest
 from holdfast.run.run_dir import INPUTS_NAME
 
 _OF_TOKENIZERS = (

@@ -45,7 +45,8 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         raise RunDirError(f"{run_dir.path} holds a run of {other}: choose another directory with --output-dir.")
     if (step := _finished_at(run_dir, number)) is not None:
         further = (
-            f"raise --max-steps and add --ckpt.resume-step latest (step {steps[-1]}) to train further, {elsewhere}"
+            f"raise {trainer.length_flag} and add --ckpt.resume-step latest (step {steps[-1]}) to train further, "
+            f"{elsewhere}"
             if steps
             else "choose another directory with --output-dir, and with --model.name "
             f"{run_dir.weights_of(step)} if a new run is to begin with its weights"

@@ -57,10 +57,16 @@ def prompt_ids_of(
 
     Raises:
         PromptTooLong: its text alone says that it has more than `room` tokens.
-        EnvironmentFailure: it is no `Task`, or its prompt is neither text nor messages, or the template refuses it.
+        EnvironmentFailure: it is no `Task`, its prompt is neither text nor messages, its answer is no text, or the
+            template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
+    if not isinstance(task.answer, str):
+        raise EnvironmentFailure(
+            f"{what}: the answer of its task must be text, got {_shown(task.answer)}: make it text, as by str(), or "
+            "subclass Task for what else score() needs"
+        )
     try:
         prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
         characters = len(prompt) if isinstance(prompt, str) else num_characters(prompt)

@@ -32,7 +32,7 @@ from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
 from holdfast.run import atomic
-from holdfast.run.content import content_digest, files_named_in
+from holdfast.run.manifest import content_digest, files_named_in
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 
 _NUM_TASKS = 128

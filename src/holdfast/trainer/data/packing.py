@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from holdfast.trainer.data.rows import Sample as Sample
 
 _SHORT = 64
 """Tokens up to which samples share a padded batch, however short they are: a call would cost more than the padding."""
@@ -82,47 +84,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
     # Pinned: from other memory the copy would begin when the GPU has nothing left to do, and this thread wait for it.
     return tensor.pin_memory().to(device, non_blocking=True)  # untested: needs a GPU
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence to train on; or several, one behind the other, which a loss sees as one.
-
-    Attributes:
-        token_ids: int32 array of length L.
-        loss_mask: bool array of length L: which tokens are trained. The first is never trained,
-            since nothing predicts it.
-        per_token: further float32 arrays of length L that follow the tokens, such as advantages.
-        value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
-        starts: where its sequences begin. No token sees those of another, and the first of each is never trained.
-    """
-
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    per_token: dict[str, np.ndarray] = field(default_factory=dict)
-    value: float = 0.0
-    starts: tuple[int, ...] = (0,)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each of its sequences."""
-        return [end - start for start, end in pairwise([*self.starts, len(self.token_ids)])]
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens that are predicted and trained."""
-        return int(self.loss_mask[1:].sum())
-
-    def cut(self, length: int) -> Sample:
-        """Return its first `length` tokens."""
-        per_token = {name: values[:length] for name, values in self.per_token.items()}
-        starts = tuple(start for start in self.starts if start < max(1, length))
-        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value, starts)
-
-    @property
-    def targets(self) -> np.ndarray:
-        """Places of the tokens that are predicted and trained."""
-        return np.flatnonzero(self.loss_mask[1:]) + 1
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
 from holdfast.chat.messages import check_tools, common_length, squeezed
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, nearest
 from holdfast.run.inputs import check_data_path
 
@@ -29,9 +33,80 @@ if TYPE_CHECKING:
 
 
 Row = Mapping[str, Any]
+_log = logging.getLogger("trainer")
+_MOST_NAMED = 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LINE_BREAK, _BLANK = ord("\n"), ord(" ")
 _BLOCK_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on; or several, one behind the other, which a loss sees as one.
+
+    Attributes:
+        token_ids: int32 array of length L.
+        loss_mask: bool array of length L: which tokens are trained. The first is never trained,
+            since nothing predicts it.
+        per_token: further float32 arrays of length L that follow the tokens, such as advantages.
+        value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
+        starts: where its sequences begin. No token sees those of another, and the first of each is never trained.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    per_token: dict[str, np.ndarray] = field(default_factory=dict)
+    value: float = 0.0
+    starts: tuple[int, ...] = (0,)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each of its sequences."""
+        return [end - start for start, end in pairwise([*self.starts, len(self.token_ids)])]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted and trained."""
+        return int(self.loss_mask[1:].sum())
+
+    def cut(self, length: int) -> Sample:
+        """Return its first `length` tokens."""
+        per_token = {name: values[:length] for name, values in self.per_token.items()}
+        starts = tuple(start for start in self.starts if start < max(1, length))
+        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value, starts)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Places of the tokens that are predicted and trained."""
+        return np.flatnonzero(self.loss_mask[1:]) + 1
+
+
+class BadRows(msgspec.Struct, frozen=True):
+    """Rows that cannot be used: how many, and what is wrong with the first, each text with the row's number."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
+
+    def __add__(self, other: BadRows) -> BadRows:
+        return BadRows(self.count + other.count, (*self.first, *other.first)[:_MOST_NAMED])
+
+    def settle(self, config: SftDataConfig, rows: int) -> None:
+        """Warn of what is left out, if there is any.
+
+        Raises:
+            DataError: it is not to be left out, or nothing else is there.
+        """
+        if not self.count:
+            return
+        named = self.first[0]
+        if self.count > 1:
+            left = [f"and {self.count - len(self.first):,} more"] if self.count > len(self.first) else []
+            named = "\n         ".join([f"{self.count:,} of {rows:,} rows cannot be used:", *self.first, *left])
+        if config.on_bad_row == "drop" and self.count < rows:
+            shown = named if self.count > 1 else f"1 of {rows:,} rows cannot be used: {named}"
+            _log.warning("%s, left out: %s", config.name, shown)
+            return
+        raise DataError(f"{config.name}, {named}\n       data.on_bad_row = 'drop' leaves such rows out.")
 
 
 class Rows(Protocol):
@@ -41,11 +116,10 @@ class Rows(Protocol):
         """How many there are."""
         ...
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row | DataError]]:
         """Yield (number, row) of the rows at places `start` to `stop`.
 
-        Raises:
-            DataError: a row is no JSON object; the message begins with its number.
+        In the place of a row that is no JSON object comes the error, whose message begins with its number.
         """
         ...
 
@@ -71,26 +145,28 @@ class LineRows:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row | DataError]]:
         own = slice(start, stop)
         lines = zip(self._numbers[own].tolist(), self._starts[own], self._ends[own], strict=True)
         for number, first, end in lines:
-            try:
-                row = json.loads(self._content[first:end])
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"row {number} is not UTF-8: {error.reason} {hex(error.object[error.start])} at byte {error.start} "
-                    "of the line. Convert the file, as with `iconv -f LATIN1 -t UTF-8`."
-                ) from None
-            except ValueError as error:
-                what: object = error
-                if isinstance(error, json.JSONDecodeError):
-                    what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-                raise DataError(
-                    f"row {number} is not JSON: {what}. Each line must be one whole object, or the whole file a list "
-                    "of them, [{...}, ...]: mend the line, or remove it."
-                ) from None
-            yield number, _checked(row, number)
+            yield number, self._row(number, self._content[first:end])
+
+    def _row(self, number: int, line: bytes) -> Row | DataError:
+        try:
+            return _checked(json.loads(line), number)
+        except UnicodeDecodeError as error:
+            return DataError(
+                f"row {number} is not UTF-8: {error.reason} {hex(error.object[error.start])} at byte {error.start} "
+                "of the line. Convert the file, as with `iconv -f LATIN1 -t UTF-8`."
+            )
+        except ValueError as error:
+            what: object = error
+            if isinstance(error, json.JSONDecodeError):
+                what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+            return DataError(
+                f"row {number} is not JSON: {what}. Each line must be one whole object, or the whole file a list "
+                "of them, [{...}, ...]: mend the line, or remove it."
+            )
 
 
 class ListRows:
@@ -102,7 +178,7 @@ class ListRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row | DataError]]:
         for number, row in enumerate(self._rows[start:stop], start=start + 1):
             yield number, _checked(row, number)
 
@@ -116,16 +192,16 @@ class TableRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row]]:
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, Row | DataError]]:
         columns = self._table[start:stop]
         names = list(columns)
         for number, values in enumerate(zip(*columns.values(), strict=True), start=start + 1):
             yield number, {name: _without_nulls(value) for name, value in zip(names, values, strict=True)}
 
 
-def _checked(row: object, number: int) -> Row:
+def _checked(row: object, number: int) -> Row | DataError:
     if not isinstance(row, Mapping):
-        raise DataError(f"row {number} is {type(row).__name__}, expected an object with columns")
+        return DataError(f"row {number} is {type(row).__name__}, expected an object with columns")
     return row
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
@@ -28,13 +29,14 @@ from holdfast.config.training import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.process.events import report
 from holdfast.run.inputs import check_data_path
-from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.rows import (
     SAMPLE_FORMATS,
     SAMPLE_SHAPES,
+    BadRows,
     Format,
     Row,
     Rows,
+    Sample,
     encode_example,
     find_format,
     read_rows,
@@ -53,7 +55,9 @@ from holdfast.trainer.data.tokenizing import (
     sizes_of,
     tokenize_rows,
 )
-from holdfast.trainer.mesh import Mesh
+
+if TYPE_CHECKING:
+    from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 
@@ -90,11 +94,12 @@ def read_samples(
         form = formats[cached.about.format]
         if is_main:
             report("tokenised", rows=f"{cached.about.rows:,}", format=form.name, cache=str(cached.directory))
+            cached.about.bad.settle(config, cached.about.rows)
             say_remarks(cached.about.remarks, config.name)
         return cached.samples, form
     rows, place = open_dataset(config, formats, shapes=shapes, is_reported=is_main)
     encode = encode_as(formats[place])
-    return tokenize_rows(rows, encode, name=config.name, num_proc=config.num_proc, mesh=mesh), formats[place]
+    return tokenize_rows(rows, encode, config, mesh=mesh), formats[place]
 
 
 def open_dataset(
@@ -106,10 +111,11 @@ def open_dataset(
         DataError: the dataset is missing, unreadable or empty, or its first row has no known columns.
     """
     rows = read_rows(config.name, split=config.split)
-    try:
-        _, first = next(rows.take(0, 1))
-    except DataError as error:
-        raise DataError(f"{config.name}, {error}") from None
+    taken = (row for place in range(len(rows)) for _, row in rows.take(place, place + 1))
+    first = next((row for row in taken if not isinstance(row, DataError)), None)
+    if first is None:
+        BadRows(len(rows), tuple(str(row) for _, row in rows.take(0, 10))).settle(config, len(rows))
+    assert first is not None, "settle has raised"
     form = find_format(first, formats, name=config.name, shapes=shapes)
     if is_reported:
         unused = form.unused(first)
@@ -141,7 +147,7 @@ def _make(
         return None
     report("tokenising", rows=f"{len(rows):,}", format=formats[place].name, cache=str(directory / key))
     try:
-        chunks = ordered_chunks(rows, encode_as(formats[place]), name=config.name, num_proc=config.num_proc)
+        chunks = ordered_chunks(rows, encode_as(formats[place]), config)
         for _ in make_cached(
             directory / key,
             chunks,
@@ -387,11 +393,22 @@ def load_samples(
     is_held_out = np.zeros(len(usable), dtype=bool)
     is_held_out[list(hold_out(len(usable), config.validation_fraction, seed=seed))] = True
     if is_held_out.all():
-        raise DataError(f"{config.name}: no samples to train on are left of {len(usable)}")
+        found = [(int((is_too_long & ~is_kept).sum()), f"have more than {config.seq_len} tokens and were dropped")]
+        cut = is_too_long & is_kept & ~is_trained
+        found += [(int(cut.sum()), "were cut before their answer"), (untrained - int(cut.sum()), "have no answer")]
+        found += [(len(usable), "are held out")]
+        raise DataError(
+            f"{config.name}: no samples to train on are left of {len(lengths):,}: {reasons(found, len(lengths))}"
+        )
     training, held_out = (
         ChosenSamples(samples, usable[places], most=config.seq_len) for places in (~is_held_out, is_held_out)
     )
     return training, held_out
+
+
+def reasons(found: Sequence[tuple[int, str]], total: int) -> str:
+    """Return why data cannot be trained on: `all were cut before their answer`, or each reason with its number."""
+    return ", ".join("all " + what if count == total else f"{count:,} {what}" for count, what in found if count)
 
 
 def check_length(encoded: Encoded, config: SftDataConfig, *, what: str) -> None:

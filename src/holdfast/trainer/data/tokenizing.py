@@ -2,7 +2,7 @@
 
 Forked workers encode chunks of rows, and ranks share the work. One function encodes every chunk, and results come in
 the order of the rows. So the samples do not depend on the number of cores or ranks. Only a few chunks are in progress
-at once. A row that cannot be used ends the work; of several such rows, the error names the first.
+at once. Rows that cannot be used are an error, which names the first of them, or are left out.
 
 The name of a cache directory is a digest of everything that its tokens depend on: the bytes of the data, the tokenizer
 with its templates, the settings, and the code that makes tokens of rows. If two runs make the same directory at once,
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 import numpy as np
@@ -51,9 +51,10 @@ from holdfast.process.child import available_cores, die_with_parent
 from holdfast.process.events import Counted, report
 from holdfast.run import atomic
 from holdfast.trainer.data import rows as row_files
-from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.rows import Format, Row, Rows, hub_fingerprint
-from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.data.rows import BadRows, Format, Row, Rows, Sample, hub_fingerprint
+
+if TYPE_CHECKING:
+    from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
@@ -72,10 +73,11 @@ class Chunk:
 
     Attributes:
         index: place of the chunk in the dataset.
-        num_rows: rows encoded, without one that cannot be used.
+        num_rows: rows encoded, without those that cannot be used.
         ids, mask, lengths, values: of all samples, one after the other.
         remarks: what is in the data and not in the tokens, and in how many rows.
-        error: why a row cannot be used; nothing after it is encoded.
+        bad: rows that cannot be used.
+        error: a bug, or what ends the work whatever the row; nothing after it is encoded.
     """
 
     index: int
@@ -85,6 +87,7 @@ class Chunk:
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     values: np.ndarray = field(default_factory=lambda: np.zeros(0))
     remarks: Counter[str] = field(default_factory=Counter)
+    bad: BadRows = field(default_factory=BadRows)
     error: Exception | None = None
 
     def samples(self) -> Iterator[Sample]:
@@ -94,20 +97,17 @@ class Chunk:
             yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
 
 
-def tokenize_rows(
-    rows: Rows, encode: Encode, *, name: str, num_proc: int | None = None, mesh: Mesh | None = None
-) -> list[Sample]:
+def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, mesh: Mesh | None = None) -> list[Sample]:
     """Return the samples of all rows, in their order.
 
     Args:
         encode: makes the samples of one row: the same number of every row.
-        name: of the dataset, for messages.
-        num_proc: processes of this machine, shared by its ranks; unset: as many as this process may use cores.
         mesh: the ranks that share the work, all of which get all samples; collective where there are many rows.
 
     Raises:
-        ConfigError, DataError: a row cannot be used; the message begins with its number.
+        ConfigError, DataError: rows cannot be used; the message names the first.
     """
+    name, num_proc = config.name, config.num_proc
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
     shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > FEW_ROWS else None
     mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
@@ -118,35 +118,38 @@ def tokenize_rows(
     progress = Counted("tokenising", num_mine, unit="rows", is_told=is_reported)
     for chunk in _encoded(rows, encode, mine, name=name, workers=workers):
         chunks.append(chunk)
-        progress.add(chunk.num_rows)
+        progress.add(chunk.num_rows + chunk.bad.count)
     if shared:
         chunks = _gathered(chunks, len(rows), shared, name)
     for chunk in chunks:
         if chunk.error is not None:
             raise chunk.error
+    bad = sum((chunk.bad for chunk in chunks), BadRows())
+    if is_reported or config.on_bad_row == "error":
+        bad.settle(config, len(rows))
     if is_reported:
         say_remarks(sum((chunk.remarks for chunk in chunks), Counter()), name)
     return [sample for chunk in chunks for sample in chunk.samples()]
 
 
-def ordered_chunks(rows: Rows, encode: Encode, *, name: str, num_proc: int | None = None) -> Iterator[Chunk]:
+def ordered_chunks(rows: Rows, encode: Encode, config: SftDataConfig) -> Iterator[Chunk]:
     """Yield all chunks in the order of the rows, made on all cores that this process may run on.
 
-    Args:
-        encode, name, num_proc: see `tokenize_rows`.
-
     Raises:
-        ConfigError, DataError: a row cannot be used; what is before it has been yielded.
+        ConfigError, DataError: at the end, as rows cannot be used that are not to be left out.
     """
     num_chunks = -(-len(rows) // _CHUNK_ROWS)
     progress = Counted("tokenising", len(rows), unit="rows")
-    workers = min(num_proc or available_cores(), num_chunks)
-    with closing(_encoded(rows, encode, range(num_chunks), name=name, workers=workers)) as chunks:
+    workers, bad = min(config.num_proc or available_cores(), num_chunks), BadRows()
+    with closing(_encoded(rows, encode, range(num_chunks), name=config.name, workers=workers)) as chunks:
         for chunk in chunks:
             if chunk.error is not None:
                 raise chunk.error
-            progress.add(chunk.num_rows)
+            bad += chunk.bad
+            progress.add(chunk.num_rows + chunk.bad.count)
             yield chunk
+    if config.on_bad_row == "error" or bad.count == len(rows):
+        bad.settle(config, len(rows))
 
 
 def workers_of_this_rank(num_proc: int | None = None) -> int:
@@ -158,21 +161,22 @@ def _chunk_size(rows: Rows, index: int) -> int:
     return min(len(rows), (index + 1) * _CHUNK_ROWS) - index * _CHUNK_ROWS
 
 
-def _encode_chunk(rows: Rows, encode: Encode, index: int, name: str) -> Chunk:
+def _encode_chunk(rows: Rows, encode: Encode, index: int) -> Chunk:
     chunk = Chunk(index)
     encoded: list[Encoded] = []
-    number = index * _CHUNK_ROWS + 1
     try:
         for number, row in rows.take(index * _CHUNK_ROWS, (index + 1) * _CHUNK_ROWS):
+            if isinstance(row, DataError):
+                chunk.bad += BadRows(1, (str(row),))
+                continue
             try:
                 parts = encode(row)
             except DataError as error:
-                raise DataError(f"row {number}: {error}") from None
+                chunk.bad += BadRows(1, (f"row {number}: {error}",))
+                continue
             encoded += parts
             chunk.num_rows += 1
             chunk.remarks.update({remark for part in parts for remark in part.remarks})
-    except DataError as error:
-        chunk.error = DataError(f"{name}, {error}")
     except Exception as error:  # noqa: BLE001 (ConfigError, or a bug: raised where all chunks come together)
         chunk.error = error
     chunk.lengths = np.array([len(part.ids) for part in encoded], dtype=np.int64)
@@ -185,9 +189,9 @@ def _encode_chunk(rows: Rows, encode: Encode, index: int, name: str) -> Chunk:
 
 def _encoded(rows: Rows, encode: Encode, mine: range, *, name: str, workers: int) -> Generator[Chunk, None, None]:
     """Yield the chunks `mine` in their order, up to one that has an error."""
-    made = (_encode_chunk(rows, encode, index, name) for index in mine)
+    made = (_encode_chunk(rows, encode, index) for index in mine)
     if workers > 1:
-        made = _encoded_by_workers(lambda index: _encode_chunk(rows, encode, index, name), mine, workers, name=name)
+        made = _encoded_by_workers(lambda index: _encode_chunk(rows, encode, index), mine, workers, name=name)
     for chunk in made:
         yield chunk
         if chunk.error is not None:
@@ -373,6 +377,11 @@ class ChosenSamples(_Samples):
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return int(np.minimum(sizes_of(self._samples)[0][self._places], self._most).sum(dtype=np.int64))
+
     def _at(self, place: int) -> Sample:
         sample = self._samples[int(self._places[place])]
         return sample if len(sample.token_ids) <= self._most else sample.cut(self._most)
@@ -422,12 +431,14 @@ class About(msgspec.Struct, frozen=True):
         format: place among the formats that were looked for.
         rows: of the data.
         remarks: what is in the data and not in the tokens, and in how many rows.
+        bad: rows that are left out.
     """
 
     digest: str
     format: int
     rows: int
     remarks: dict[str, int]
+    bad: BadRows
 
 
 @dataclass(frozen=True)
@@ -469,6 +480,7 @@ def cache_key(
         "content": _content_of_data(config),
         "split": config.split,
         "train_on": config.train_on,
+        "on_bad_row": config.on_bad_row,
         # A row that is too long is an error where it is made into tokens.
         "seq_len": config.seq_len if config.too_long == "error" else None,
         "formats": [form.name for form in formats],
@@ -520,13 +532,14 @@ def make_cached(
     begun = list(islice(chunks, 1))
     atomic.make_directory(directory.parent)
     with _own_temporary(directory) as temporary:
-        rows, remarks = 0, dict[str, int]()
+        rows, remarks, bad = 0, dict[str, int](), BadRows()
         for chunk in chunks_to_file(temporary / _SAMPLES, chain(begun, chunks)):
-            rows += chunk.num_rows
+            rows += chunk.num_rows + chunk.bad.count
+            bad += chunk.bad
             for remark, count in chunk.remarks.items():
                 remarks[remark] = remarks.get(remark, 0) + count
             yield chunk
-        about = About("", format_place, rows, remarks)
+        about = About("", format_place, rows, remarks, bad)
         about = msgspec.structs.replace(about, digest=_digest_of_cached(temporary / _SAMPLES, about))
         (temporary / _ABOUT).write_bytes(msgspec.json.encode(about))
         if not is_current() or open_cached(directory, verify=True) is not None:

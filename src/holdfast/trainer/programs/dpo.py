@@ -6,7 +6,6 @@ answer; the loop over them is in `holdfast.trainer.preference.training`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,17 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.config import DpoConfig
 from holdfast.process.events import report
 from holdfast.trainer.data.packing import to_device
-from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.preference.kto import KtoObjective, load_answers
+from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.preference.pairs import P, Pair, fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.pairs import P, Pair, fingerprint_preferences, load_answers, split_preferences
 from holdfast.trainer.preference.reference import Reference, ReferenceWork, predict_pairs
 from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
 from holdfast.trainer.session import start_program, start_session
-
-_log = logging.getLogger("trainer")
+from holdfast.trainer.survey import load_preferences, survey_of, tell_data
 
 
 def run(config: DpoConfig) -> None:
@@ -37,8 +34,7 @@ def run(config: DpoConfig) -> None:
         if config.loss.type == "kto":
             _train(config, mesh, tokenizer, load_answers(config.data, tokenizer, mesh=mesh), KtoObjective)
         else:
-            formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
-            pairs = load_pairs(config.data, tokenizer, formats=formats, mesh=mesh)
+            pairs = [pair for pair in load_preferences(config, tokenizer, mesh=mesh) if isinstance(pair, Pair)]
             _train(config, mesh, tokenizer, pairs, dpo_objective)
 
 
@@ -50,8 +46,7 @@ def _train(
     objective: Callable[[DpoConfig, Reference, Mesh], Objective[Policy, P]],
 ) -> None:
     training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
-    kind = "answers" if config.loss.type == "kto" else "pairs"
-    _log.info("%d %s to train on, %d held out", len(training), kind, len(held_out))
+    tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
     work = None
     if config.loss.reference != "none":
         work = ReferenceWork(config, mesh, preferences, training, held_out)

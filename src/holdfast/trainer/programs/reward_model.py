@@ -19,13 +19,13 @@ from holdfast.config import RewardTrainingConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.process.events import report
 from holdfast.trainer.data.packing import Sample, to_device
-from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
 from holdfast.trainer.preference.losses import reward_loss
-from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, split_preferences
 from holdfast.trainer.preference.training import PairObjective, train_on_preferences
 from holdfast.trainer.session import Build, start_program, start_session
+from holdfast.trainer.survey import load_preferences, survey_of, tell_data
 
 _log = logging.getLogger("trainer")
 
@@ -34,10 +34,10 @@ def run(config: RewardTrainingConfig) -> None:
     """Train until `max_steps`, then publish the weights."""
     with start_program(config) as (mesh, tokenizer):
         report("reading data")
-        pairs = load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
-        pairs = [end_at_stop_token(pair, tokenizer) for pair in pairs]
+        loaded = load_preferences(config, tokenizer, mesh=mesh)
+        pairs = [end_at_stop_token(pair, tokenizer) for pair in loaded if isinstance(pair, Pair)]
         training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
-        _log.info("%d pairs to train on, %d held out", len(training), len(held_out))
+        tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
         build = _with_padding(tokenizer, pairs)
         with start_session(
             config,

@@ -7,7 +7,6 @@ the completion tokens of the whole step, over all ranks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +22,7 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.session import Session, Stopwatch, start_program, start_session, step_metrics
 from holdfast.trainer.supervised import plan_samples, supervised_step
-
-_log = logging.getLogger("trainer")
+from holdfast.trainer.survey import survey_of, tell_data
 
 
 def run(config: SftConfig) -> None:
@@ -33,7 +31,7 @@ def run(config: SftConfig) -> None:
         report("reading data")
         samples, held_out = load_samples(config.data, tokenizer, seed=config.seed, mesh=mesh)
         order = SampleOrder(len(samples), seed=config.seed, shuffle=config.data.shuffle)
-        _log.info("%d samples to train on, %d held out", len(samples), len(held_out))
+        tell_data(config, survey_of(samples, len(held_out), tokenizer), is_main=mesh.is_main)
         with start_session(
             config,
             mesh,

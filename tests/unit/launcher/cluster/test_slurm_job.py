@@ -28,7 +28,7 @@ def parsed_training(program: str, output_dir: Path, *flags: str) -> SupervisedCo
     config = program_config(program)
     assert issubclass(config, SupervisedCommand)
     data = "examples/reverse_text/" + ("sft.jsonl" if program == "sft" else "preferences.jsonl")
-    argv = ["--data.name", data, "--output-dir", str(output_dir), *flags]
+    argv = ["--model.name", "examples/reverse_text/model", "--data.name", data, "--output-dir", str(output_dir), *flags]
     return parse_command_line(config, argv)
 
 

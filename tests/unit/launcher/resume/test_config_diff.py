@@ -14,7 +14,7 @@ from holdfast.config.base import CkptConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig, TeacherConfig
 from holdfast.config.resolved import FREE, fingerprint, makes_same_batches
-from holdfast.config.training import learning_rate
+from holdfast.config.training import SftDataConfig, learning_rate
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.config_diff import (
     compare_settings,
@@ -24,6 +24,7 @@ from holdfast.launcher.resume.config_diff import (
     settings_of,
 )
 from holdfast.run.settings import read_settings
+from tests.builders.toy import ENVIRONMENTS
 
 
 def test_where_and_from_which_step_an_attempt_starts_is_no_drift() -> None:
@@ -52,9 +53,9 @@ def test_settings_of_one_environment_are_named_with_its_place() -> None:
 
 def test_every_free_setting_is_one() -> None:
     """A name that no process has would be dead; `engine.threads` is one of the inference server."""
-    config = RlConfig()
+    config = RlConfig.model_validate({"orchestrator": {"environments": ENVIRONMENTS}})
     config.orchestrator.teacher = TeacherConfig(urls=["http://here:1"], model="m")
-    config.trainer.pretraining = PretrainingConfig()
+    config.trainer.pretraining = PretrainingConfig(data=SftDataConfig(name="rows.jsonl"))
     processes = [config.trainer, config.orchestrator, config.inference, SftConfig(ckpt=CkptConfig())]
     for key in FREE:
         first, *further = key.replace("[]", "").split(".")
@@ -81,7 +82,8 @@ def test_settings_are_read_from_the_checkpoint_or_refused(tmp_path: Path) -> Non
 
 
 def sft(max_steps: int, schedule: str = "linear", **optim: Any) -> SftConfig:
-    return SftConfig.model_validate({"max_steps": max_steps, "optim": {"lr": 0.5, "schedule": schedule, **optim}})
+    settings = {"lr": 0.5, "schedule": schedule, "warmup_steps": 0, **optim}
+    return SftConfig.model_validate({"max_steps": max_steps, "optim": settings})
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -140,19 +142,27 @@ def test_the_fingerprint_follows_the_ends_of_all_schedules() -> None:
 
 
 def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
-    base = OrchestratorConfig()
+    own = {"environments": ENVIRONMENTS}
+    base = OrchestratorConfig.model_validate(own)
     for same in ({"max_steps": 7}, {"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}):
-        assert makes_same_batches(base, OrchestratorConfig.model_validate(same))
+        assert makes_same_batches(base, OrchestratorConfig.model_validate(own | same))
     # What only says how long is waited, and for whom, makes no other batch.
     timeouts = ({"timeout_s": 9.0}, {"ready_timeout_s": 9.0}, {"urls": ["http://there:2"]}, {"max_concurrency": 7})
     teacher: dict[str, Any] = {"urls": ["http://here:1"], "model": "m"}
-    taught = OrchestratorConfig.model_validate({"teacher": teacher})
+    taught = OrchestratorConfig.model_validate(own | {"teacher": teacher})
     for changed in timeouts:
-        assert makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | changed}))
-    assert makes_same_batches(base, OrchestratorConfig.model_validate({"environments": [{"timeout_s": 60.0}]}))
-    for other in ({"teacher": teacher}, {"environments": [{"timeout_s": 60.0, "args": {"max_length": 9}}]}):
-        assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
-    assert not makes_same_batches(taught, OrchestratorConfig.model_validate({"teacher": teacher | {"model": "n"}}))
+        assert makes_same_batches(taught, OrchestratorConfig.model_validate(own | {"teacher": teacher | changed}))
+    assert makes_same_batches(
+        base, OrchestratorConfig.model_validate({"environments": [{"id": "reverse_text", "timeout_s": 60.0}]})
+    )
+    for other in (
+        {"teacher": teacher},
+        {"environments": [{"id": "reverse_text", "timeout_s": 60.0, "args": {"max_length": 9}}]},
+    ):
+        assert not makes_same_batches(base, OrchestratorConfig.model_validate(own | other))
+    assert not makes_same_batches(
+        taught, OrchestratorConfig.model_validate(own | {"teacher": teacher | {"model": "n"}})
+    )
     for other in (
         {"seed": 7},
         {"group_size": 2},
@@ -160,7 +170,7 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
         {"sampling": {"top_p": 0.9}},
         {"async_level": 0},
     ):
-        assert not makes_same_batches(base, OrchestratorConfig.model_validate(other))
+        assert not makes_same_batches(base, OrchestratorConfig.model_validate(own | other))
 
 
 def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -13,14 +13,11 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.evaluation.results import claim_directory
-from holdfast.run import content
-from holdfast.run.content import content_digest, files_named_in
-from holdfast.run.manifest import library_versions, read_manifest, write_manifest
+from holdfast.run import manifest as content
+from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest, write_manifest
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.unit.launcher.resume import test_resume
 from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint, rl, start_rl
-
 
 
 @pytest.fixture

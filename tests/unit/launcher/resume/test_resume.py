@@ -20,11 +20,12 @@ import pytest
 from holdfast import cli
 from holdfast.config import RlConfig, SftConfig
 from holdfast.config.algorithm import KlConfig
-from holdfast.config.base import CkptConfig
+from holdfast.config.base import CkptConfig, ModelConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import choose_for_training
 from holdfast.config.rl import hand_down_shared
+from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
@@ -34,6 +35,7 @@ from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
 from tests.builders.launches import start_rl
+from tests.builders.toy import MODEL, TOY
 
 Sft = Callable[..., tuple[int, str, str]]
 STATE = {"orchestrator/orchestrator.json": "{}"}
@@ -45,7 +47,7 @@ def sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_
 
     def command(*argv: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        flags = ["--output-dir", tmp_path / "new", "--dry-run", *argv]
+        flags = [*TOY["sft"], "--output-dir", tmp_path / "new", "--dry-run", *argv]
         monkeypatch.setattr(sys, "argv", ["sft", *map(str, flags)])
         with pytest.raises(SystemExit) as caught:
             cli.sft()
@@ -57,7 +59,8 @@ def sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_
 
 
 def config_of(run: RunDir, **ckpt: Any) -> SftConfig:
-    return SftConfig(output_dir=run.path, max_steps=100, ckpt=CkptConfig(**ckpt))
+    model = TrainedModelConfig(name=MODEL)
+    return SftConfig(output_dir=run.path, max_steps=100, model=model, ckpt=CkptConfig(**ckpt))
 
 
 def start(config: SftConfig, *, clean: bool = False, dry_run: bool = False) -> Attempt:
@@ -389,7 +392,8 @@ def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: Ru
 
 def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, new: RunDir) -> None:
     before = SftConfig(max_steps=20, output_dir=other.path, ckpt=CkptConfig(interval=5))
-    before.optim.schedule, before.optim.lr = "linear", 0.5
+    before.model.name, before.data.name = TOY["sft"][1], TOY["sft"][3]
+    before.optim.schedule, before.optim.lr, before.optim.warmup_steps = "linear", 0.5, 0
     choose_for_training(before, "cpu", num_devices=0)
     step = add_checkpoint(other, 11, files={"trainer/config.toml": to_toml(before)})
     flags = ["--optim.schedule", "linear", "--optim.lr", 0.5, "--max-steps", 40, "--data.batch-size", 32]
@@ -444,7 +448,8 @@ def test_another_architecture_is_refused_before_anything_moves(
 
 
 def rl(run: RunDir, *, async_level: int = 1, **ckpt: Any) -> RlConfig:
-    config = RlConfig(output_dir=run.path, async_level=async_level, max_steps=100, ckpt=CkptConfig(**ckpt))
+    ckpt_config, model = CkptConfig(**ckpt), ModelConfig(name=MODEL)
+    config = RlConfig(output_dir=run.path, async_level=async_level, max_steps=100, model=model, ckpt=ckpt_config)
     return hand_down_shared(config)
 
 

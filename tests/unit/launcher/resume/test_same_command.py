@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def _sft(run: RunDir, **changes: Any) -> SftConfig:
-    return SftConfig(**{"output_dir": run.path, "max_steps": 100, **changes})
+    return SftConfig(**{"output_dir": run.path, "max_steps": 100, "optim": {"schedule": "constant"}, **changes})
 
 
 def _start(config: SftConfig) -> Attempt:

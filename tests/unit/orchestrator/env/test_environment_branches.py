@@ -61,7 +61,7 @@ class Played:
         self.sampled = [[*self.tokenizer.encode_after(turn), *end] for turn in turns]
         for turn in cuts:
             self.sampled[turn] = self.sampled[turn][: -len(end)]
-        config = EnvironmentConfig(**settings)
+        config = EnvironmentConfig(id="reverse_text", **settings)
         self.tool_use = tool_use_of(environment, config, self.tokenizer)
         task = environment.make_task(TaskSeed(0, "asks", 0))
         assert isinstance(task, Task)

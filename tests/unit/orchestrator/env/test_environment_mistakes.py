@@ -97,6 +97,8 @@ class Tasks(Plain):
             "calls": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}],
             "unwritten": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather"}}]}],
         }  # fmt: skip
+        if self.what == "answer":
+            return Task(prompt="x", answer=3)  # type: ignore[arg-type]
         return {"prompt": "x"} if self.what == "dict" else Task(prompt=prompts[self.what])
 
 
@@ -369,6 +371,7 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
             "unwritten",
             "the prompt of its task: message 1 has `tool_calls`, which the chat template .* not write",
         ),
+        (Tasks, "answer", r"the answer of its task must be text, got 3 \(int\)"),
         (Tasks, "number", r"expected text or a list of messages, got 7 \(int\)"),
         (Tasks, "strings", r"message 1 is 'hello': expected Message\(role, content\) or a dict"),
         (Tasks, "dict", r"make_task\(\) must return a Task, got \{'prompt': 'x'\}"),

@@ -122,7 +122,7 @@ def play(
     tokenizer = tokenizer_of(template)
     end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
 
-    config = EnvironmentConfig(**settings)
+    config = EnvironmentConfig(id="reverse_text", **settings)
     tool_use = tool_use_of(environment, config, tokenizer)
     assert tool_use is tool_use_of(environment, config, tokenizer), "made once"
     task = environment.make_task(TaskSeed(0, "adds", 0))
@@ -269,7 +269,7 @@ def said(tokenizer: Tokenizer, chat: list[Any], message: dict[str, Any], schemas
 @pytest.mark.parametrize("template", [name for name in WITH_TOOLS if name != "qwen3_5_nothink"])
 def test_a_session_with_tools_is_one_sample_with_the_tokens_of_the_whole_chat(template: str) -> None:
     tokenizer = tokenizer_of(template)
-    tool_use = tool_use_of(Adds(), EnvironmentConfig(), tokenizer)
+    tool_use = tool_use_of(Adds(), EnvironmentConfig(id="adds"), tokenizer)
     assert tool_use is not None
     schemas = tool_use.schemas
     noted = json.dumps({"noted": ["x"], "by": "3", "first": 0})
@@ -389,7 +389,7 @@ def test_templates_that_cannot_show_tools_are_refused_before_anything_is_sampled
 
 
 def test_the_tokenizer_of_a_hub_is_not_fetched_to_check_tools() -> None:
-    check_tools({"adds": Adds()}, [EnvironmentConfig(name="adds")], tokenizer_name="nobody/nothing-of-this-name")
+    check_tools({"adds": Adds()}, [EnvironmentConfig(id="adds")], tokenizer_name="nobody/nothing-of-this-name")
 
 
 def test_a_prompt_of_text_has_no_place_for_tools() -> None:

@@ -299,7 +299,6 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": None}, "was given neither of model.name and run"),
         ({"run": "a"}, "was given both of model.name and run"),
         ({"step": 3}, "step = 3 is a step of a run"),
         ({"model": None, "run": "a", "step": -1}, "steps are counted from 0"),

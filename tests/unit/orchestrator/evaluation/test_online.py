@@ -114,5 +114,5 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
     teacher = {"urls": ["http://a"], "model": "b", "mode": "samples"}
     with pytest.raises(ValueError, match="leave eval out, and evaluate checkpoints with"):
         check(teacher=teacher)
-    with pytest.raises(ConfigError, match="eval.environments: environment 'reverse_text': seq_len = 1025 is more than"):
-        check(eval={"environments": [{"seq_len": 1025}]})
+    with pytest.raises(ConfigError, match="eval.environments: environment 'a': seq_len = 1025 is more than"):
+        check(eval={"environments": [{"id": "a", "seq_len": 1025}]})

@@ -125,7 +125,7 @@ def test_what_is_no_dataset_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> 
 def test_a_sample_that_is_too_long_is_an_error_that_names_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", TEXT_ROWS)
     message = refused(path, tokenizer, seq_len=7)
-    for part in ("a.jsonl, row 5", "8 tokens", "data.seq_len is 7", "data.too_long"):
+    for part in ("2 of 6 rows", "row 5: ", "row 6: ", "8 tokens", "data.seq_len is 7", "data.too_long"):
         assert part in message
     assert len(load(path, tokenizer, seq_len=9)) == 6
 
@@ -145,8 +145,10 @@ def test_too_long_samples_can_be_dropped_or_cut_and_are_counted(
 
 def test_when_nothing_is_left_it_is_an_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", TEXT_ROWS)
-    assert "no samples to train on" in refused(path, tokenizer, seq_len=2, too_long="drop")
-    assert "no samples to train on" in refused(path, tokenizer, seq_len=2, too_long="truncate")
+    said = refused(path, tokenizer, seq_len=2, too_long="drop")
+    assert "no samples to train on are left of 6: all have more than 2 tokens and were dropped" in said
+    said = refused(path, tokenizer, seq_len=2, too_long="truncate")
+    assert "no samples to train on are left of 6: all were cut before their answer" in said
 
 
 @pytest.mark.parametrize(

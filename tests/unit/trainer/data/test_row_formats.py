@@ -203,6 +203,43 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     for bad in (390, 200, 95):
         rows[bad] = {"messages": "text"}
         assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)
+    named = refused(path, tokenizer).splitlines()
+    assert named[0].endswith("a.jsonl, 3 of 400 rows cannot be used:")
+    assert [line.split(":")[0].strip() for line in named[1:4]] == ["row 96", "row 201", "row 391"]
+    caplog.clear()
+    kept = load(path, tokenizer, on_bad_row="drop")
+    expected = [sample for place, sample in enumerate(serial) if place not in (95, 200, 390)]
+    assert fingerprint_samples(kept) == fingerprint_samples(expected)
+    assert "left out: 3 of 400 rows cannot be used:" in caplog.text and "row 391: expected a list" in caplog.text
+
+
+def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_them(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    good = '{"prompt": "ab", "completion": "c"}'
+    path.write_text("\n".join(["{", good, "[1]", '{"prompt": "ab"}', *["{"] * 9, good]) + "\n")
+    said = refused(path, tokenizer)
+    assert "12 of 14 rows cannot be used" in said and "row 11 is not JSON" in said and "row 12" not in said
+    for part in ("row 1 is not JSON", "row 3 is list", "row 4: rows need", "and 2 more", "data.on_bad_row = 'drop'"):
+        assert part in said
+    assert len(load(path, tokenizer, on_bad_row="drop")) == 2
+    path.write_text("{\n")
+    assert "row 1 is not JSON" in refused(path, tokenizer, on_bad_row="drop"), "nothing else is there"
+
+
+def test_roles_that_no_template_knows_are_counted(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [USER, HELLO, {"role": "human", "content": "ab"}, {"role": "gpt", "content": "ba"}, USER, HELLO]
+    load(write(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": [USER, HELLO]}] * 3), tokenizer)
+    for role in ("human", "gpt"):
+        assert f"messages have the role `{role}`, which is none of assistant, developer, system" in caplog.text
+    assert caplog.text.count("(3 rows)") >= 2
+    caplog.clear()
+    turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
+    load(write(tmp_path / "b.jsonl", [{"conversations": turns}]), tokenizer)
+    assert "role" not in caplog.text
 
 
 @pytest.mark.parametrize(

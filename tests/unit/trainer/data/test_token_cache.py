@@ -375,7 +375,7 @@ def test_the_number_of_processes_is_chosen_and_changes_nothing(
 
 
 def test_a_row_that_cannot_be_used_is_named_and_nothing_is_left(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = Path(config.name).read_text().splitlines()
     lines[700] = '{"prompt": "ab"}'
@@ -383,6 +383,11 @@ def test_a_row_that_cannot_be_used_is_named_and_nothing_is_left(
     with pytest.raises(DataError, match=r"rows\.jsonl, row 701: "):
         load_samples(config, tokenizer, seed=0)
     assert entries(config) == []
+    for _ in range(2):  # also from the cache
+        caplog.clear()
+        samples, _ = load_samples(changed(config, on_bad_row="drop"), tokenizer, seed=0)
+        assert len(samples) == len(lines) - 1 and "row 701: rows need" in caplog.text
+    assert len(entries(config)) == 1
 
 
 def test_the_cache_lies_where_the_environment_says(

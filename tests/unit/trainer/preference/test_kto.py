@@ -22,9 +22,16 @@ from holdfast.errors import DataError
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.preference.kto import KtoObjective, LabelledAnswer, following_others, load_answers
+from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import kto_loss
-from holdfast.trainer.preference.pairs import fingerprint_preferences, load_pairs, split_preferences
+from holdfast.trainer.preference.pairs import (
+    LabelledAnswer,
+    fingerprint_preferences,
+    following_others,
+    load_answers,
+    load_pairs,
+    split_preferences,
+)
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from tests.builders.preference_steps import check_splits, taken_gradients
 from tests.models.plain_logprobs import answer_logprob

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.runs.rl import EVERYTHING
@@ -125,4 +127,5 @@ class Programs:
         shutil.copytree(self.half(name).path, output)
         if without is not None:
             forget(RunDir(output).checkpoint(HALF), without)
+            torch.manual_seed(0)  # the run of `half`, in this process, may have left its generators at this very step
         return end_state(train(CASES[name].program, output, self.settings(name), until=STEPS, resume=HALF))

@@ -59,6 +59,7 @@ def prepared(
         {
             "seed": 3, "parallel": {"threads": 1}, **settings, "output_dir": output, "max_steps": until,
             "ckpt": {"resume_step": resume} | settings.get("ckpt", {}),
+            "optim": {"schedule": "constant"} | settings.get("optim", {}),  # which another last step does not stretch
         }
     )  # fmt: skip
     if dist.get_rank() == 0:

@@ -1,0 +1,124 @@
+"""How many steps epochs are, what a run keeps of the one before, and what is said before a start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config import DpoConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
+from holdfast.config.load import to_toml
+from holdfast.config.training import SupervisedCommand
+from holdfast.errors import ConfigError
+from holdfast.launcher import preflight
+from holdfast.launcher.preflight import settle_length, summary
+from holdfast.run.inputs import Survey, count_parameters, steps_of
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.survey import take_survey
+from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, PAIRS
+
+SURVEY = Survey("samples", 60, 4, 84_000, {"sample": "(3 tokens, [[trained]]): a[[b]]"}, ["2 rows left out"])
+
+
+def sft(path: Path, **settings: Any) -> SftConfig:
+    values = {"model": {"name": MODEL}, "data": {"name": DATA, "batch_size": 8}, "output_dir": path}
+    return SftConfig.model_validate(values | settings)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 8), (2, 15), (0.1, 1), (0.01, 1), (1.5, 12), (0.8, 6), (100, 750)])
+def test_steps_of_epochs_train_every_sample_as_often(epochs: float, steps: int, tmp_path: Path) -> None:
+    config = sft(tmp_path)
+    assert steps_of(config, SURVEY, epochs) == steps
+    assert steps * 8 >= epochs * 60 - 1e-6 > (steps - 1) * 8 or steps == 1
+
+
+def surveyed(monkeypatch: pytest.MonkeyPatch, samples: int = 60) -> None:
+    survey = Survey("samples", samples, 4, 84_000, SURVEY.first, SURVEY.notes)
+    monkeypatch.setattr(preflight, "_survey", lambda _: survey)
+
+
+def started(config: SupervisedCommand | TrainerConfig) -> None:
+    """Leave what an attempt leaves that has trained a step."""
+    run_dir = RunDir(config.output_dir)
+    run_dir.configs(1).mkdir(parents=True)
+    name = "trainer" if isinstance(config, TrainerConfig) else config.program
+    (run_dir.configs(1) / f"{name}.toml").write_text(to_toml(config))
+    run_dir.metrics.write_text('{"step": 1}\n')
+
+
+def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    surveyed(monkeypatch, 800)
+    first = sft(tmp_path, epochs=2)
+    assert settle_length(first, clean=False) is not None
+    assert (first.max_steps, first.optim.warmup_steps) == (200, 20)
+    started(first)
+    surveyed(monkeypatch, 900)  # rows came to it meanwhile
+    for again in (sft(tmp_path, epochs=2), sft(tmp_path)):
+        assert settle_length(again, clean=False) is None
+        assert (again.max_steps, again.epochs, again.optim) == (200, 2.0, first.optim)
+    more = sft(tmp_path, epochs=3)
+    settle_length(more, clean=False)
+    assert (more.max_steps, more.optim.warmup_steps) == (338, 20), "the schedule keeps its beginning"
+    afresh = sft(tmp_path, epochs=2)
+    settle_length(afresh, clean=True)
+    assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
+
+
+def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"lr": 3e-6}, "model": {"lora": {}}})
+    started(old)
+    new = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"lora": {}}})
+    assert settle_length(new, clean=False) is None and new.optim.lr == 3e-6
+    assert capsys.readouterr().out == "optim.lr = 3e-06, as the run has it; a new one would have 1e-05\n"
+
+
+def test_what_lies_behind_the_last_step_is_refused_when_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surveyed(monkeypatch)
+    for settings, said in (({"optim": {"warmup_steps": 8}}, "must be below max_steps"), ({"profile": "3:9"}, "step 8")):
+        with pytest.raises(ConfigError, match=said):
+            settle_length(sft(tmp_path, **settings), clean=False)
+
+
+def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
+    config = sft(tmp_path, max_steps=30, ckpt={"interval": 5, "keep": 2})
+    lines = summary(config, SURVEY).splitlines()
+    assert lines[0] == f"model: {MODEL}, 607k parameters, float32"
+    assert "60 samples and 4 held out, 84k tokens, 7.5 steps an epoch; this run: 4 epochs" in lines[1]
+    assert lines[2:4] == ["  2 rows left out", "  first sample (3 tokens, [[trained]]): a[[b]]"]
+    assert "30 of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
+    assert lines[5] == "checkpoints: every 5 steps, the newest 2 are kept"
+    assert lines[6].startswith("memory: about 9.72 MB a rank")
+    adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
+    assert "LoRA of rank 16" in adapters and "about 2.43 MB a rank for weights;" in adapters
+    rl = RlConfig.model_validate({"model": {"name": MODEL}, "orchestrator": {"environments": ENVIRONMENTS}})
+    rl.trainer.model.name = MODEL
+    said = summary(rl.trainer, None, rl.orchestrator)
+    assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
+    assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "samples"),
+    [(DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4)],
+)
+def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
+    config: type[SupervisedCommand], kind: str, samples: int, tmp_path: Path
+) -> None:
+    lines = Path(DATA if kind == "samples" else PAIRS).read_text().splitlines()[:5]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*lines[:3], "{", *lines[3:]]) + "\n")
+    settings = {
+        "model": {"name": MODEL},
+        "data": {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"},
+        "loss": {"type": "kto"} if kind == "answers" else {},
+    }
+    if config is SftConfig:
+        settings.pop("loss")
+    survey = take_survey(config.model_validate(settings))
+    assert (survey.kind, survey.samples) == (kind, samples) and survey.held_out == samples // 4
+    assert survey.tokens > 10 and all("<|assistant|>[[" in text for text in survey.first.values())
+    assert any("row 4 is not JSON" in note for note in survey.notes), json.dumps(survey.notes)
