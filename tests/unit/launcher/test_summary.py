@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.config import DpoConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
+from holdfast.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.config.load import to_toml
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
@@ -16,8 +15,7 @@ from holdfast.launcher import preflight
 from holdfast.launcher.preflight import settle_length, summary
 from holdfast.run.inputs import Survey, count_parameters, steps_of
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.survey import take_survey
-from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, PAIRS
+from tests.builders.toy import DATA, ENVIRONMENTS, MODEL
 
 SURVEY = Survey("samples", 60, 4, 84_000, {"sample": "(3 tokens, [[trained]]): a[[b]]"}, ["2 rows left out"])
 
@@ -99,26 +97,3 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
     assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 6
-
-
-@pytest.mark.parametrize(
-    ("config", "kind", "samples"),
-    [(DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4)],
-)
-def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
-    config: type[SupervisedCommand], kind: str, samples: int, tmp_path: Path
-) -> None:
-    lines = Path(DATA if kind == "samples" else PAIRS).read_text().splitlines()[:5]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([*lines[:3], "{", *lines[3:]]) + "\n")
-    settings = {
-        "model": {"name": MODEL},
-        "data": {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"},
-        "loss": {"type": "kto"} if kind == "answers" else {},
-    }
-    if config is SftConfig:
-        settings.pop("loss")
-    survey = take_survey(config.model_validate(settings))
-    assert (survey.kind, survey.samples) == (kind, samples) and survey.held_out == samples // 4
-    assert survey.tokens > 10 and all("<|assistant|>[[" in text for text in survey.first.values())
-    assert any("row 4 is not JSON" in note for note in survey.notes), json.dumps(survey.notes)

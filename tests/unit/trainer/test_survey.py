@@ -1,0 +1,36 @@
+"""What the trainer will train on, counted before a start, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import DpoConfig, RewardTrainingConfig, SftConfig
+from holdfast.config.training import SupervisedCommand
+from holdfast.trainer.survey import take_survey
+from tests.builders.toy import DATA, MODEL, PAIRS
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "samples"),
+    [(DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4)],
+)
+def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
+    config: type[SupervisedCommand], kind: str, samples: int, tmp_path: Path
+) -> None:
+    lines = Path(DATA if kind == "samples" else PAIRS).read_text().splitlines()[:5]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*lines[:3], "{", *lines[3:]]) + "\n")
+    settings = {
+        "model": {"name": MODEL},
+        "data": {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"},
+        "loss": {"type": "kto"} if kind == "answers" else {},
+    }
+    if config is SftConfig:
+        settings.pop("loss")
+    survey = take_survey(config.model_validate(settings))
+    assert (survey.kind, survey.samples) == (kind, samples) and survey.held_out == samples // 4
+    assert survey.tokens > 10 and all("<|assistant|>[[" in text for text in survey.first.values())
+    assert any("row 4 is not JSON" in note for note in survey.notes), json.dumps(survey.notes)
