@@ -43,7 +43,8 @@ model when it is built.
 - **Head.** *plain*: the output embedding, perhaps with a final soft cap. *own*: the model scales or caps its logits in
   a way of its own, and its own code computes them, a chunk of `model.logits_chunk_tokens` at a time as well.
 
-Every start of `sft`, `dpo`, `reward-model` and `rl`, a resumed one too, checks the real model with its real weights:
+A start of `sft`, `dpo`, `reward-model` and `rl` checks the real model with its real weights, a resumed one only if
+model, code, libraries, settings or device are others than those that passed (`checked_models.json` of the run):
 two short samples through the trainer's own forward pass against transformers' eager one of each alone, and the second
 sample must not change when the first one does. A model that fails is refused with exit code 2. In float32
 log-probabilities may be 1e-4 apart, in bfloat16 0.1 in the mean. A model for which `transformers` has eager and sdpa

@@ -91,6 +91,8 @@ def test_the_installed_command_ends_the_same_way(command: Callable[[str], str], 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.launch  # counts the data in a process that imports transformers
+@pytest.mark.everyday
 def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Run, in_root: Path, tmp_path: Path) -> None:
     code, out, _ = run("sft", "@", "configs/reverse_text/sft.toml", "--max-steps", "20", "--ckpt", "--dry-run",
                        "--output-dir", tmp_path / "run")  # fmt: skip
@@ -103,6 +105,7 @@ def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Run, in_ro
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [resolved]
 
 
+@pytest.mark.launch
 def test_a_dry_run_shows_every_node_and_what_is_offloaded(run: Run, tmp_path: Path) -> None:
     several = ("--parallel.nodes", "3", "--parallel.rdzv-endpoint", "first:29500", "--parallel.cpu-offload")
     code, out, _ = run("sft", "@", "configs/reverse_text/sft.toml", "--dry-run", "--output-dir", tmp_path, *several)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from holdfast.config import SftConfig
-from holdfast.config.training import OptimConfig, ParallelConfig
+from holdfast.config.training import ParallelConfig, SftOptimConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied
 from holdfast.launcher import node_checks, rendezvous
 from holdfast.launcher.node_checks import Part
@@ -110,7 +110,7 @@ def reason(group: NodeGroup, *others: NodeGroup) -> str:
 
 
 def test_the_first_leads_and_all_get_one_attempt(nodes: Nodes) -> None:
-    settings = {"optim": OptimConfig(max_grad_norm=math.inf)}  # which JSON cannot say
+    settings = {"optim": SftOptimConfig(max_grad_norm=math.inf)}  # which JSON cannot say
     leader, other = nodes.group(**settings), nodes.group(**settings)
     assert leader.leads and not other.leads
     mine, others = nodes.begin(leader, other)

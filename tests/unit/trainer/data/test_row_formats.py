@@ -189,7 +189,7 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
 ) -> None:
     monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
     monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing._REPORT_S", 0.0)
+    monkeypatch.setattr("holdfast.process.events._TELL_S", 0.0)
     caplog.set_level("INFO")
     rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
     path = write(tmp_path / "a.jsonl", rows)
@@ -199,7 +199,7 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 3)
     caplog.clear()
     assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
-    assert "(400 rows)" in caplog.text and "rows=400 of 400" in caplog.text
+    assert "(400 rows)" in caplog.text and "done=400 total=400 unit=rows" in caplog.text
     for bad in (390, 200, 95):
         rows[bad] = {"messages": "text"}
         assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)
