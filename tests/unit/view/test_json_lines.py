@@ -94,6 +94,7 @@ def test_every_end_has_an_object(error: BaseException, code: int, objects: Objec
     assert (end["type"], end["exit_code"]) == ("end", code) and end["error"]
 
 
+@pytest.mark.launch  # counts the data in a process that imports transformers
 def test_a_dry_run_of_a_command_says_it_so(
     run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, in_root: Path
 ) -> None:
