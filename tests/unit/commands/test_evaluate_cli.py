@@ -46,6 +46,11 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
     code, out, _ = run_command("evaluate", "--run", run_dir.path, "--step", "latest", *flags)
     assert code == 0 and f"would evaluate step 4 of {run_dir.path}" in out
     assert not (tmp_path / "evaluation" / "run.json").exists()
+    run_with_weights(run_dir.path, 0)
+    unfinished = EvaluateConfig.model_validate({"run": run_dir.path, "step": 0, "output_dir": tmp_path / "evaluation"})
+    prepare_directory(unfinished, RunDir(tmp_path / "evaluation"))
+    code, out, _ = run_command("evaluate", "--run", run_dir.path, *flags)
+    assert code == 0 and f"would evaluate step 0 of {run_dir.path}" in out
 
 
 @pytest.mark.parametrize(
