@@ -8,6 +8,7 @@ until it has written the end down, so whoever reads their end finds it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from holdfast.process.child import die_with_parent, killed_by
@@ -47,6 +48,8 @@ def _run(parent: int, descriptor: str, command: list[str]) -> None:
             sys.stderr.write(f"error: '{command[0]}' cannot be run: {error.strerror}\n")
         finally:
             os._exit(127)
+    # It is sent to the group: the program, which dies with this process, shall have the time to clear up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     os.write(memory, str(code).encode())
     os._exit(code if code >= 0 else 128 - code)
