@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from holdfast.process.noted_end import Ending
 
 
@@ -23,4 +25,22 @@ def test_a_program_that_is_asked_to_end_has_the_time_to_clear_up() -> None:
         os.killpg(between.pid, signal.SIGTERM)
         assert between.stdout.read() == "cleared up\n"
     assert between.returncode == 0 and not ending.is_from_outside()
+    ending.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "is_killed"),
+    [
+        ("kill -KILL $$", True),
+        ("sh -c 'kill -KILL $$'; exit $?", True),
+        ("kill -SEGV $$", False),
+        ("exit 0", False),
+        ("exit 1", False),
+        ("exit 127", False),
+    ],
+)
+def test_a_program_that_was_killed_is_told_from_one_that_ended(script: str, is_killed: bool) -> None:
+    ending = Ending()
+    subprocess.run(ending.command("sh", "-c", script), check=False)
+    assert ending.is_from_outside() == is_killed
     ending.close()
