@@ -89,7 +89,8 @@ def launch(config: EvaluateConfig) -> int:
     directory = RunDir(config.output_dir)
     step = None
     if config.run is not None:
-        step = unfinished_step(config, directory) or step_of_run(config.run, config.step)
+        step = unfinished_step(config, directory)
+        step = step_of_run(config.run, config.step) if step is None else step
         config.step = step  # noted in the settings: `latest` is another step by the time that this is given again
     check_servable(config)
     if config.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME
-from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary
+from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
@@ -92,7 +93,9 @@ def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
     if config.step != "latest" or config.clean or config.run is None or not path.exists():
         return None
     if (directory.path / SUMMARY_NAME).exists():
-        return None
+        with contextlib.suppress(DataError):  # damaged: it is played again, and of the same step
+            read_evaluation(directory.path)
+            return None
     before = read_settings(path)
     step = before.get("step")
     if not isinstance(step, int) or Path(str(before.get("run"))).resolve() != config.run.resolve():

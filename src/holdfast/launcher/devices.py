@@ -307,6 +307,8 @@ def settings_of_run(config: TrainingCommand) -> dict[str, Any]:
     run_dir, ckpt = RunDir(config.output_dir), config.ckpt
     name = "trainer" if config.program == "rl" else config.program
     candidates = [run_dir.configs(number) / f"{name}.toml" for number in range(run_dir.next_attempt() - 1, 0, -1)]
+    if run_dir.is_being_removed():  # nothing of that run is gone on with
+        candidates = []
     if ckpt is not None and ckpt.resume_dir is not None:
         candidates.append(ckpt.resume_dir / TRAINER_DIR / CONFIG_NAME)
     for path in candidates:

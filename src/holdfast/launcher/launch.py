@@ -19,7 +19,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, RunDirError
 from holdfast.launcher.cluster.slurm_job import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Machine,
@@ -288,6 +288,11 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     if not config.dry_run:
         # Inheritable: the lock belongs to the program that this process becomes.
         run_dir.lock_orchestrator(over_exec=True)
+        if run_dir.is_being_removed():
+            raise RunDirError(
+                f"{run_dir.path} holds the rest of a run whose removal by --clean was interrupted. Start the trainer "
+                "first: it removes the rest."
+            )
         clear_unpublished(run_dir)
     ckpt = config.ckpt or CkptConfig()
     if ckpt.resume_dir is not None:

@@ -8,6 +8,7 @@ until it has written the end down, so whoever reads their end finds it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from holdfast.process.child import die_with_parent, killed_by
@@ -25,9 +26,12 @@ class Ending:
         return module_command("holdfast.process.noted_end", str(os.getpid()), str(self._memory), program, *arguments)
 
     def is_from_outside(self) -> bool:
-        """Whether the program, which is over, was killed; True also if the process between was."""
+        """Whether the program, which is over, was killed; True also if the process between was.
+
+        Shells and other programs that run the server say 128 + the signal that it was killed by.
+        """
         noted = os.pread(self._memory, 16, 0)
-        return not noted or killed_by(int(noted)) is not None
+        return not noted or killed_by(int(noted)) is not None or killed_by(128 - int(noted)) is not None
 
     def close(self) -> None:
         """Free the memory."""
@@ -47,6 +51,8 @@ def _run(parent: int, descriptor: str, command: list[str]) -> None:
             sys.stderr.write(f"error: '{command[0]}' cannot be run: {error.strerror}\n")
         finally:
             os._exit(127)
+    # It is sent to the group: the program, which dies with this process, shall have the time to clear up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     os.write(memory, str(code).encode())
     os._exit(code if code >= 0 else 128 - code)

@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import SupervisedCommand, TrainedModelConfig
-from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError
+from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, is_storage_failure
 from holdfast.process.events import report
 from holdfast.run import manifest
 from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, to_safetensors, verify_checkpoint
@@ -83,6 +83,8 @@ def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
     except EntryNotFoundError:  # it has the model, which may do without
         return
     except (HFValidationError, OSError) as error:
+        if is_storage_failure(error):  # of this machine's cache
+            raise
         reason = str(error).strip().splitlines()[0].rstrip(" .:")
         raise DataError(
             f"{key} = '{name}' is not a directory (from {Path.cwd()}), and the hub has no such model: {reason}."

@@ -30,6 +30,7 @@ discarded/attempt_K/     what a resume from an older step superseded, and damage
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -415,11 +416,16 @@ class RunDir:
         atomic.write_file(self._removal, b"")
         for name in _OF_RUN:
             path = self.path / name
-            if path.is_symlink() and path.is_dir():  # to another disk: the link was made by somebody, not by the run
-                for child in list(path.iterdir()):
-                    _remove(child)
-            else:
-                _remove(path)
+            try:
+                is_disk = path.is_symlink() and path.is_dir()  # the link was made by somebody, not by the run
+                if not is_disk:
+                    _remove(path)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                is_disk = True  # it is a mount, which cannot be renamed
+            for child in list(path.iterdir()) if is_disk else ():
+                _remove(child)
         atomic.clear_leftovers(self.path)  # of a removal that was interrupted before
         atomic.fsync_directory(self.path)
         self._removal.unlink()

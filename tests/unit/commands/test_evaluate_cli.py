@@ -16,6 +16,7 @@ from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, DataError
+from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
 from holdfast.run import atomic
 from holdfast.run.manifest import file_digest
 from holdfast.run.run_dir import RunDir
@@ -46,6 +47,11 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
     code, out, _ = run_command("evaluate", "--run", run_dir.path, "--step", "latest", *flags)
     assert code == 0 and f"would evaluate step 4 of {run_dir.path}" in out
     assert not (tmp_path / "evaluation" / "run.json").exists()
+    run_with_weights(run_dir.path, 0)
+    unfinished = EvaluateConfig.model_validate({"run": run_dir.path, "step": 0, "output_dir": tmp_path / "evaluation"})
+    prepare_directory(unfinished, RunDir(tmp_path / "evaluation"))
+    code, out, _ = run_command("evaluate", "--run", run_dir.path, *flags)
+    assert code == 0 and f"would evaluate step 0 of {run_dir.path}" in out
 
 
 @pytest.mark.parametrize(
@@ -153,8 +159,13 @@ def test_the_latest_step_is_that_of_the_evaluation_that_was_not_finished(tmp_pat
     shutil.rmtree(run_dir.weights_of(3))
     assert evaluated_policy.unfinished_step(asked, directory) is None
     publish_weights(run_dir, 3, b"weights")
+    claim_directory(directory.path, {"samples_per_task": 1, "environments": {"a": {"num_tasks": 1}}})
+    rollouts = directory.path / "rollouts.jsonl"
+    rollouts.write_bytes(line_of(EvaluatedRollout(environment="a", task=0)))
     (directory.path / "summary.json").write_text("{}")
     assert evaluated_policy.unfinished_step(asked, directory) is None
+    rollouts.write_bytes(b"x" + rollouts.read_bytes())
+    assert evaluated_policy.unfinished_step(asked, directory) == 3, "its damaged task is played again"
 
 
 def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:

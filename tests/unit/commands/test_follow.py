@@ -24,6 +24,8 @@ from holdfast.launcher.launch import check_evaluations, evaluation_gpus, with_ev
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.supervise import Supervisor
+from holdfast.orchestrator.evaluation.main import load_tasks
+from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, claim_directory
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import as_json_lines
 from holdfast.view.monitor import ObservedRun
@@ -138,6 +140,27 @@ def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> No
     assert directory.path.exists()
     evaluate_follow._clear_other_tasks(config.model_copy(update={"num_tasks": 5}), directory)
     assert not directory.path.exists()
+
+
+def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
+    directory, data = RunDir(tmp_path / "step_5"), tmp_path / "tasks.jsonl"
+    environments = [{"id": "jsonl", "args": {"path": str(data)}}]
+    config = EvaluateConfig.model_validate(
+        {"run": tmp_path, "output_dir": directory.path, "environments": environments}
+    )
+    data.write_text('{"prompt": "a", "answer": "b"}\n')
+    for change in (
+        lambda: data.write_text("other"),
+        lambda: (directory.path / IDENTITY_NAME).write_text('{"format": 1}'),
+    ):
+        prepare_directory(config, directory)
+        claim_directory(directory.path, load_tasks(config, {}).identity())
+        evaluate_follow._clear_other_tasks(config, directory)
+        assert directory.path.exists()
+        change()
+        evaluate_follow._clear_other_tasks(config, directory)
+        assert not directory.path.exists()
+        data.write_text('{"prompt": "a", "answer": "b"}\n')
 
 
 def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import TrainerConfig
-from holdfast.config.load import to_toml
+from holdfast.config.load import parse_command_line, to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import RunDirError
+from holdfast.launcher.launch import launch_orchestrator
 from holdfast.launcher.resume.plan import prepare
 from holdfast.protocol.rollouts import Batch, Rollout, VersionSpan
 from holdfast.run import journal, lock
@@ -128,6 +129,18 @@ def test_a_trainer_that_goes_back_is_refused_beside_a_living_orchestrator(run_di
     assert run_dir.published_batches() == [1, 2, 3, 4, 5] and run_dir.committed_steps() == [1, 2]
     _start(older)
     assert run_dir.published_batches() == [1] and run_dir.committed_steps() == [1]
+
+
+def test_an_orchestrator_does_not_go_on_with_the_rest_of_a_run_that_is_being_removed(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunDir, "lock_orchestrator", lambda *_, **__: None)
+    (run_dir.path / "removal.mark").touch()
+    words = ["@", "configs/reverse_text/orch.toml", "--output-dir", str(run_dir.path)]
+    with pytest.raises(RunDirError, match="Start the trainer first"):
+        launch_orchestrator(parse_command_line(OrchestratorConfig, words))
+    _start(_config(run_dir, ckpt={"resume_step": "auto"}))
+    assert run_dir.published_batches() == [] and not run_dir.is_being_removed()
 
 
 def test_a_trainer_does_not_clear_the_run_of_a_living_orchestrator(run_dir: RunDir) -> None:

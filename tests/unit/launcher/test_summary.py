@@ -59,9 +59,12 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
     more = sft(tmp_path, epochs=3)
     settle_length(more, clean=False)
     assert (more.max_steps, more.optim.warmup_steps) == (338, 20), "the schedule keeps its beginning"
-    afresh = sft(tmp_path, epochs=2)
-    settle_length(afresh, clean=True)
-    assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
+    for is_killed in (False, True):
+        if is_killed:  # the next start removes the rest, and has none of its settings
+            (tmp_path / "removal.mark").touch()
+        afresh = sft(tmp_path, epochs=2)
+        settle_length(afresh, clean=not is_killed)
+        assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
 
 
 def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from holdfast.errors import DataError, ReadError
-from holdfast.run.inputs import check_data_path, check_model_path, check_tokenizer_path, check_weights_path
+from holdfast.run.inputs import ask_hub, check_data_path, check_model_path, check_tokenizer_path, check_weights_path
 from tests.runs.processes import in_a_child
 
 
@@ -138,3 +140,14 @@ def test_what_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
 
     assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0
     os.close(descriptor)
+
+
+def test_a_full_cache_of_the_hub_is_not_taken_for_a_model_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        ask_hub("someone/model", key="model.name")

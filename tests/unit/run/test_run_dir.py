@@ -17,6 +17,8 @@ from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
+from tests.conftest import ROOT
+from tests.faults.disks import Disk
 from tests.runs.processes import HANG_S
 
 
@@ -214,6 +216,21 @@ def test_pruning_removes_old_batches_and_cleaning_the_run_and_nothing_else(run_d
     (run_dir.path / "notes.txt").write_text("mine")
     run_dir.remove_run()
     assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
+
+
+def test_a_disk_that_is_mounted_in_the_run_is_emptied_and_stays(run_dir: RunDir) -> None:
+    script = f"mkdir {run_dir.checkpoints}; mount -t tmpfs t {run_dir.checkpoints}; mkdir {run_dir.checkpoints}/step_1"
+    with Disk(script) as disk:
+        if disk.problem:
+            pytest.skip(f"no filesystem can be mounted here: {disk.problem}")
+        run_dir.metrics.touch()
+        code = (
+            f"{disk.fault}from pathlib import Path\nfrom holdfast.run.run_dir import RunDir\n"
+            f"run_dir = RunDir(Path({str(run_dir.path)!r}))\nrun_dir.remove_run()\n"
+            "assert not run_dir.is_being_removed() and not run_dir.metrics.exists()\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        assert list(disk.view(run_dir.checkpoints).iterdir()) == []
 
 
 @pytest.mark.parametrize("wanted", ["latest", "auto", -1])

@@ -17,9 +17,10 @@ from holdfast.errors import ReadError
 from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest
 from holdfast.run.run_dir import INPUTS_NAME
 
+_TOKENIZER = "tokenizer, "
 _OF_TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model",
+    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
         ReadError: a file is there and cannot be read.
     """
     found = {name: number for name, number in library_versions().items() if number != "not installed"}
-    files = {f"tokenizer, {path.name}": path for path in _tokenizer_files(trainer)}
+    files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}
     if is_fresh:
         files |= {f"model.name, {path.name}": path for path in sorted(Path(trainer.model.name).glob("*.safetensors"))}
     for section in orchestrator.environments if orchestrator is not None else ():
@@ -48,8 +49,15 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
 
 
 def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a line `name: old -> new` for each input that both have, and that is another one now."""
-    return [f"{name}: {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    """Return a line `name: old -> new` for each input that both have, and that is another one now.
+
+    Of a tokenizer, a file that came or went, such as `chat_template.jinja`, changes what is computed as well.
+    """
+    knows = all(any(name.startswith(_TOKENIZER) for name in known) for known in (now, before))
+    names = [*now, *(name for name in before if name not in now)]
+    both = [name for name in names if (name in now and name in before) or (knows and name.startswith(_TOKENIZER))]
+    pairs = [(name, before.get(name, "not there"), now.get(name, "not there")) for name in both]
+    return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
 
 
 def inputs_of(configs: Path | None) -> dict[str, str]:
@@ -68,4 +76,5 @@ def libraries_of(checkpoint: Path | None) -> dict[str, str]:
 
 def _tokenizer_files(trainer: TrainingCommand) -> list[Path]:
     directory = Path(trainer.model.tokenizer_name)
-    return [path for name in _OF_TOKENIZERS if (path := directory / name).is_file()]
+    templates = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    return [*(path for name in _OF_TOKENIZERS if (path := directory / name).is_file()), *templates]

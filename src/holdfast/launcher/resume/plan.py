@@ -185,7 +185,11 @@ def _make_room(
         if again:
             # They will be published again, bit for bit: many deaths must not fill the disk with copies.
             run_dir.remove_weights_after(attempt.resume_step or 0)
-        elif attempt.number > 1 and run_dir.holds_run() and _takes_another_way(attempt, ckpt, trainer, orchestrator):
+        elif (
+            attempt.number > 1
+            and run_dir.holds_run()
+            and (not holds or _takes_another_way(attempt, ckpt, trainer, orchestrator))
+        ):
             run_dir.note_rewind(attempt.resume_step or 0, by_attempt=attempt.number)
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         if trainer.keep_attempts != "all":

@@ -96,7 +96,7 @@ class HeldOutTasks:
                     "max_branches": section.max_branches,
                     **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
                     "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
-                    "files": {key: content_digest(path) for key, path in files_named_in(section.args)},
+                    "files": files_of(section),
                 }
                 for section in self.settings
             },
@@ -263,6 +263,11 @@ class Policy:
 
     identity: dict[str, object]
     tokenizer: Tokenizer
+
+
+def files_of(section: EnvironmentConfig) -> dict[str, str]:
+    """Return digests of the files that the arguments of an environment name, by where they name them."""
+    return {key: content_digest(path) for key, path in files_named_in(section.args)}
 
 
 async def evaluate(

@@ -99,6 +99,41 @@ def test_another_tokenizer_and_other_first_weights_are_said(
     assert run.published_batches() == []
 
 
+def test_a_file_that_comes_to_the_tokenizer_or_leaves_it_is_said(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, run = tmp_path / "model", RunDir(tmp_path / "run")
+    shutil.copytree(ROOT / "examples" / "reverse_text" / "model", model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    config = config_of(run, data, resume_step="auto")
+    config.trainer.model.name = str(model)
+    start_rl(config)
+    for change in ((model / "generation_config.json").touch, (model / "chat_template.jinja").unlink):
+        add_batch(run, 1, version=0)
+        change()
+        capsys.readouterr()
+        start_rl(config)
+        assert "not there" in capsys.readouterr().out and run.published_batches() == []
+    add_batch(run, 1, version=0)
+    start_rl(config)
+    assert "not there" not in capsys.readouterr().out and run.published_batches() == [1]
+
+
+def test_trackers_are_told_that_other_inputs_make_other_steps(
+    killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on(killed, data, capsys)
+    assert killed.rewinds() == []
+    data.write_text('{"prompt": "a", "answer": "c"}\n')
+    go_on(killed, data, capsys)
+    assert killed.rewinds() == [2]
+
+
+def test_texts_that_are_no_paths_are_taken_for_none(data: Path) -> None:
+    args = {"long": "x" * 300, "longer": "é" * 4000, "null": "a\0b", "empty": "", "path": str(data)}
+    assert list(files_named_in(args)) == [("args.path", data)]
+
+
 def test_an_evaluation_with_other_data_is_another_evaluation(tmp_path: Path, data: Path) -> None:
     def identity() -> dict[str, object]:
         return {"files": {key: content_digest(path) for key, path in files_named_in({"path": str(data)})}}
