@@ -521,6 +521,10 @@ class Workers:
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
             except WorkerDied as death:
+                if death.kind == "killed" and death.is_mine:  # by itself, if that comes again and again
+                    failure = killed.count(f"{context_of(problem)}: {death.told}")
+                    if failure is not None:
+                        return fail(problem, failure)
                 is_guilty = death.kind != "killed" and (is_alone or death.is_mine)
                 self._count(death, is_guilty=is_guilty)
                 if is_guilty and death.kind == "hung":

@@ -25,7 +25,7 @@ from holdfast.orchestrator.evaluation.results import (
     read_identity,
     read_tasks,
 )
-from holdfast.run.run_dir import SUMMARY_NAME
+from holdfast.run.run_dir import SUMMARY_NAME, RunDir, number_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -267,6 +267,12 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
     samples = identity["samples_per_task"]
     found = read_tasks(path, samples_per_task=samples) if path.exists() else FoundTasks()
     if found.damaged:
+        run = directory.absolute().parent.parent
+        if directory.absolute().parent.name == "evaluations" and RunDir(run).holds_run():
+            raise DataError(
+                f"{found.damaged[0]}. `evaluate --run {run} --step {number_of(directory)} --output-dir DIRECTORY` "
+                "evaluates that step again, in a directory of its own"
+            )
         raise DataError(
             f"{found.damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
         )

@@ -163,6 +163,12 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
             path.write_bytes(b"".join([*lines[:5], damaged, *lines[6:]]))
             with pytest.raises(DataError, match=r"rollouts.jsonl, line 6, is damaged: .*plays that task again alone"):
                 read_evaluation(tmp_path)
+            of_run = tmp_path / "run" / "evaluations" / "step_4"
+            shutil.copytree(tmp_path, of_run, ignore=shutil.ignore_patterns("run"))
+            (tmp_path / "run" / "run.json").write_text("{}")
+            with pytest.raises(DataError, match=r"`evaluate --run \S+ --step 4 --output-dir DIRECTORY` evaluates"):
+                read_evaluation(of_run)
+            shutil.rmtree(tmp_path / "run")
             assert evaluated(config) == expected
             assert "line 6, is damaged: " in caplog.text and "its task is played again" in caplog.text
             assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
