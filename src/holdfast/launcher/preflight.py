@@ -183,8 +183,8 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
     Raises:
         ConfigError: the data cannot be used, or other settings lie behind the last step.
     """
-    goes_on = not clean and (RunDir(config.output_dir).has_work() or bool(config.ckpt and config.ckpt.resume_dir))
-    before = settings_of_run(config) if goes_on else {}
+    is_fork = config.ckpt is not None and config.ckpt.resume_dir is not None
+    before = settings_of_run(config, clean=clean) if is_fork or RunDir(config.output_dir).has_work() else {}
     survey = None
     if isinstance(config, SupervisedCommand):
         is_open = "max_steps" not in config.model_fields_set

@@ -13,6 +13,8 @@ from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import preflight
 from holdfast.launcher.preflight import settle_length, summary
+from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import Survey, count_parameters, steps_of
 from holdfast.run.run_dir import RunDir
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL
@@ -62,6 +64,25 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
     afresh = sft(tmp_path, epochs=2)
     settle_length(afresh, clean=True)
     assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
+
+
+def test_what_is_removed_keeps_nothing_and_a_fork_keeps_what_it_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surveyed(monkeypatch, 800)
+    other = sft(tmp_path / "other", max_steps=30, optim={"lr": 1e-3})
+    started(other)
+    (other.output_dir / "removal.mark").touch()  # --clean was killed
+    new = sft(other.output_dir)
+    assert settle_length(new, clean=False) is not None
+    assert (new.max_steps, new.optim.lr) == (100, 2e-5)
+    checkpoint = tmp_path / "step_20"
+    (checkpoint / TRAINER_DIR).mkdir(parents=True)
+    (checkpoint / TRAINER_DIR / CONFIG_NAME).write_text(to_toml(other))
+    for clean in (False, True):
+        fork = sft(tmp_path / "fork", ckpt={"resume_dir": checkpoint})
+        assert settle_length(fork, clean=clean) is None
+        assert (fork.max_steps, fork.optim) == (30, other.optim)
 
 
 def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
