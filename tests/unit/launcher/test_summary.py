@@ -118,3 +118,6 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
     assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 6
+    for name in ("model.safetensors", "consolidated.safetensors"):  # the same weights in another form
+        (tmp_path / name).symlink_to(Path(MODEL).absolute() / "model.safetensors")
+    assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
