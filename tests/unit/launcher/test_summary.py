@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.launcher import preflight
 from holdfast.launcher.preflight import settle_length, summary
 from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.process.events import append
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import Survey, count_parameters, steps_of
 from holdfast.run.run_dir import RunDir
@@ -121,3 +123,13 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     for name in ("model.safetensors", "consolidated.safetensors"):  # the same weights in another form
         (tmp_path / name).symlink_to(Path(MODEL).absolute() / "model.safetensors")
     assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
+
+
+def test_how_far_the_reading_of_data_is_is_said(tmp_path: Path) -> None:
+    events, said = tmp_path / "events.jsonl", SimpleQueue[str]()
+    for done in (500, 1000):
+        append(events, "", "tokenising", done=done, total=9000, unit="rows", left_s=61.0)
+    with preflight._telling(events, said.put, every_s=0.01):
+        assert said.get(timeout=30) == "  tokenising 1,000 of 9,000 rows, left 1:01"
+        append(events, "", "asking the hub for some/data")
+        assert said.get(timeout=30) == "  asking the hub for some/data"
