@@ -107,6 +107,7 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun
     flags = (*_FIVE_STEPS, "--inference.server.port", str(free_port()), "--ckpt.resume-step", "auto")
     with RlRun(tmp_path / "run", *flags, environment=at_start(held_after(4, until=NEVER))) as run:
         run.wait_for_step(3)
+        run.wait_for(run.run_dir.committed_steps, "the checkpoint of step 2, which is saved behind the training")
         started = run.processes()
         assert len(started) >= 4, started  # trainer, rank, orchestrator, inference
         run.interrupt(signal.SIGKILL)

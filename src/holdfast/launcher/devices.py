@@ -266,7 +266,7 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
         ConfigError: as many ranks as there are GPUs cannot be divided as the settings say.
     """
     device = placement.trainer_device
-    before = {} if clean else settings_of_run(config)
+    before = settings_of_run(config, clean=clean)
     dtype = before.get("model", {}).get("dtype") if config.model.dtype is None else None
     chosen = choose_for_training(config, device, num_devices=len(placement.trainer), dtype=dtype)
     try:
@@ -302,19 +302,38 @@ def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any
     return choose_for_engine(config, machine.engine_device)
 
 
-def settings_of_run(config: TrainingCommand) -> dict[str, Any]:
-    """Return the settings of the run that `config` goes on with, or forks; empty where none is to be seen here."""
+def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
+    """Return the settings of the run that `config` goes on with, or forks; empty where none is to be seen here.
+
+    Args:
+        clean: the run that the directory holds is removed; so is the rest of one whose removal was interrupted.
+    """
     run_dir, ckpt = RunDir(config.output_dir), config.ckpt
     name = "trainer" if config.program == "rl" else config.program
-    candidates = [run_dir.configs(number) / f"{name}.toml" for number in range(run_dir.next_attempt() - 1, 0, -1)]
-    if run_dir.is_being_removed():  # nothing of that run is gone on with
-        candidates = []
+    numbers = () if clean or run_dir.is_being_removed() else range(run_dir.next_attempt() - 1, 0, -1)
+    candidates = [run_dir.configs(number) / f"{name}.toml" for number in numbers]
     if ckpt is not None and ckpt.resume_dir is not None:
         candidates.append(ckpt.resume_dir / TRAINER_DIR / CONFIG_NAME)
     for path in candidates:
         if path.is_file():
             return read_settings(path)
     return {}
+
+
+def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:
+    """Return the optimizer's settings that the weights were trained with up to where `config` goes on.
+
+    Those of the checkpoint, if there is one here: an attempt that trained no step with others has changed nothing.
+
+    Args:
+        before, clean: what `settings_of_run` returned, and was given.
+    """
+    run_dir, wanted = RunDir(config.output_dir), config.ckpt.resume_step if config.ckpt else None
+    steps = [] if clean or run_dir.is_being_removed() else run_dir.steps_there()
+    step = wanted if isinstance(wanted, int) and wanted in steps else steps[-1] if steps else None
+    if step is not None and (path := run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).is_file():
+        return read_settings(path).get("optim", {})
+    return before.get("optim", {})
 
 
 def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[str] = ()) -> str:

@@ -12,7 +12,10 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,8 +29,9 @@ from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
-from holdfast.launcher.devices import Placement, names_of, settings_of_run
+from holdfast.launcher.devices import Placement, names_of, rates_of_run, settings_of_run
 from holdfast.process.child import LAUNCHER_ENV, available_cores
+from holdfast.process.events import EVENTS_ENV
 from holdfast.process.gpus import Gpu, require_vllm
 from holdfast.process.imports import module_command
 from holdfast.protocol.inference import read_admin_token
@@ -45,6 +49,8 @@ from holdfast.run.inputs import (
 )
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Grid, print_parts, size
+
+_TELL_S = 10.0
 
 
 def check_training(config: TrainingCommand) -> None:
@@ -143,15 +149,20 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
-def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
-    """Run `module` with the configuration on its standard input; raise what it says is wrong."""
+def check_in_child(module: str, config: BaseModel, *arguments: str, events: Path | None = None) -> None:
+    """Run `module` with the configuration on its standard input; raise what it says is wrong.
+
+    Args:
+        events: gets what it reports.
+    """
+    told = {EVENTS_ENV: str(events)} if events is not None else {}
     with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
         child = subprocess.run(
             module_command(module, *arguments),
             input=config.model_dump_json().encode(),
             stdout=subprocess.DEVNULL,
             stderr=output,
-            env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
+            env={**os.environ, LAUNCHER_ENV: str(os.getpid()), **told},
         )
         if child.returncode == 0:
             return
@@ -183,8 +194,8 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
     Raises:
         ConfigError: the data cannot be used, or other settings lie behind the last step.
     """
-    goes_on = not clean and (RunDir(config.output_dir).has_work() or bool(config.ckpt and config.ckpt.resume_dir))
-    before = settings_of_run(config) if goes_on else {}
+    is_fork = config.ckpt is not None and config.ckpt.resume_dir is not None
+    before = settings_of_run(config, clean=clean) if is_fork or RunDir(config.output_dir).has_work() else {}
     survey = None
     if isinstance(config, SupervisedCommand):
         is_open = "max_steps" not in config.model_fields_set
@@ -197,7 +208,9 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
                 config.max_steps = steps_of(config, survey, config.epochs)
     config.settle_rates({})
     fresh = config.optim
-    config.settle_rates({name: value for name, value in before.get("optim", {}).items() if name in RATES})
+    config.settle_rates(
+        {name: value for name, value in rates_of_run(config, before, clean=clean).items() if name in RATES}
+    )
     for name in RATES:
         kept, new = getattr(config.optim, name), getattr(fresh, name)
         if kept != new:
@@ -217,10 +230,34 @@ def _is_here(config: SupervisedCommand) -> bool:
 def _survey(config: SupervisedCommand) -> Survey:
     print(f"reading {config.data.name}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "survey.json"
+        path, events = Path(directory) / "survey.json", Path(directory) / "events.jsonl"
         asked = config.model_copy(update={"max_steps": 2**31, "profile": None})
-        check_in_child("holdfast.trainer.survey", asked, config.program, str(path))
+        with _telling(events, lambda text: print(text, flush=True)):
+            check_in_child("holdfast.trainer.survey", asked, config.program, str(path), events=events)
         return msgspec.json.decode(path.read_bytes(), type=Survey)
+
+
+@contextmanager
+def _telling(events: Path, say: Callable[[str], None], *, every_s: float = _TELL_S) -> Iterator[None]:
+    """Say now and then how far a child is by the last of its events: many rows take long."""
+    from holdfast.view.follow import Tail
+    from holdfast.view.state import Phase
+
+    ended, tail = threading.Event(), Tail(events, from_end=False)
+
+    def tell() -> None:
+        while not ended.wait(every_s):
+            for one in deque(tail, maxlen=1):
+                phase = Phase("", one.pop("phase"), one.pop("time"), {k: v for k, v in one.items() if k != "process"})
+                say(f"  {phase.name} {phase.said}".rstrip())
+
+    thread = threading.Thread(target=tell, name="survey", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def summary(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None = None) -> str:

@@ -420,18 +420,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def count_parameters(name: str) -> int | None:
     """Return the parameters of a model in a local directory, by the headers of its files; None where none are there."""
     total = 0
-    for path in sorted(Path(name).glob("*.safetensors")):
-        try:
+    try:
+        for path in _read_by_the_trainer(Path(name)):  # others beside them may hold the same weights once more
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            for key, entry in header.items():
-                if key != "__metadata__":
-                    count = 1
-                    for length in entry["shape"]:
-                        count *= length
-                    total += count
-        except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it was checked, or comes out
-            return None
+            total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):  # it was checked, or comes out
+        return None
     return total or None
 
 

@@ -250,7 +250,7 @@ class RunDir:
         return identity
 
     def created_unix_s(self) -> int | None:
-        """When the run was first started; None if `run.json` is not there or does not say."""
+        """When the run or the one that it forks was first started; None if `run.json` is not there or does not say."""
         try:
             return self.identity().get("created_unix_s")
         except FileNotFoundError:
@@ -386,11 +386,12 @@ class RunDir:
                     "--output-dir."
                 ) from error
 
-    def create(self, *, forked_from: dict[str, str | int] | None = None) -> None:
+    def create(self, *, forked_from: dict[str, str | int] | None = None, created_unix_s: int | None = None) -> None:
         """Mark the directory as holding a run; one that does already keeps its id.
 
         Args:
             forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
+            created_unix_s: when that run was first started: its prompts may have that date.
         """
         path = self.path / "run.json"
         identity = self.identity() if path.exists() else {}
@@ -399,6 +400,8 @@ class RunDir:
         identity.pop("forked_from", None)  # of a fork that was killed before it was copied
         if forked_from is not None:
             identity["forked_from"] = forked_from
+        if created_unix_s is not None:
+            identity["created_unix_s"] = created_unix_s
         atomic.write_file(path, json.dumps(identity, indent=1).encode())
 
     def is_being_removed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import preflight
 from holdfast.launcher.preflight import settle_length, summary
+from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.process.events import append
+from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import Survey, count_parameters, steps_of
 from holdfast.run.run_dir import RunDir
+from tests.builders.checkpoint_files import commit
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL
 
 SURVEY = Survey("samples", 60, 4, 84_000, {"sample": "(3 tokens, [[trained]]): a[[b]]"}, ["2 rows left out"])
@@ -67,6 +72,39 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
         assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
 
 
+def test_what_is_removed_keeps_nothing_and_a_fork_keeps_what_it_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surveyed(monkeypatch, 800)
+    other = sft(tmp_path / "other", max_steps=30, optim={"lr": 1e-3})
+    started(other)
+    (other.output_dir / "removal.mark").touch()  # --clean was killed
+    new = sft(other.output_dir)
+    assert settle_length(new, clean=False) is not None
+    assert (new.max_steps, new.optim.lr) == (100, 2e-5)
+    checkpoint = tmp_path / "step_20"
+    (checkpoint / TRAINER_DIR).mkdir(parents=True)
+    (checkpoint / TRAINER_DIR / CONFIG_NAME).write_text(to_toml(other))
+    for clean in (False, True):
+        fork = sft(tmp_path / "fork", ckpt={"resume_dir": checkpoint})
+        assert settle_length(fork, clean=clean) is None
+        assert (fork.max_steps, fork.optim) == (30, other.optim)
+
+
+def test_rates_are_those_of_the_checkpoint_and_not_of_an_attempt_that_trained_no_step(tmp_path: Path) -> None:
+    first, second = (sft(tmp_path, max_steps=30, optim={"lr": lr}) for lr in (1e-3, 1e-1))
+    started(second)
+    for step, config in ((10, second), (20, first)):
+        checkpoint = RunDir(tmp_path).checkpoint(step)
+        (checkpoint / TRAINER_DIR).mkdir(parents=True)
+        (checkpoint / TRAINER_DIR / CONFIG_NAME).write_text(to_toml(config))
+        commit(checkpoint, "checkpoint", step)
+    for settings, lr in (({}, 1e-3), ({"ckpt": {"resume_step": 10}}, 1e-1), ({"optim": {"lr": 1e-2}}, 1e-2)):
+        again = sft(tmp_path, **settings)
+        settle_length(again, clean=False)
+        assert again.optim.lr == lr
+
+
 def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"lr": 3e-6}, "model": {"lora": {}}})
     started(old)
@@ -100,3 +138,16 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
     assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 6
+    for name in ("model.safetensors", "consolidated.safetensors"):  # the same weights in another form
+        (tmp_path / name).symlink_to(Path(MODEL).absolute() / "model.safetensors")
+    assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
+
+
+def test_how_far_the_reading_of_data_is_is_said(tmp_path: Path) -> None:
+    events, said = tmp_path / "events.jsonl", SimpleQueue[str]()
+    for done in (500, 1000):
+        append(events, "", "tokenising", done=done, total=9000, unit="rows", left_s=61.0)
+    with preflight._telling(events, said.put, every_s=0.01):
+        assert said.get(timeout=30) == "  tokenising 1,000 of 9,000 rows, left 1:01"
+        append(events, "", "asking the hub for some/data")
+        assert said.get(timeout=30) == "  asking the hub for some/data"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import CheckpointError, ConfigError
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.run import atomic
 from holdfast.run.checkpoints import Kind, describe_found, kind_of, list_entries, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification, read_manifest, verify
@@ -29,11 +30,13 @@ class Fork:
         directory: OTHER/checkpoints/step_N.
         listing: its manifest.
         weights: published weights of OTHER, of versions just before the step, that batches may need.
+        created_unix_s: when OTHER was first started, whose date chat templates write; None if that is not known.
     """
 
     directory: Path
     listing: Manifest
     weights: list[Path]
+    created_unix_s: int | None
 
     @property
     def origin(self) -> dict[str, str | int]:
@@ -68,9 +71,11 @@ def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: in
         raise CheckpointError(
             f"ckpt.resume_dir = {path}: {error}. {_others(directory)}A damaged checkpoint cannot be forked."
         ) from None
-    weights = []
+    weights, created = [], None
     if directory.parent.name == "checkpoints":
         other = RunDir(directory.parent.parent)
+        with suppress(RunDirError, OSError):  # the fork needs nothing else of it
+            created = other.created_unix_s()
         versions = range(max(0, listing.step - async_level), listing.step)
         for version in versions:
             if other.weights_of(version).is_dir():
@@ -79,7 +84,7 @@ def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: in
                 print(
                     f"{other.weights_of(version)} is no longer there: other weights sample the batch that it would have"
                 )
-    return Fork(directory, listing, weights)
+    return Fork(directory, listing, weights, created)
 
 
 def _refuse_other_kinds(path: Path) -> None:

@@ -412,7 +412,8 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     for path in run_dir.clear_leftovers(of_batches=of_batches):
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
     if attempt.fork is not None or attempt.resume_step is None or not run_dir.holds_run():
-        run_dir.create(forked_from=attempt.fork.origin if attempt.fork else None)
+        fork = attempt.fork
+        run_dir.create(forked_from=fork.origin if fork else None, created_unix_s=fork.created_unix_s if fork else None)
     aside = run_dir.discarded(number)
     for path, reason in set_aside_damaged(run_dir, number):
         print(f"WARNING: set aside {path.relative_to(run_dir.path)}, as it is damaged: {reason}")

@@ -361,15 +361,20 @@ class Format:
         return sorted(set(row) - {*self.needed, *self.optional})
 
 
+def has_format(row: Row, formats: tuple[Format, ...]) -> bool:
+    """Whether `row` has the columns of any of the formats."""
+    columns = {column for column, value in row.items() if value is not None}
+    return any(columns.issuperset(candidate.needed) for candidate in formats)
+
+
 def find_format(row: Row, formats: tuple[Format, ...], *, name: str, shapes: str) -> Format:
     """Return the first format whose columns `row` has.
 
     Raises:
         DataError: there is none.
     """
-    columns = {column for column, value in row.items() if value is not None}
     for candidate in formats:
-        if columns.issuperset(candidate.needed):
+        if has_format(row, (candidate,)):
             return candidate
     raise DataError(f"data.name = '{name}' has the columns {sorted(row)}; rows need {shapes}. Rename the columns.")
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from holdfast.trainer.data.rows import (
     Sample,
     encode_example,
     find_format,
+    has_format,
     read_rows,
 )
 from holdfast.trainer.data.tokenizing import (
@@ -112,7 +114,10 @@ def open_dataset(
     """
     rows = read_rows(config.name, split=config.split)
     taken = (row for place in range(len(rows)) for _, row in rows.take(place, place + 1))
-    first = next((row for row in taken if not isinstance(row, DataError)), None)
+    objects = (row for row in taken if not isinstance(row, DataError))
+    first = next(objects, None)
+    if first is not None and config.on_bad_row == "drop":  # it may be one that lacks columns
+        first = next((row for row in chain([first], objects) if has_format(row, formats)), first)
     if first is None:
         BadRows(len(rows), tuple(str(row) for _, row in rows.take(0, 10))).settle(config, len(rows))
     assert first is not None, "settle has raised"

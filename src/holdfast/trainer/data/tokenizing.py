@@ -125,7 +125,7 @@ def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, mesh: Me
         if chunk.error is not None:
             raise chunk.error
     bad = sum((chunk.bad for chunk in chunks), BadRows())
-    if is_reported or config.on_bad_row == "error":
+    if is_reported or config.on_bad_row == "error" or bad.count == len(rows):
         bad.settle(config, len(rows))
     if is_reported:
         say_remarks(sum((chunk.remarks for chunk in chunks), Counter()), name)

@@ -111,6 +111,7 @@ def digest_of_check(model: Policy | ScalarModel, mesh: Mesh, **settings: object)
         "kind": type(model).__name__,
         "config": hf_model.config.to_dict(),
         "layout": [layout.packs, layout.attention, layout.reason],
+        "head": [getattr(model, name, None) for name in ("fp32_lm_head", "logits_chunk_tokens")],
         "tensors": [(name, tuple(one.shape), str(one.dtype)) for name, one in hf_model.named_parameters()],
         "code": sorted(xxhash.xxh3_128(Path(file).read_bytes()).hexdigest() for file in files if file),
         "libraries": [importlib.metadata.version(name) for name in ("holdfast", "torch", "transformers")],

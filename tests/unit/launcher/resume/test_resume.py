@@ -116,9 +116,11 @@ def tree(directory: Path) -> dict[str, bytes]:
 def test_a_fork_begins_with_the_other_runs_checkpoint(
     other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    other.create(created_unix_s=1_700_000_000)
     before = tree(other.path)
     attempt = start(config_of(new, resume_dir=other.checkpoint(5)))
     assert (attempt.number, attempt.resume_step) == (1, 5)
+    assert new.created_unix_s() == 1_700_000_000, "prompts with a date have that of the other run"
     assert new.committed_steps() == [5] and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
     identity = json.loads((new.path / "run.json").read_text())
     source = {"run_id": other.run_id(), "step": 5, "path": str(other.checkpoint(5))}

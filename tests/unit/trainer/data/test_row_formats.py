@@ -224,6 +224,10 @@ def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_t
     for part in ("row 1 is not JSON", "row 3 is list", "row 4: rows need", "and 2 more", "data.on_bad_row = 'drop'"):
         assert part in said
     assert len(load(path, tokenizer, on_bad_row="drop")) == 2
+    path.write_text("\n".join(["{", '{"prompt": "ab"}', good]) + "\n")
+    assert len(load(path, tokenizer, on_bad_row="drop")) == 1, "the first object says nothing of the format"
+    path.write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    assert "Rename the columns" in refused(path, tokenizer, on_bad_row="drop")
     path.write_text("{\n")
     assert "row 1 is not JSON" in refused(path, tokenizer, on_bad_row="drop"), "nothing else is there"
 

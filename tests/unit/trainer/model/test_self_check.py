@@ -154,8 +154,12 @@ def test_a_resumed_run_checks_only_what_has_not_passed(
         record.write_bytes(content)
         with pytest.raises(DataError, match="Training on such numbers would be wrong"):
             check_model(policy, mesh, **{**settings, **change}, passed=passed)
-    policy.hf_model.config.rms_norm_eps *= 2
     record.write_bytes(kept)
+    policy.fp32_lm_head = True
+    with pytest.raises(DataError, match="Training on such numbers would be wrong"):
+        check_model(policy, mesh, **settings, passed=resumed)
+    policy.fp32_lm_head = False
+    policy.hf_model.config.rms_norm_eps *= 2
     with pytest.raises(DataError, match="Training on such numbers would be wrong"):
         check_model(policy, mesh, **settings, passed=resumed)
 
