@@ -194,7 +194,7 @@ def test_killed_at_any_call_of_clean_no_start_goes_on_with_a_rest_of_the_old_run
     undisturbed = copy("undisturbed")
     assert cleaning.prepare(undisturbed, clean=True) == 0, undisturbed.with_suffix(".out").read_text()
     instants = deaths(read_trail(undisturbed.with_suffix(".trail")))
-    new = {"notes.txt", "run.json", "run.lock", "configs/attempt_1/sft.toml"}
+    new = {"notes.txt", "run.json", "run.lock", "configs/attempt_1/sft.toml", "configs/attempt_1/inputs.json"}
     assert contents(undisturbed).keys() == new and (undisturbed / "weights").is_symlink()
 
     old, resumed = RunDir(before).run_id(), 0
@@ -208,7 +208,7 @@ def test_killed_at_any_call_of_clean_no_start_goes_on_with_a_rest_of_the_old_run
             assert [*whole_steps(output / "checkpoints")] == [2, 4, 6]
         else:
             named = {place for place in contents(output) if ".tmp-" not in place}
-            assert named <= {*new, "configs/attempt_2/sft.toml"}
+            assert named <= {*new, "configs/attempt_2/sft.toml", "configs/attempt_2/inputs.json"}
         assert (output / "weights").is_symlink() and (output / "notes.txt").read_text() == "mine"
         shutil.rmtree(output)
     assert 1 <= resumed <= 6 < len(instants)  # only up to the mark

@@ -102,7 +102,10 @@ def test_the_message_says_whose_the_name_is(traps: Path, monkeypatch: pytest.Mon
     there = f"import os; os.chdir({str(traps)!r})"
     for place, (flags, said) in enumerate(
         (
-            (("--trainer.loss.type", "torch:loss"), "loss.type = 'torch': the name 'torch' belongs to"),
+            (
+                (*environment("reverse_text"), "--trainer.loss.type", "torch:loss"),
+                "loss.type = 'torch': the name 'torch' belongs to",
+            ),
             (environment("torch:Mine"), "environments[0].id: 'torch': the name 'torch' belongs to"),
             (environment("datasets.load:Mine"), "the name 'datasets' belongs to"),
             (environment("badly:Mine"), "The name 'torch' belongs to"),

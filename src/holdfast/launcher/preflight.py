@@ -37,6 +37,7 @@ from holdfast.process.imports import module_command
 from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
     Survey,
+    ask_hub,
     check_cache_directory,
     check_data_path,
     check_max_len,
@@ -228,6 +229,11 @@ def _is_here(config: SupervisedCommand) -> bool:
 
 
 def _survey(config: SupervisedCommand) -> Survey:
+    model, tokenizer = config.model.name, config.model.tokenizer_name
+    for name, key, file in ((model, "model.name", "config.json"), (tokenizer, "model.tokenizer", "tokenizer.json")):
+        if not Path(name).is_dir():
+            print(f"asking the hub for {name}", flush=True)
+            ask_hub(name, key=key, file=file)
     print(f"reading {config.data.name}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path, events = Path(directory) / "survey.json", Path(directory) / "events.jsonl"

@@ -138,7 +138,7 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
 @pytest.mark.parametrize("which", ["server", "process between"])
 def test_a_server_that_somebody_killed_is_no_answer(which: str) -> None:
     def kill() -> None:
-        [between] = psutil.Process().children()
+        [between] = [one for one in psutil.Process().children() if "noted_end" in " ".join(command_line(one))]
         victim = between if which == "process between" else between.children()[0]
         victim.send_signal(signal.SIGTERM if which == "server" else signal.SIGKILL)
 
