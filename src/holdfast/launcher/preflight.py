@@ -46,6 +46,7 @@ from holdfast.run.inputs import (
     check_weights_path,
     count_parameters,
     data_line,
+    in_short,
     steps_of,
 )
 from holdfast.run.run_dir import RunDir
@@ -278,7 +279,7 @@ def summary(config: TrainingCommand, survey: Survey | None, orchestrator: Orches
 def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None) -> Iterator[str]:
     parameters = count_parameters(config.model.name)
     adapters = f", LoRA of rank {config.model.lora.rank}" if config.model.lora is not None else ""
-    count = f", {_in_short(parameters)} parameters" if parameters else ""
+    count = f", {in_short(parameters)} parameters" if parameters else ""
     yield f"model: {config.model.name}{count}, {config.model.compute_dtype}{adapters}"
     if survey is not None and isinstance(config, SupervisedCommand):
         yield data_line(config, survey)
@@ -321,13 +322,6 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
     each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
     what = "weights" if config.model.lora is not None else "weights, gradients and optimizer"
     return f"memory: about {size(each)} a rank for {what}; activations and logits come on top (docs/memory.md)"
-
-
-def _in_short(count: int) -> str:
-    for divisor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= divisor:
-            return f"{count / divisor:.3g}{unit}"
-    return str(count)
 
 
 _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")

@@ -467,12 +467,12 @@ def epochs_of(config: SupervisedCommand, survey: Survey) -> str:
     return f"{config.max_steps / steps_per_epoch(config, survey):.3g}"
 
 
-def tokens_text(tokens: int) -> str:
-    """Return a number of tokens in few digits: `84k`."""
-    for divisor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if tokens >= divisor:
-            return f"{tokens / divisor:.3g}{unit}"
-    return str(tokens)
+def in_short(count: int) -> str:
+    """Return a number in few digits: `84k`."""
+    for divisor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= divisor:
+            return f"{count / divisor:.3g}{unit}"
+    return str(count)
 
 
 def data_line(config: SupervisedCommand, survey: Survey) -> str:
@@ -480,6 +480,6 @@ def data_line(config: SupervisedCommand, survey: Survey) -> str:
     held_out = f" and {survey.held_out:,} held out" if survey.held_out else ""
     steps = steps_per_epoch(config, survey)
     return (
-        f"data: {config.data.name}: {survey.samples:,} {survey.kind}{held_out}, {tokens_text(survey.tokens)} tokens, "
+        f"data: {config.data.name}: {survey.samples:,} {survey.kind}{held_out}, {in_short(survey.tokens)} tokens, "
         f"{steps:,.4g} steps an epoch; this run: {epochs_of(config, survey)} epochs"
     )

@@ -28,7 +28,7 @@ from holdfast.config.training import SupervisedCommand
 from holdfast.errors import printable
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.events import report
-from holdfast.run.inputs import Survey, epochs_of, steps_per_epoch, tokens_text
+from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch
 from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS, Sample
 from holdfast.trainer.data.samples import load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples
@@ -85,7 +85,7 @@ def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> No
         "data",
         name=config.data.name,
         **{name: value for name, value in numbers.items() if value},
-        tokens=tokens_text(survey.tokens),
+        tokens=in_short(survey.tokens),
         steps_per_epoch=f"{steps:,.4g}",
         epochs=epochs_of(config, survey),
     )

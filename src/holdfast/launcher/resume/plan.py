@@ -80,7 +80,7 @@ def prepare(
         if orchestrator is not None:
             run_dir.lock_orchestrator()
     if not again and run_dir.is_being_removed():
-        print(f"{run_dir.path} holds the rest of a run whose removal by --clean was interrupted: it is removed")
+        print(f"{run_dir.path} holds the rest of a run whose removal by --clean was interrupted: a start removes it")
         if dry_run:
             clean, ckpt = True, ckpt.model_copy(update={"resume_step": None})
         else:
