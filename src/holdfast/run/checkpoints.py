@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # commands that only look at files need no settings
 TRAINER_DIR = "trainer"
 ORCHESTRATOR_DIR = "orchestrator"
 MODEL_DIR = "model"
+REFERENCE_NAME = "reference_logprobs.npz"
+REFERENCE_MODEL_NAME = "reference.json"
+"""By which weights the reference was computed: a resume computes it anew where the other file is damaged."""
 # Beside its config.json: the names of the tensors in files, of a model that memory holds in another layout.
 NAMES_NAME = "tensor_names.json"
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
@@ -150,18 +153,24 @@ def _entry(path: Path) -> Entry | None:
     return Entry(step, path, "committed", listing, "")
 
 
-def verify_checkpoint(directory: Path, *, how: Verification, step: int | None = None) -> Manifest:
+def verify_checkpoint(
+    directory: Path, *, how: Verification, step: int | None = None, to_resume: bool = False
+) -> Manifest:
     """Check that `directory` is a whole checkpoint, and return its manifest.
 
     Args:
         how: see `manifest.verify`.
         step: the step that it must be of; unset: any.
+        to_resume: a file that the trainer makes anew if it is damaged may be so.
 
     Raises:
         CheckpointError: naming the first file that is missing or damaged, or what the directory is instead.
         ReadError: naming the first file that cannot be read.
     """
-    listing = manifest.verify(directory, how=how, step=step)
+    spared = []
+    if to_resume and f"{TRAINER_DIR}/{REFERENCE_MODEL_NAME}" in manifest.read_manifest(directory).files:
+        spared = [f"{TRAINER_DIR}/{REFERENCE_NAME}"]
+    listing = manifest.verify(directory, how=how, step=step, spared=spared)
     if listing.kind != "checkpoint":
         raise CheckpointError(f"{directory} holds {listing.kind}, not a checkpoint")
     return listing

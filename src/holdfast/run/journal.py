@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.process.heartbeat import Wait
 from holdfast.protocol.rollouts import Batch, Dropped, decode_batch, encode_batch
 from holdfast.run import atomic
-from holdfast.run.manifest import FileEntry, Manifest, verify, write_manifest
+from holdfast.run.manifest import FileEntry, Manifest, describe, verify, write_manifest
 from holdfast.run.run_dir import RunDir
 
 BATCH_NAME = "batch.msgpack"
@@ -35,8 +34,7 @@ def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
     files: dict[str, FileEntry] = {}
     for name, data in ((BATCH_NAME, encode_batch(batch)), (STATE_NAME, state)):
         (temporary / name).write_bytes(data)
-        # Of the bytes in memory: reading the file back would take what the disk made of them for right.
-        files[name] = FileEntry(len(data), xxhash.xxh3_128_hexdigest(data))
+        files[name] = describe(data)
     listing = Manifest(
         kind="batch",
         step=batch.step,
@@ -139,14 +137,20 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 def read_accepted(path: Path, *, step: int) -> Accepted:
-    """Return the counts in the orchestrator's state at `path`, which must be the one after batch `step`.
+    """Return the counts in the orchestrator's state at `path`; see `read_state`."""
+    return read_state(path, step=step)[0]
+
+
+def read_state(path: Path, *, step: int) -> tuple[Accepted, bytes]:
+    """Return counts and bytes of the orchestrator's state at `path`, which must be the one after batch `step`.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another step.
         ReadError: it cannot be read.
     """
     try:
-        accepted = msgspec.json.decode(path.read_bytes(), type=Accepted)
+        data = path.read_bytes()
+        accepted = msgspec.json.decode(data, type=Accepted)
     except FileNotFoundError:
         raise CheckpointError(f"{path} cannot be read: it is missing") from None
     except OSError as error:
@@ -155,7 +159,7 @@ def read_accepted(path: Path, *, step: int) -> Accepted:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if accepted.step != step:
         raise CheckpointError(f"{path} is the state after step {accepted.step}, expected step {step}")
-    return accepted
+    return accepted, data
 
 
 def wait_for(

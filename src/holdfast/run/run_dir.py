@@ -43,10 +43,9 @@ from typing import Any
 from holdfast.errors import RunDirError
 from holdfast.protocol.inference import Owner
 from holdfast.run import atomic, lock
-from holdfast.run.checkpoints import Entry, list_entries
+from holdfast.run.checkpoints import REFERENCE_NAME, Entry, list_entries
 from holdfast.run.manifest import read_manifest
 
-REFERENCE_NAME = "reference_logprobs.npz"
 JUDGEMENTS_NAME = "judgements.log"
 INPUTS_NAME = "inputs.json"
 DISCARDED = "discarded"

@@ -86,7 +86,7 @@ class Loop:
         )
         self.saver = Saver(self.checkpointer, section, mesh, max_steps=MAX_STEPS, committed=committed, stop=self.stop)
 
-    def step(self, **attachments: Path) -> list[int]:
+    def step(self, **attachments: bytes) -> list[int]:
         """One step, as the programs take it; asked to stop, it stops."""
         if self.saver.is_asked_to_stop():
             self.saver.stop(self.counter["step"], {"loss": 0.5}, attachments)

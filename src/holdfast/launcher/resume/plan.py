@@ -336,8 +336,10 @@ def _newest_if_whole(run_dir: RunDir, how: Verification) -> int | None:
     Then the store has nothing newer of this run: it gets what is committed here.
     """
     entries = run_dir.entries()
+    if not entries:
+        return None
     try:
-        return verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step).step if entries else None
+        return verify_checkpoint(entries[-1].path, how=how, step=entries[-1].step, to_resume=True).step
     except CheckpointError:
         return None
 

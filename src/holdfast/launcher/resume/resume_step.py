@@ -60,7 +60,7 @@ def resolve_resume_step(
 
     def check(step: int) -> None:
         try:
-            verify_checkpoint(run_dir.checkpoint(step), how=how, step=step)
+            verify_checkpoint(run_dir.checkpoint(step), how=how, step=step, to_resume=True)
         except ReadError as error:
             others = ", ".join(str(other) for other in steps if other < step) or "none"
             raise ReadError(
@@ -93,7 +93,7 @@ def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, 
             f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}.{_nothing_there(steps)}"
         )
     try:
-        verify_checkpoint(run_dir.checkpoint(wanted), how=how, step=wanted)
+        verify_checkpoint(run_dir.checkpoint(wanted), how=how, step=wanted, to_resume=True)
     except CheckpointError as error:
         others = ", ".join(str(step) for step in steps if step != wanted) or "none"
         raise CheckpointError(

@@ -35,7 +35,16 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointError, RankLost, SaveError
 from holdfast.run import manifest
-from holdfast.run.checkpoints import TRAINER_DIR, Kind, Retention, describe_found, kind_of, list_entries, newest_intact
+from holdfast.run.checkpoints import (
+    TRAINER_DIR,
+    Kind,
+    Retention,
+    describe_found,
+    kind_of,
+    list_entries,
+    newest_intact,
+    verify_checkpoint,
+)
 from holdfast.run.manifest import Verification
 from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, read_values
 from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors
@@ -222,8 +231,7 @@ class Checkpointer:
 
         Args:
             metrics: numbers of this step for the manifest; retention may go by them.
-            attachments: files to put into the checkpoint, or what makes their content now, by path in it.
-                Files must not change later.
+            attachments: content of further files, or what makes it now, by path in the checkpoint.
             urgent: wait for a save in progress, whatever `when_busy` says.
 
         Raises:
@@ -373,11 +381,13 @@ class Checkpointer:
 
     def _choose(self, step: int | Literal["latest", "auto"], verify: Verification) -> int | None:
         if isinstance(step, int):
-            manifest.verify(self.directory / f"step_{step}", how=verify, step=step)
+            verify_checkpoint(self.directory / f"step_{step}", how=verify, step=step, to_resume=True)
             return step
         newest, damaged = newest_intact(
             [entry.step for entry in list_entries(self.directory) if entry.status != "torn"],
-            lambda number: manifest.verify(self.directory / f"step_{number}", how=verify, step=number),
+            lambda number: verify_checkpoint(
+                self.directory / f"step_{number}", how=verify, step=number, to_resume=True
+            ),
             say=_log.warning,
         )
         if newest is not None:
@@ -426,7 +436,7 @@ def load_state_with_optimizer(
             f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
             "To take the weights alone, use load_weights_only (--ckpt.weights-only)."
         )
-    listing = manifest.verify(path, how=verify)
+    listing = verify_checkpoint(path, how=verify, to_resume=True)
     whole = as_state(state)
     index = IndexReader(path / TRAINER_DIR)
     saved = index.only_tensors()

@@ -38,8 +38,8 @@ from holdfast.trainer.mesh import RankGroup, describe
 _log = logging.getLogger("trainer")
 _VALUES_NAME = "progress.json"
 
-Attachment = Path | Callable[[], bytes]
-"""A file to put into a checkpoint, or what makes its content when the save is asked for."""
+Attachment = bytes | Callable[[], bytes]
+"""The content of a file to put into a checkpoint, or what makes it when the save is asked for."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Snapshot:
         values: the state's plain values as JSON.
         random_state: generators of this rank as JSON.
         metrics: numbers of the step for the manifest.
-        attachments: files to put in, or their content, by path in the checkpoint.
+        attachments: content of further files, by path in the checkpoint.
     """
 
     step: int
     values: bytes
     random_state: bytes
     metrics: Mapping[str, float]
-    attachments: Mapping[str, Path | bytes]
+    attachments: Mapping[str, bytes]
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class Snapshot:
             msgspec.json.encode(state.values()),
             msgspec.json.encode(capture_random_state()),
             dict(metrics or {}),  # a copy: the caller may go on with its own
-            {place: source if isinstance(source, Path) else source() for place, source in (attachments or {}).items()},
+            {place: source if isinstance(source, bytes) else source() for place, source in (attachments or {}).items()},
         )
 
 
@@ -196,7 +196,7 @@ class Commit:
         """Write that of every rank; return the entries of all on rank 0, whose machine may list them late."""
         name = f"random_rank_{self._ranks.rank}.json"
         self._ranks.together(lambda: _write_through(directory / name, content))
-        return dict(self._ranks.gather((name, FileEntry(len(content), xxhash.xxh3_128_hexdigest(content)))))
+        return dict(self._ranks.gather((name, manifest.describe(content))))
 
     def _check_same_step(self, step: int) -> None:
         """Refuse to mix the shards of two saves: ranks that lost step with each other never find it again.
@@ -219,21 +219,17 @@ class Commit:
         temporary: Path,
         final: Path,
     ) -> int:
-        (temporary / TRAINER_DIR / _VALUES_NAME).write_bytes(snapshot.values)
-        for place, content in self._identity.files.items():
+        written = {f"{TRAINER_DIR}/{name}": entry for name, entry in shards.items()}
+        contents = {f"{TRAINER_DIR}/{_VALUES_NAME}": snapshot.values, **self._identity.files, **snapshot.attachments}
+        for place, content in contents.items():
             (temporary / place).parent.mkdir(parents=True, exist_ok=True)
             (temporary / place).write_bytes(content)
-        for place, source in snapshot.attachments.items():
-            (temporary / place).parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(source, bytes):
-                (temporary / place).write_bytes(source)
-            else:
-                atomic.link_or_copy(source, temporary / place)
+            written[place] = manifest.describe(content)
         listing = Manifest(
             kind="checkpoint",
             step=snapshot.step,
             policy_version=snapshot.step,  # the weights after step N are version N
-            files=_describe_files(temporary, shards),
+            files=_describe_files(temporary, written),
             world_size=self._ranks.world_size,
             mesh=_mesh_of(tensors),
             run_id=self._identity.run_id,
@@ -297,18 +293,17 @@ def _write_through(path: Path, data: bytes) -> None:
     atomic.fsync_directory(path.parent)
 
 
-def _describe_files(directory: Path, shards: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """Return sizes and checksums, those of the shards as they were computed while writing.
+def _describe_files(directory: Path, written: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    """Return sizes and checksums, as they were computed while writing.
 
     Raises:
-        SaveError: a shard is not as long as what was written into it.
+        SaveError: a file is not as long as what was written into it.
     """
-    entries = {f"{TRAINER_DIR}/{name}": entry for name, entry in shards.items()}
-    for place, entry in entries.items():
+    for place, entry in written.items():
         size = (directory / place).stat().st_size
         if size != entry.size_bytes:
             raise SaveError(f"{directory / place} has {size} bytes, {entry.size_bytes} were written")
-    return manifest.describe_files(directory, known=entries)
+    return manifest.describe_files(directory, known=written)
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:

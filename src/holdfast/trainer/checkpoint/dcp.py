@@ -138,6 +138,7 @@ def some(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else "nothing"
 
 
+_INDEX_WRITTEN = ".metadata.tmp"  # as torch writes the index, before it has its name
 _WRITE_BYTES = 1 << 22
 _SMALL_BYTES = 1 << 16
 _WRITEBACK_BYTES = 1 << 26
@@ -253,7 +254,7 @@ class ShardWriter:
         """Write and fsync `tensors` into `directory`, which is there and empty. Collective.
 
         Returns:
-            On rank 0, size and checksum of every rank's file, by name; elsewhere nothing.
+            On rank 0, size and checksum of every rank's file and of the index, by name; elsewhere nothing.
 
         Raises:
             SaveError: on every rank, with the reason of the one that failed.
@@ -276,7 +277,8 @@ class ShardWriter:
             new or old for (new, _), old in zip(gathered, self._all_results or [[]] * len(gathered), strict=True)
         ]
         self._ranks.on_main(lambda: files.finish(cast(Metadata, self._metadata), self._all_results))
-        return {name: entry for _, entries in gathered for name, entry in entries.items()}
+        index = {".metadata": opened.entries[_INDEX_WRITTEN]} if self._ranks.is_main else {}
+        return {name: entry for _, entries in gathered for name, entry in entries.items()} | index
 
     def _make_plan(self, tensors: Mapping[str, Tensor], planner: DefaultSavePlanner, files: FileSystemWriter) -> None:
         """Agree on who writes what, unless the tensors are those of the last time on every rank."""

@@ -3,9 +3,9 @@
 The reference is the model with the weights that the run starts with, or another one. It is frozen, and so
 is what it says about each pair: two numbers, computed before the first step, for the pairs that training reaches. They
 go into every checkpoint, since a resumed run no longer has the weights that it began with: it takes the same numbers,
-bit for bit, also on another machine or in a fork. If it is to train further than before, it loads the weights that the
-run began with once more for the pairs that are missing; their digest lies beside the numbers, so that no other weights
-take their place.
+bit for bit, also on another machine or in a fork. If it is to train further than before, or if the numbers are damaged,
+it loads the weights that the run began with once more for the pairs that are missing. Their digest lies beside the
+numbers and in a file of its own, so that no other weights take their place.
 
 Which pairs go through the model together depends on the data alone, and so do the bits of the numbers, however far a
 run goes: the micro-batches of all pairs in their order are planned, and those without a pair that training reaches are
@@ -22,9 +22,9 @@ import io
 import json
 import signal
 import time
-import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Generic
@@ -40,8 +40,9 @@ from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, Stopped
 from holdfast.process.events import Counted, report
 from holdfast.run import atomic
-from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.run.run_dir import REFERENCE_NAME, RunDir
+from holdfast.run.checkpoints import REFERENCE_MODEL_NAME, REFERENCE_NAME, TRAINER_DIR
+from holdfast.run.manifest import check_file, read_manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.run.timeline import record
 from holdfast.trainer.data.packing import Sample, build_micro_batch, to_device
 from holdfast.trainer.data.samples import SampleOrder, refuse_other_tokens
@@ -59,6 +60,7 @@ from holdfast.trainer.stop import STOP_REQUEST
 
 _SAVE_EVERY_S = 10.0
 _TEXTS = ("pairs", "other", "model", "weights_only", "made_by")
+_CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,11 @@ class Reference:
     Attributes:
         logprobs_P2: sums over the tokens of each answer in nats, float64, by `Pair.number`; NaN for pairs that
             training does not reach, zeros where there is no reference.
-        attachments: files for every checkpoint, by path in it.
+        attachments: what makes the files that belong into every checkpoint, by path in it.
     """
 
     logprobs_P2: np.ndarray
-    attachments: dict[str, Path]
+    attachments: dict[str, Callable[[], bytes]]
 
     def of(self, pairs: Sequence[Preference], device: torch.device) -> Tensor:
         """Return the rows of these pairs, (P, 2)."""
@@ -100,17 +102,43 @@ class ReferenceTable:
     weights_only: str = ""
     made_by: str = ""
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """All but the numbers."""
+        return {name: getattr(self, name) for name in _TEXTS}
+
     def encode(self) -> bytes:
         buffer = io.BytesIO()
-        arrays = {"logprobs": self.logprobs_P2} | {name: np.asarray(getattr(self, name)) for name in _TEXTS}
+        texts = self.texts | {_CHECKSUM: self._digest()}
+        arrays = {"logprobs": self.logprobs_P2} | {name: np.asarray(text) for name, text in texts.items()}
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
 
+    def _digest(self) -> str:
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self.logprobs_P2).tobytes())
+        digest.update(json.dumps([self.logprobs_P2.shape, self.texts]).encode())
+        return digest.hexdigest()
+
     @classmethod
     def read(cls, path: Path) -> ReferenceTable:
-        with np.load(path, allow_pickle=False) as arrays:
-            texts = {name: str(arrays[name]) for name in _TEXTS}
-            return cls(np.asarray(arrays["logprobs"], dtype=np.float64), **texts)
+        """Return what a file holds.
+
+        Raises:
+            CheckpointError: it is damaged.
+            OSError: it cannot be read.
+        """
+        data = path.read_bytes()
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                texts = {name: str(arrays[name]) for name in _TEXTS}
+                table = cls(np.asarray(arrays["logprobs"], dtype=np.float64), **texts)
+                # A file of a checkpoint of an older version has none; the manifest has.
+                found = str(arrays[_CHECKSUM]) if _CHECKSUM in arrays else table._digest()
+        except Exception as error:  # reading an archive and arrays of damaged bytes fails in every way there is
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        if found != table._digest():
+            raise CheckpointError(f"{path} is damaged: its own checksum is wrong")
+        return table
 
 
 @dataclass
@@ -131,6 +159,7 @@ class ReferenceWork(Generic[P]):
     training: Sequence[P]
     held_out: Sequence[P]
     _spans: list[tuple[float, float]] = field(default_factory=list)
+    _is_damaged: bool = False
 
     def __post_init__(self) -> None:
         self._run_dir = RunDir(self.config.output_dir)
@@ -139,7 +168,7 @@ class ReferenceWork(Generic[P]):
         self._step = ckpt.resume_step if ckpt is not None and isinstance(ckpt.resume_step, int) else 0
         fingerprint = fingerprint_preferences(self.preferences)
         if self._step:
-            self.table = read_resumed(self._saved, fingerprint)
+            self.table = self._resumed(fingerprint)
             if bool(self.table.other) != bool(self.config.loss.reference_model):
                 raise self._other_weights("")
         else:
@@ -147,6 +176,41 @@ class ReferenceWork(Generic[P]):
             weights_only = str(ckpt.weights_only.absolute()) if ckpt is not None and ckpt.weights_only else ""
             other = self.config.loss.reference_model or ""
             self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
+
+    def _resumed(self, fingerprint: str) -> ReferenceTable:
+        """Return the table of the checkpoint; where it is damaged, that of the run if it is the same, or an empty one.
+
+        Raises:
+            CheckpointError: it is about other pairs, is not there, or damaged and from who knows which weights.
+        """
+        try:
+            table = read_saved(self._saved)
+        except CheckpointError as damage:
+            place = self._saved.with_name(REFERENCE_MODEL_NAME)
+            if not (self._saved.exists() and place.exists()):
+                raise
+            unknown_P2 = np.full((len(self.preferences), 2), np.nan)
+            table = ReferenceTable(unknown_P2, **json.loads(place.read_bytes()))
+            kept, self._is_damaged = self._kept, True
+            if kept is not None and kept.made_by == table.made_by:
+                table, source = kept, f"that of {self._path} is the same"
+            else:
+                source = "what it says is computed anew"
+            if self.mesh.is_main:
+                report(f"WARNING: {damage}: {source}")
+        _refuse_other_pairs(self._saved, table, fingerprint)
+        return table
+
+    @cached_property
+    def _kept(self) -> ReferenceTable | None:
+        """What the attempt before left in the run's directory, as rank 0 finds it; None if nothing can be read."""
+        kept = None
+        if self.mesh.is_main and self._path.exists():
+            try:
+                kept = ReferenceTable.read(self._path)
+            except (OSError, CheckpointError) as error:
+                report(f"WARNING: {error}: what it says is computed anew")
+        return self.mesh.gather(kept)[0]
 
     @property
     def _saved(self) -> Path:
@@ -179,7 +243,9 @@ class ReferenceWork(Generic[P]):
         for begin, end in self._spans:
             record("reference", begin, end)
         self._write()
-        return Reference(self.table.logprobs_P2, {f"{TRAINER_DIR}/{REFERENCE_NAME}": self._path})
+        texts = json.dumps(self.table.texts, indent=1).encode()
+        files = {REFERENCE_NAME: self.table.encode, REFERENCE_MODEL_NAME: lambda: texts}
+        return Reference(self.table.logprobs_P2, {f"{TRAINER_DIR}/{name}": make for name, make in files.items()})
 
     def _other_model(self, name: str) -> Policy:
         report("loading the reference", model=name)
@@ -213,7 +279,8 @@ class ReferenceWork(Generic[P]):
         if self._step:
             position = int(json.loads(self._saved.with_name("progress.json").read_bytes())["samples"])
         order = SampleOrder(len(self.training), seed=config.seed, shuffle=config.data.shuffle)
-        reached: set[int] = set()
+        # A table that is made anew is again the one that was, so what was trained already is in it, too.
+        reached = set(order.batch(0, min(position, len(self.training)))) if self._is_damaged else set()
         for _ in range(self._step, config.max_steps):
             if len(reached) == len(self.training):
                 break
@@ -254,14 +321,8 @@ class ReferenceWork(Generic[P]):
                 saved = time.monotonic()
 
     def _take_what_is_kept(self) -> None:
-        """Take what an attempt has computed that ended before its first step, as rank 0 finds it."""
-        kept = None
-        if self.mesh.is_main:
-            try:
-                kept = ReferenceTable.read(self._path)
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-                kept = None  # it is computed anew
-        kept = self.mesh.gather(kept)[0]
+        """Take what an attempt has computed that ended before its first step."""
+        kept = self._kept
         if kept is not None and kept.made_by == self.table.made_by:
             known_P2 = self.table.logprobs_P2
             self.table.logprobs_P2 = np.where(np.isnan(known_P2), kept.logprobs_P2, known_P2)
@@ -290,12 +351,12 @@ class ReferenceWork(Generic[P]):
         elif table.other:
             now = "it is unset now"
         else:
-            now = (
-                f"max_steps = {config.max_steps} reaches pairs that it has not seen: they need these weights once "
-                f"more, and those of model.name = '{config.model.name}' are {digest}"
-            )
+            why = f"max_steps = {config.max_steps} reaches pairs that it has not seen"
+            if self._is_damaged:
+                why = f"{self._saved.name} is damaged"
+            now = f"{why}: these weights are needed once more, and model.name = '{config.model.name}' has {digest}"
         return CheckpointError(
-            f"{self._saved} holds the log-probabilities under {was}, and {now}: going on would change what the policy "
+            f"{self._saved} holds log-probabilities under {was}, and {now}: going on would change what the policy "
             f"is compared with. Give {key} as the run began with it. {_advice(self._saved)}"
         )
 
@@ -383,26 +444,27 @@ def _advice(path: Path) -> str:
     return f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
 
 
-def read_resumed(path: Path, fingerprint: str) -> ReferenceTable:
-    """Return what a run wrote to `path` of a checkpoint, provided that it is about the same pairs.
+def read_saved(path: Path) -> ReferenceTable:
+    """Return what a run wrote to `path` of a checkpoint.
 
     Raises:
-        CheckpointError: it is not, is not there, or cannot be read.
+        CheckpointError: it is not there, or damaged.
+        OSError: it cannot be read.
     """
-    advice = _advice(path)
-    try:
-        table = ReferenceTable.read(path)
-    except FileNotFoundError:
+    entry = read_manifest(path.parent.parent).files.get(f"{TRAINER_DIR}/{path.name}")
+    if entry is None:
         raise CheckpointError(
             f"{path} is missing: the run was trained with loss.reference = none, and what its first weights said "
-            f"about the pairs is not known any more. Resume it with --loss.reference none. {advice}"
-        ) from None
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another step. {advice}") from error
+            f"about the pairs is not known any more. Resume it with --loss.reference none. {_advice(path)}"
+        )
+    check_file(path, entry)
+    return ReferenceTable.read(path)
+
+
+def _refuse_other_pairs(path: Path, table: ReferenceTable, fingerprint: str) -> None:
     if table.pairs != fingerprint:
         raise CheckpointError(
             f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "
             f"same data.name, data.split, data.seq_len, data.too_long and tokenizer, and with the same margins or "
-            f"labels. {advice}"
+            f"labels. {_advice(path)}"
         )
-    return table

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from holdfast.config.preference import DpoConfig, PreferenceDataConfig, RewardTrainingConfig
 from holdfast.config.training import learning_rate
 from holdfast.process.events import Counted, report
+from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.data.samples import SampleOrder
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.fsdp import reshard
@@ -54,14 +54,14 @@ def train_on_preferences(
     training: list[P],
     held_out: list[P],
     *,
-    attachments: Mapping[str, Path] | None = None,
+    attachments: Mapping[str, Attachment] | None = None,
 ) -> None:
     """Train until `max_steps`.
 
     Args:
         training: pairs, or labelled answers.
         held_out: those to validate on.
-        attachments: files for every checkpoint, by path in it.
+        attachments: what makes further files of every checkpoint, by path in it.
     """
     model, progress, saver = session.policy, session.progress, session.saver
     order = SampleOrder(len(training), seed=config.seed, shuffle=config.data.shuffle)

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import TrainingError
 from holdfast.process.events import report
 from holdfast.protocol.rollouts import Batch, Rollout
 from holdfast.run.checkpoints import ORCHESTRATOR_DIR
-from holdfast.run.journal import STATE_NAME, Accepted, Counts, dropped_by_reason, read_accepted
+from holdfast.run.journal import STATE_NAME, Accepted, Counts, dropped_by_reason, read_state
 from holdfast.run.manifest import is_committed, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import listed_digest
@@ -43,10 +42,10 @@ class Ledger:
     def __init__(self, run_dir: RunDir, progress: Progress) -> None:
         self._run_dir = run_dir
         self._progress = progress
-        self._accepted = Accepted()
+        self._accepted, self._state = Accepted(), b""
         if progress.step > 0:
             path = run_dir.checkpoint(progress.step) / ORCHESTRATOR_DIR / STATE_NAME
-            self._accepted = read_accepted(path, step=progress.step)
+            self._accepted, self._state = read_state(path, step=progress.step)
 
     def accept(self, batch: Batch) -> None:
         """Check that `batch` is what the orchestrator's state says comes next; call it before training.
@@ -55,19 +54,18 @@ class Ledger:
             TrainingError: tasks are missing, come again, or are out of order.
             CheckpointError: the state cannot be read.
         """
-        accepted = read_accepted(self._run_dir.batch(batch.step) / STATE_NAME, step=batch.step)
+        accepted, state = read_state(self._run_dir.batch(batch.step) / STATE_NAME, step=batch.step)
         check_tasks(batch, before=self._accepted, after=accepted)
-        self._accepted = accepted
+        self._accepted, self._state = accepted, state
 
-    def attachments(self) -> dict[str, Path]:
+    def attachments(self) -> dict[str, bytes]:
         """Return the orchestrator's state to save with the current step.
 
         Raises:
             TrainingError: it does not count what was trained; nothing may be saved then.
         """
-        step = self._progress.step
         check_trained(self._accepted, self._progress)
-        return {f"{ORCHESTRATOR_DIR}/{STATE_NAME}": self._run_dir.batch(step) / STATE_NAME}
+        return {f"{ORCHESTRATOR_DIR}/{STATE_NAME}": self._state}
 
 
 def check_trained(accepted: Accepted, progress: Progress) -> None:

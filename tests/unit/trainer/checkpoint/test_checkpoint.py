@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from holdfast.errors import CheckpointError
-from holdfast.run import atomic, manifest
+from holdfast.run import manifest
 from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
 from holdfast.run.journal import STATE_NAME
 from holdfast.run.run_dir import RunDir
@@ -215,31 +216,33 @@ def test_a_damaged_step_does_not_count_as_one_of_the_kept(make_state: MakeState,
 
 
 def test_attachments_are_part_of_the_commit(make_state: MakeState, run_dir: RunDir, tmp_path: Path) -> None:
-    source = tmp_path / STATE_NAME
-    source.write_bytes(b'{"next_task": 17}')
+    content = b'{"next_task": 17}'
     state = make_state(steps=1)
     name = f"{ORCHESTRATOR_DIR}/{STATE_NAME}"
-    linked = save(run_dir, state, attachments={name: source}) / name
-    assert linked.read_bytes() == source.read_bytes()
-    source.unlink()
-    assert name in manifest.verify(run_dir.checkpoint(1)).files
-    linked.write_bytes(b'{"next_task": 18}')
+    written = save(run_dir, state, attachments={name: content, "a/b.json": lambda: b"{}"}) / name
+    assert written.read_bytes() == content and (run_dir.checkpoint(1) / "a/b.json").read_bytes() == b"{}"
+    assert {name, "a/b.json"} <= manifest.verify(run_dir.checkpoint(1)).files.keys()
+    written.write_bytes(b'{"next_task": 18}')
     with pytest.raises(CheckpointError, match=STATE_NAME):
         load(run_dir, state, 1)
 
 
-def test_an_attachment_on_another_filesystem_is_copied(
-    make_state: MakeState, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_disk_makes_of_a_file_while_it_is_written_is_not_signed(
+    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / STATE_NAME
-    source.write_bytes(b"{}")
+    """Every file of a checkpoint but the shards, which `_DigestStream` hashes, is damaged behind its write once."""
+    places = {f"{ORCHESTRATOR_DIR}/{STATE_NAME}", *(f"{TRAINER_DIR}/{name}" for name in ("progress.json", ".metadata"))}
+    describe = manifest.describe_files
+    for step, place in enumerate(sorted(places), start=1):
 
-    def no_link(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
+        def damaging(directory: Path, place: str = place, **known: Any) -> Any:
+            (directory / place).write_bytes((directory / place).read_bytes()[::-1])
+            return describe(directory, **known)
 
-    monkeypatch.setattr(atomic.os, "link", no_link)
-    directory = save(run_dir, make_state(steps=1), attachments={"a/b.json": source})
-    assert (directory / "a" / "b.json").read_bytes() == b"{}"
+        monkeypatch.setattr(manifest, "describe_files", damaging)
+        save(run_dir, make_state(steps=step), attachments={f"{ORCHESTRATOR_DIR}/{STATE_NAME}": b"{}"})
+        with pytest.raises(CheckpointError, match=f"{re.escape(place)} is damaged"):
+            manifest.verify(run_dir.checkpoint(step))
 
 
 def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) -> None:

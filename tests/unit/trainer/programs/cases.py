@@ -43,7 +43,7 @@ class Case:
 
 
 _BATCHES = {"orchestrator.json"}
-_REFERENCE = {"reference_logprobs.npz"}
+_REFERENCE = {"reference_logprobs.npz", "reference.json"}
 CASES = {
     "sft": Case("sft", set(), {"data": SFT | VALIDATED, "val_interval": HALF}),
     "sft, unpacked, muon, cosine": Case(

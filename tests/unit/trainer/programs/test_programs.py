@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from holdfast.errors import TrainingError
+from holdfast.errors import CheckpointError, TrainingError
 from holdfast.run import manifest
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from tests.conftest import ROOT
+from tests.faults.run_states import differing
 from tests.runs.rl import EVERYTHING
 from tests.runs.training import PAIRS
 from tests.unit.trainer.programs.cases import PREFERENCES, Programs
-from tests.unit.trainer.programs.in_process import train
+from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
 
 EXAMPLE = {"model": {"name": str(ROOT / "examples" / "reverse_text" / "model")}}
 
@@ -104,6 +106,28 @@ def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(programs: Pr
         assert arrays["logprobs"].shape == (48, 2)
     run_dir.remove_run()
     assert not (run_dir.path / REFERENCE_NAME).exists(), "--clean leaves it to no other run"
+
+
+def test_a_damaged_reference_is_made_again_by_the_weights_that_made_it(
+    programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the checkpoint it is read in the run, and in both of them it is computed: by another model it is refused."""
+    caplog.set_level(logging.INFO)
+    output, settings = tmp_path / "run", programs.settings("dpo")
+    shutil.copytree(programs.half("dpo").path, output)
+    run_dir = RunDir(output)
+    table, own = run_dir.checkpoint(HALF) / "trainer" / REFERENCE_NAME, output / REFERENCE_NAME
+    table.write_bytes(table.read_bytes()[:-9])
+    for word in ("is the same", "is computed anew"):
+        again = train("dpo", output, settings, until=STEPS, resume=HALF)
+        assert differing(end_state(again), programs.whole("dpo")) == []
+        (*_, said) = [line for line in caplog.messages if line.startswith(f"WARNING: {table} is damaged")]
+        assert word in said
+        own.write_bytes(b"")
+        shutil.rmtree(run_dir.checkpoint(STEPS))
+    other = programs.settings("dpo, adapters, another reference")["loss"]["reference_model"]
+    with pytest.raises(CheckpointError, match=f"is damaged: these weights are needed once more, and .*{other}"):
+        train("dpo", output, settings | {"model": {"name": other}}, until=STEPS, resume=HALF)
 
 
 def test_the_reference_of_adapters_is_the_model_without_them(programs: Programs, tmp_path: Path) -> None:

@@ -171,11 +171,11 @@ def test_the_ledger_follows_the_journal_from_a_start_and_from_a_checkpoint(tmp_p
         ledger.accept(batch)
         progress.advance(samples=len(batch.rollouts), tokens=TOKENS * len(batch.rollouts))
         saved = ledger.attachments()
-    assert saved == {"orchestrator/orchestrator.json": run_dir.batch(2) / "orchestrator.json"}
+    assert saved == {"orchestrator/orchestrator.json": (run_dir.batch(2) / "orchestrator.json").read_bytes()}
 
     directory = run_dir.checkpoint(2) / "orchestrator"
     directory.mkdir(parents=True)
-    (directory / "orchestrator.json").write_bytes(saved["orchestrator/orchestrator.json"].read_bytes())
+    (directory / "orchestrator.json").write_bytes(saved["orchestrator/orchestrator.json"])
     run_dir.prune_batches(2)
     third, resumed = publish(run_dir, 3, ("a", 2), ("b", 2), state=state), Ledger(run_dir, progress)
     with pytest.raises(TrainingError, match=r"batch 3: environment 'a' has no task|batch 3: environment 'a' has tasks"):
