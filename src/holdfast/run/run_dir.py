@@ -31,7 +31,6 @@ discarded/attempt_K/     what a resume from an older step superseded, and damage
 from __future__ import annotations
 
 import errno
-import json
 import re
 import shutil
 import socket
@@ -42,7 +41,7 @@ from typing import Any
 
 from holdfast.errors import RunDirError
 from holdfast.protocol.inference import Owner
-from holdfast.run import atomic, lock
+from holdfast.run import atomic, checked, lock
 from holdfast.run.checkpoints import REFERENCE_NAME, Entry, list_entries
 from holdfast.run.manifest import read_manifest
 
@@ -238,13 +237,14 @@ class RunDir:
         """
         path = self.path / "run.json"
         try:
-            identity = json.loads(path.read_bytes())
+            identity = checked.decode(path.read_bytes())
             if not isinstance(identity["run_id"], str):
                 raise ValueError("its run_id is no text")
         except (ValueError, KeyError, TypeError) as error:
             raise RunDirError(
                 f"{path} is damaged: {error!r}. Bring it back from a copy, or write "
-                '{"run_id": "ID"} into it: the manifest.json of its checkpoints names the same run_id.'
+                '{"run_id": "ID", "created_unix_s": SECONDS} into it: the manifest.json of its checkpoints names the '
+                "same run_id. The seconds are those of the first start, whose date chat templates may write."
             ) from None
         return identity
 
@@ -282,7 +282,7 @@ class RunDir:
         if identity.get("rewound_by_attempt") == by_attempt:
             earlier = earlier[:-1]
         identity |= {"rewinds": [*earlier, step], "rewound_by_attempt": by_attempt}
-        atomic.write_file(path, json.dumps(identity, indent=1).encode())
+        atomic.write_file(path, checked.encode(identity))
 
     def entries(self) -> list[Entry]:
         """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
@@ -401,7 +401,7 @@ class RunDir:
             identity["forked_from"] = forked_from
         if created_unix_s is not None:
             identity["created_unix_s"] = created_unix_s
-        atomic.write_file(path, json.dumps(identity, indent=1).encode())
+        atomic.write_file(path, checked.encode(identity))
 
     def is_being_removed(self) -> bool:
         """Whether a removal of the run was interrupted here."""

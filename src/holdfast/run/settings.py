@@ -11,6 +11,7 @@ import tomli
 
 from holdfast.config import PROGRAMS
 from holdfast.errors import CheckpointError
+from holdfast.run import checked
 from holdfast.run.run_dir import RunDir
 
 _SECRETS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "credentials", "authorization"}
@@ -22,12 +23,17 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the resolved configuration that was written to `path`.
 
     Raises:
-        CheckpointError: it is no TOML.
+        CheckpointError: it is damaged.
     """
+    data = path.read_bytes()
     try:
-        return tomli.loads(path.read_text())
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        checked.check_last_line(data)
+        return tomli.loads(data.decode())
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
+        raise CheckpointError(
+            f"{path} is damaged: {error}. Bring it back from a copy. A run continues without it if it is removed, with "
+            "--ckpt.resume-step auto and the settings of the command."
+        ) from None
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -335,7 +335,7 @@ class TestFetch:
         """Before, it forgot that the run had gone back, and went on with what trackers have of the first way."""
         there = RunDir(tmp_path / "there")
         there.create(forked_from={"run_id": "other", "step": 7, "path": "/elsewhere"})
-        identity = json.loads((there.path / "run.json").read_text()) | {"run_id": "run"}
+        identity = there.identity() | {"run_id": "run"}
         (there.path / "run.json").write_text(json.dumps(identity))
         Cursor.take(there, "wandb").write(3)
         there.note_rewind(2, by_attempt=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch, settings_of
 from holdfast.launcher.resume.fork import Fork
-from holdfast.run import atomic
+from holdfast.run import atomic, checked
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.run_dir import INPUTS_NAME, RunDir
 from holdfast.run.settings import read_settings
@@ -77,8 +76,8 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool,
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.toml"
     if attempt.inputs and not dry_run:
-        atomic.write_file(directory / INPUTS_NAME, json.dumps(attempt.inputs, indent=1).encode())
-    atomic.write_file(path, to_toml(config).encode())  # whole, or not at all
+        atomic.write_file(directory / INPUTS_NAME, checked.encode(attempt.inputs))
+    atomic.write_file(path, checked.with_last_line(to_toml(config)))  # whole, or not at all
     if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)
     return path

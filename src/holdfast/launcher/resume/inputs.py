@@ -6,14 +6,13 @@ the others is not used again: batches of the journal are made anew.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import TrainingCommand
-from holdfast.errors import ReadError
+from holdfast.errors import DataError, ReadError
+from holdfast.run import checked
 from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest
 from holdfast.run.run_dir import INPUTS_NAME
 
@@ -61,12 +60,18 @@ def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[st
 
 
 def inputs_of(configs: Path | None) -> dict[str, str]:
-    """Return what the attempt with the settings in `configs` had noted; nothing if that cannot be known."""
-    try:
-        found: Any = json.loads((configs / INPUTS_NAME).read_bytes()) if configs is not None else {}
-    except (OSError, ValueError):
+    """Return what the attempt with the settings in `configs` had noted; nothing where it has noted nothing.
+
+    Raises:
+        DataError: what it had noted is damaged.
+        OSError: it cannot be read.
+    """
+    if configs is None or not (path := configs / INPUTS_NAME).exists():
         return {}
-    return found if isinstance(found, dict) else {}
+    try:
+        return checked.decode(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
 
 
 def libraries_of(checkpoint: Path | None) -> dict[str, str]:

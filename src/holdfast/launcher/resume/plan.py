@@ -16,7 +16,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.config.view import MANY_STEPS
-from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
+from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
 from holdfast.launcher.resume.fork import copy_fork, find_fork
@@ -226,12 +226,16 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
         Whether the last attempt had the same: then what it made is what this one would make.
     """
     own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
-    saved = libraries_of(attempt.checkpoint)
-    before = {**saved, **inputs_of(last_started(attempt.run_dir, attempt.number, (own,)) if not attempt.fork else None)}
-    since_last = changed_inputs(attempt.inputs, before)
+    saved, is_known = libraries_of(attempt.checkpoint), True
+    try:
+        noted = inputs_of(last_started(attempt.run_dir, attempt.number, (own,)) if not attempt.fork else None)
+    except DataError as error:
+        print(f"WARNING: whether files or libraries have changed since the last attempt is not known: {error}")
+        noted, is_known = {}, False
+    since_last = changed_inputs(attempt.inputs, {**saved, **noted})
     for line in dict.fromkeys([*changed_inputs(attempt.inputs, saved), *since_last]):
         print(f"WARNING: changes what is computed from here on: {line}")
-    return not since_last
+    return is_known and not since_last
 
 
 def _takes_another_way(

@@ -25,6 +25,7 @@ from holdfast.orchestrator.evaluation.results import (
     read_identity,
     read_tasks,
 )
+from holdfast.run import checked
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, number_of
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
     def encode(self) -> bytes:
         """Return the content of `summary.json`."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        return checked.encode(msgspec.to_builtins(self)) + b"\n"
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers by slash-separated name, as in metrics.jsonl: `eval/<environment>/avg@8`."""
@@ -293,10 +294,10 @@ def summary_in(directory: Path) -> Summary:
     """
     path = directory / SUMMARY_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
+        return msgspec.convert(checked.decode(path.read_bytes()), Summary)
     except FileNotFoundError:
         raise DataError(f"{directory} holds no finished evaluation: it has no {SUMMARY_NAME}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # those of msgspec are such
         raise DataError(f"{path} is damaged: {error}") from None
 
 

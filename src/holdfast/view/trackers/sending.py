@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import DataError, HoldfastError, RunDirError
-from holdfast.run import atomic, lock
+from holdfast.run import atomic, checked, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
 from holdfast.view.follow import Tail, attempts_with_logs
@@ -70,10 +70,10 @@ class Cursor:
             )
         run_id, rewinds = run_dir.run_id(), run_dir.rewinds()
         try:
-            state = msgspec.json.decode(path.read_bytes(), type=_State)
+            state = msgspec.convert(checked.decode(path.read_bytes()), _State)
         except FileNotFoundError:
             state = _State(run_id, rewinds=len(rewinds))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # those of msgspec are such
             raise RunDirError(f"{path} is damaged: {error}. Without it everything is sent again: remove it.") from None
         if state.run_id != run_id:
             state = _State(run_id, rewinds=len(rewinds))
@@ -115,7 +115,7 @@ class Cursor:
     def write(self, step: int) -> None:
         """Note that everything up to `step` is sent, and what else was added to the attributes."""
         self._state.step = step
-        atomic.write_file(self.path, msgspec.json.encode(self._state))
+        atomic.write_file(self.path, checked.encode(msgspec.to_builtins(self._state)))
 
 
 def label_of(tracker: str) -> str:

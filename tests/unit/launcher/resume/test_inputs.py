@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.evaluation.results import claim_directory
+from holdfast.run import checked
 from holdfast.run import manifest as content
 from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest, write_manifest
 from holdfast.run.run_dir import RunDir
@@ -74,7 +74,7 @@ def test_other_libraries_are_said_until_a_checkpoint_has_them_and_their_batches_
     versions = {**library_versions(), "torch": "2.1.0"}
     write_manifest(killed.checkpoint(2), msgspec.structs.replace(manifest, libraries=versions))
     noted = killed.configs(1) / "inputs.json"
-    noted.write_text(json.dumps(json.loads(noted.read_text()) | {"torch": "2.1.0"}))
+    noted.write_bytes(checked.encode(checked.decode(noted.read_bytes()) | {"torch": "2.1.0"}))
     changed = [f"torch: 2.1.0 -> {library_versions()['torch']}"]
     assert go_on(killed, data, capsys) == ([], changed)
     add_batch(killed, 3, version=1)
