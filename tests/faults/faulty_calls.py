@@ -72,10 +72,12 @@ def install(
     until_nth: int | None = None,
     error: int = 0,
     rank: int | None = None,
+    linked: str = "",
 ) -> None:
     """Watch `directory` in this process, and cause at most one kind of fault.
 
     Args:
+        linked: another directory that links in it lead to: what is called there counts as well.
         kill_at: number of the call at which the process dies by SIGKILL, before it, after it, or half
             way: of a write, half of the bytes are written.
         killer_from: at this call another process is told to kill this one `killer_delay_s` later.
@@ -84,7 +86,7 @@ def install(
             until `until_nth`.
         rank: only in the process with this RANK in its environment.
     """
-    watch = _Watch(directory, os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+    watch = _Watch((directory, linked or directory), os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     watch.kill_at, watch.instant = kill_at, instant
     watch.fail, watch.fails, watch.error = fail.split(), range(nth, (until_nth or nth) + 1), error
     watch.rank = rank
@@ -115,8 +117,9 @@ def _fork_killer(delay_s: float) -> int:
 
 
 class _Watch:
-    def __init__(self, directory: str, trail: int) -> None:
-        self._directory = directory
+    def __init__(self, directories: tuple[str, str], trail: int) -> None:
+        self._directories = directories
+        self._directory = directories[0]
         self._trail = trail
         self._lock = threading.RLock()
         self._number = 0
@@ -193,7 +196,7 @@ class _Watch:
             if options.get("dir_fd") is not None:
                 path = Path(f"/proc/self/fd/{options['dir_fd']}").readlink() / path
         path = os.path.normpath(Path.cwd() / path)
-        is_inside = path == self._directory or path.startswith(f"{self._directory}/")
+        is_inside = any(path == one or path.startswith(f"{one}/") for one in self._directories)
         return os.path.relpath(path, self._directory) if is_inside else None
 
 

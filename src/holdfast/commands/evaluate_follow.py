@@ -31,7 +31,7 @@ from holdfast.config.load import read_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
-from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, read_identity
+from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
 from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.process.child import die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.events import report
@@ -235,6 +235,8 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
             differing += ["files" for one in config.environments if noted[one.label]["files"] != files_of(one)][:1]
         except (DataError, LookupError):  # of another version, or damaged
             differing.append(IDENTITY_NAME)
+    elif (directory.path / ROLLOUTS_NAME).exists():  # of who knows which policy
+        differing.append(IDENTITY_NAME)
     if differing:
         print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
         atomic.remove_directory(directory.path)

@@ -251,7 +251,8 @@ def _plain(value: Any) -> str:
 
 _MAX_RESTARTS = 3
 _RESTART_WINDOW_S = 600.0
-_OURS = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, JUDGEMENTS_NAME, "run.json", "rollouts", "logs", "config")
+# In the order of their removal: what was found goes before the file that says whose it is.
+_OURS = (SUMMARY_NAME, ROLLOUTS_NAME, "rollouts", IDENTITY_NAME, JUDGEMENTS_NAME, "run.json", "logs", "config")
 
 
 def check_servable(config: EvaluateConfig) -> None:
@@ -297,11 +298,12 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
         remove_exports(path)
         for name in _OURS:
             entry = path / name
-            if entry.is_dir():
+            if entry.is_dir() and not entry.is_symlink():
                 atomic.remove_directory(entry)
             else:
                 entry.unlink(missing_ok=True)
     write_settings(config, path / "config")
+    atomic.clear_leftovers(path / "config")  # from here on it is ours in any case
     directory.create()  # so that its server is its own: nobody else can push weights to it
 
 

@@ -6,6 +6,7 @@ rename, fsync the directory. Everything durable in the project goes through this
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -123,7 +124,15 @@ def remove_directory(path: Path) -> None:
     os.rename(path, doomed)
     # Before the first file goes: a power cut must not bring the name back over half a directory.
     fsync_directory(path.parent)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with all that is in it, or a file, or a link: where that leads stays, which is somebody's."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def is_visible(path: Path) -> bool:
@@ -146,8 +155,6 @@ def clear_leftovers(parent: Path) -> list[Path]:
         return []
     leftovers = sorted(parent.glob(f"{TEMPORARY_PREFIX}*"))
     for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # another process that clears has been faster
+            _remove(path)
     return leftovers

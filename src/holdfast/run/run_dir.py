@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 import socket
 import time
 import uuid
@@ -444,9 +443,10 @@ class RunDir:
         """Remove logs, settings and what was set aside of the attempts up to `last`."""
         set_aside_in = (self.path, self.checkpoints, self.rollouts, self.weights, self.evaluations)
         for parent in (self.path / "logs", self.path / "configs", *(parent / DISCARDED for parent in set_aside_in)):
+            atomic.clear_leftovers(parent)
             for number in _numbered(parent, _ATTEMPT):
                 if number <= last:
-                    shutil.rmtree(parent / f"attempt_{number}")
+                    atomic.remove_directory(parent / f"attempt_{number}")
 
     def prune_batches(self, step: int) -> None:
         """Remove the batches up to and including `step`, which no checkpoint needs any more."""
@@ -460,7 +460,8 @@ class RunDir:
         Args:
             of_batches: also where batches are made; False: their writer lives.
         """
-        parents = [self.path, self.checkpoints, self.weights, *([self.rollouts] if of_batches else [])]
+        parents = [self.path, self.checkpoints, self.weights, self.evaluations]
+        parents += [self.rollouts] if of_batches else []
         parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]
         return [path for parent in parents for path in atomic.clear_leftovers(parent)]
 

@@ -17,7 +17,6 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, DataError
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
-from holdfast.run import atomic
 from holdfast.run.manifest import file_digest
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import write_checkpoint
@@ -103,25 +102,6 @@ def test_clean_removes_what_an_evaluation_made_and_nothing_else(tmp_path: Path) 
     prepare_directory(config.model_copy(update={"clean": True}), directory)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["config", "notes.txt", "run.json"] and directory.run_id() != run_id
-
-
-def test_a_clean_that_is_killed_leaves_no_half_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EvaluateConfig.model_validate({"model": {"name": MODEL}, "output_dir": tmp_path, "clean": True})
-    prepare_directory(config, RunDir(tmp_path))
-    (tmp_path / "model_step_3").mkdir()
-    (tmp_path / "model_step_3" / "model.safetensors").write_bytes(b"weights")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(atomic.shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_directory(config, RunDir(tmp_path))
-    assert [path.name[:17] for path in tmp_path.glob("*model*")] == [".tmp-model_step_3"]
-    # Also without --clean: what is left is of no use.
-    prepare_directory(config.model_copy(update={"clean": False}), RunDir(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "run.json"]
 
 
 def test_clean_leaves_a_directory_alone_that_holds_no_evaluation(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         shown = changed[:_MOST_LINES]
         left = [f"and {len(changed) - len(shown)} more"] if len(changed) > len(shown) else []
         raise RunDirError(
-            f"{run_dir.path} holds an unfinished run that was started with other settings:\n"
+            f"{run_dir.path} holds an unfinished run that was started with other settings, those in {before}:\n"
             + "".join(f"         {line}\n" for line in [*shown, *left])
             + "       Give the settings of that run to go on with it, add --ckpt.resume-step auto to go on with these, "
             f"{elsewhere}."

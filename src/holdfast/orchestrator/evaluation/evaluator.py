@@ -326,9 +326,9 @@ async def evaluate(
     finally:
         await sampler.close()
     summary = summarize(results.tasks, read_identity(directory), confidence=confidence)
-    atomic.write_file(directory / SUMMARY_NAME, summary.encode())
-    # What was sampled is in the rollouts now.
+    # What was sampled is in the rollouts now. Before the summary: behind it no start looks for the rest of a removal.
     shutil.rmtree(directory / "rollouts", ignore_errors=True)
+    atomic.write_file(directory / SUMMARY_NAME, summary.encode())
     return summary
 
 

@@ -200,10 +200,16 @@ def claim_directory(directory: Path, identity: dict[str, object]) -> None:
 
     Raises:
         ConfigError: it holds another evaluation; says in what that differs.
+        DataError: it holds rollouts, and nothing says of what.
     """
     path = directory / IDENTITY_NAME
     wanted = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **identity}))
     if not path.exists():
+        if (directory / ROLLOUTS_NAME).exists():
+            raise DataError(
+                f"{directory} holds {ROLLOUTS_NAME} of an evaluation that is not known: {IDENTITY_NAME} is missing. "
+                "Bring it back, choose another directory with --output-dir, or remove what is there with --clean."
+            )
         atomic.write_file(path, msgspec.json.format(msgspec.json.encode(wanted), indent=1))
         return
     found = read_identity(directory)
