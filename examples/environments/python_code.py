@@ -72,9 +72,14 @@ def require_sandbox() -> None:
     Raises:
         ConfigError: this machine does not let it be built; says what failed.
     """
-    done = subprocess.run(
-        _command(Limits(cpu_s=60)), input=b"print('word')", capture_output=True, env=_ENVIRONMENT, check=False
-    )
+    command = _command(Limits(cpu_s=60))
+
+    def tried() -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(command, input=b"print('word')", capture_output=True, env=_ENVIRONMENT, check=False)
+
+    done = tried()
+    if done.returncode == _KILLED or killed_by(done.returncode) is not None:
+        done = tried()
     if done.returncode or done.stdout != b"word\n":
         reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise ConfigError(

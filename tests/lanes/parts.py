@@ -45,6 +45,7 @@ PARTS = {
         "tests/integration/test_rl_dropped.py",
         "tests/integration/test_rl_branches.py",
     ),
+    "src/holdfast/orchestrator/env": ("tests/faults/test_every_process.py",),
     "src/holdfast/process": (
         "tests/integration/test_sft_stop.py",
         "tests/integration/test_rl_stuck.py",

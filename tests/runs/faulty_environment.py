@@ -32,9 +32,6 @@ class Faulty(Environment):
             raise ConfigError("it is not to be")
         if load == "exit":
             os._exit(9)
-        if load == "killed once" and not (self.marks / "loaded").exists():
-            (self.marks / "loaded").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))

@@ -23,7 +23,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.env.registry import load_environment, require_methods
-from holdfast.process.child import LAUNCHER_ENV
+from holdfast.process.child import LAUNCHER_ENV, killed_by
 from holdfast.process.imports import module_command
 from holdfast.view.tables import Grid, Report, working
 
@@ -155,23 +155,28 @@ def _ask_elsewhere(request: Request, progress: _Progress) -> list[Way]:
 
 
 def _probe_in_process(request: Request, hash_seed: str) -> Findings:
+    """Ask in another process, and once more in a new one if that was killed from outside."""
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, LAUNCHER_ENV: str(os.getpid())}
     with tempfile.TemporaryDirectory(prefix="holdfast-check-") as directory:
         path = Path(directory) / "findings.json"
-        done = subprocess.run(
-            module_command("holdfast.commands.environments_probe", str(path)),
-            input=msgspec.json.encode(request),
-            env=environment,
-            stdout=subprocess.DEVNULL,  # it has said the same in this one
-            stderr=subprocess.PIPE,
-            check=False,
-        )
+        command = module_command("holdfast.commands.environments_probe", str(path))
+
+        def ask() -> subprocess.CompletedProcess[bytes]:
+            # What it prints, it has said in this one.
+            asked, quiet = msgspec.json.encode(request), subprocess.DEVNULL
+            return subprocess.run(command, input=asked, env=environment, stdout=quiet, stderr=subprocess.PIPE)
+
+        done = ask()
+        if killed_by(done.returncode) is not None:
+            done = ask()
         if done.returncode == 0 and path.exists():
             return msgspec.json.decode(path.read_bytes(), type=Findings)
     lines = done.stderr.decode(errors="backslashreplace").strip().splitlines()
     said = lines[-1].removeprefix("error: ") if lines else "it said nothing"
     found = Findings()
-    found.fail("tasks", f"the process ended with code {done.returncode}: {said}")
+    killed = killed_by(done.returncode)
+    how = f"was killed by {killed.name} twice" if killed else f"ended with code {done.returncode}"
+    found.fail("tasks", f"the process {how}: {said}")
     return found
 
 

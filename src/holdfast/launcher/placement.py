@@ -13,7 +13,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import Cluster, check_shared, needs_of, trainer_names, wait_for_places
-from holdfast.launcher.cluster.hosts import Wire
+from holdfast.launcher.cluster.hosts import RemoteHost, Wire
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.devices import Machine, gpus_per_engine
@@ -86,7 +86,7 @@ class Placed:
                 f"other machines can reach the inference server at {host.address}, so it needs an admin token: set "
                 f"the environment variable {server.admin_token_env}, which every process of the run is given"
             )
-        server.host, server.port = host.address, self._port(host.wire, first=server.port)
+        server.host, server.port = host.address, self._port(host, first=server.port)
 
     def plan(self, plan: Plan, config: RlConfig) -> Plan:
         """Return `plan` with every process in its place, and a trainer on each of its nodes."""
@@ -100,18 +100,22 @@ class Placed:
                 environments[name]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         if len(names) > 1:
             first = self.cluster.host("trainer")
-            port = self._port(first.wire, first=_RDZV_PORT)
+            port = self._port(first, first=_RDZV_PORT)
             endpoint = f"[{first.address}]:{port}" if ":" in first.address else f"{first.address}:{port}"
             for node, name in enumerate(names):
                 environments[name] |= {NODE_RANK_ENV: str(node), ENDPOINT_ENV: endpoint}
         hosts = {name: self.cluster.host(name) for name in commands}
         return replace(plan, commands=commands, hosts=hosts, environments=environments)
 
-    def _port(self, wire: Wire, *, first: int) -> int:
-        """Return a port that is this run's on the host that `wire` leads to, for as long as that place lives."""
-        if wire not in self._ports:
-            self._ports[wire] = wire.call("reserve", first)
-        return self._ports[wire]
+    def _port(self, host: RemoteHost, *, first: int) -> int:
+        """Return a port that is this run's on `host`, for as long as that place lives.
+
+        Raises:
+            ProcessDied: the host does not answer.
+        """
+        if host.wire not in self._ports:
+            self._ports[host.wire] = host.ask("reserve", first)
+        return self._ports[host.wire]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import SIGKILL
 
 import msgspec
 from pydantic import BaseModel
@@ -30,7 +31,7 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.launcher.devices import Placement, names_of, rates_of_run, settings_of_run
-from holdfast.process.child import LAUNCHER_ENV, available_cores
+from holdfast.process.child import LAUNCHER_ENV, available_cores, killed_by
 from holdfast.process.events import EVENTS_ENV
 from holdfast.process.gpus import Gpu, require_vllm
 from holdfast.process.imports import module_command
@@ -177,7 +178,15 @@ def check_in_child(module: str, config: BaseModel, *arguments: str, events: Path
         failure = EnvironmentFailure(message)
         failure.exit_code = ConfigError.exit_code  # nothing was started
         raise failure
-    error = HoldfastError(f"checking the configuration failed (exit code {child.returncode}):\n{said}")
+    if (by := killed_by(child.returncode)) is not None:
+        why = "; the kernel does so when memory runs out" if by == SIGKILL else ""
+        said = (
+            f"the process that checks the configuration was killed by {by.name}{why}. Nothing was started: give the "
+            "same command again"
+        )
+    else:
+        said = f"checking the configuration failed (exit code {child.returncode}):\n{said}"
+    error = HoldfastError(said)
     error.exit_code = 1
     raise error
 

@@ -73,6 +73,18 @@ def import_users(name: str) -> ModuleType:
         raise
 
 
+def module_file(name: str) -> Path | None:
+    """Return the file that `import_users` would import as `name`, without importing it; None where there is none."""
+    path, spec = [*pythonpath(), str(Path.cwd()), *sys.path], None
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    found = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    return found if found is not None and found.is_file() else None
+
+
 def _taken(name: str) -> str | None:
     """Say whose file is imported in the place of the user's file of that name, if any is."""
     top = name.partition(".")[0]

@@ -282,6 +282,6 @@ def resume(checkpointer: Checkpointer, run_dir: RunDir, step: int, *, data_finge
     checkpointer.load(step, verify="size")
     if saved.fingerprints.data != data_fingerprint and mesh.is_main:
         report(
-            f"WARNING: the training data are not those of step {step}: the position in them is kept, so samples may "
-            "be trained twice or never in this epoch"
+            f"WARNING: the training data are not those of step {step} ({saved.fingerprints.data} -> "
+            f"{data_fingerprint}): the position in them is kept, so samples may be trained twice or never in this epoch"
         )

@@ -265,7 +265,7 @@ def test_an_environment_without_a_fault_is_passed(environments: Command) -> None
     ("name", "message"),
     [
         ("Unordered", "another process (PYTHONHASHSEED="),
-        ("OnlyHere", "the process ended with code -9: it said nothing"),
+        ("OnlyHere", "the process was killed by SIGKILL twice: it said nothing"),
     ],
 )
 def test_a_fault_in_other_processes_is_found_there(name: str, message: str, environments: Command) -> None:

@@ -41,7 +41,7 @@ def main() -> None:
         say(result=result)
         if call["method"] == "start":
             # A thread of its own waits: the next call may be the one that ends the process.
-            threading.Thread(target=lambda: say(ended=place.wait()), daemon=True).start()
+            threading.Thread(target=lambda pid=result: say(ended=place.wait(), pid=pid), daemon=True).start()
     os._exit(0)  # at once; the kernel ends what was started
 
 

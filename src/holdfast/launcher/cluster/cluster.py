@@ -168,6 +168,7 @@ def check_shared(cluster: Cluster, names: list[str], run_dir: Path) -> None:
 
     Raises:
         ConfigError: one does not.
+        ProcessDied: one does not answer.
     """
     run_dir = run_dir.absolute()
     marker = run_dir / f"{atomic.TEMPORARY_PREFIX}shared"
@@ -175,7 +176,7 @@ def check_shared(cluster: Cluster, names: list[str], run_dir: Path) -> None:
     try:
         for name in names:
             host = cluster.host(name)
-            if host.wire.call("missing", [str(marker)]):
+            if host.ask("missing", [str(marker)]):
                 raise ConfigError(
                     f"{host.name}, where {name} runs, does not see {run_dir}: give an --output-dir on a "
                     "filesystem that all hosts share"

@@ -17,15 +17,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError, ProcessDied
 from holdfast.process.child import LAUNCHER_ENV
-from holdfast.process.heartbeat import show_stacks
+from holdfast.process.heartbeat import awake_s, show_stacks
 from holdfast.process.imports import module_command
 
 if TYPE_CHECKING:
@@ -305,32 +308,53 @@ class Wire(Protocol):
         """
         ...
 
+    def post(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the place and wait for nothing: `ended` raises an error if no answer comes in time."""
+        ...
+
     def ended(self) -> int | None:
-        """Return how the process there ended, without waiting; None while it runs.
+        """Return how the process that was started last ended, without waiting; None while it starts or runs.
 
         Raises:
             HostLost: nobody will ever know.
+            HoldfastError: it could not be started.
         """
+        ...
+
+    def lose(self) -> HostLost:
+        """Give the place up, without waiting; return why."""
         ...
 
 
 class RemoteProcess:
-    """A process on another host."""
+    """A process on another host. What is asked of it waits for no answer: the host may be mute."""
 
-    def __init__(self, wire: Wire, *, host: str, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, wire: Wire, *, host: str, started: Future[int]) -> None:
         self.loss: str | None = None
         self.returncode: Any = None
         self._wire = wire
         self._host = host
+        self._started = started
+
+    @property
+    def pid(self) -> int:
+        """Its process id on its host; 0 before it has started."""
+        return self._started.result() if self._started.done() and self._started.exception() is None else 0
 
     def poll(self) -> int | None:
-        """Return how it ended, without waiting; a lost host counts as SIGKILL."""
+        """Return how it ended, without waiting; a lost host counts as SIGKILL.
+
+        Raises:
+            HoldfastError: it could not be started; this is said once.
+        """
         if self.returncode is None:
             try:
                 self.returncode = self._wire.ended()
             except HostLost as lost:
                 self._lose(lost)
+            except HoldfastError as error:
+                self.returncode = error.exit_code
+                raise
         return self.returncode
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -343,28 +367,31 @@ class RemoteProcess:
     def signal(self, number: int) -> None:
         """Send a signal to it alone."""
         if self.poll() is None:
-            self._call("signal", int(number))
+            self._wire.post("signal", int(number))
 
     def kill(self) -> None:
         """Kill it and what it started."""
-        self._call("kill")
+        self._post("kill")
 
     def clear(self, timeout_s: float) -> None:
-        """Kill it and what it started, and wait until they are gone."""
-        self._call("clear", timeout_s)
+        """Kill it and what it started, and wait until they are gone; a host that does not say so in time is lost."""
+        cleared = self._post("clear", timeout_s)
+        if cleared is None:
+            return
+        try:
+            cleared.result(2 * timeout_s)
+        except TimeoutError:
+            self._lose(self._wire.lose())
+        except HostLost as lost:
+            self._lose(lost)
         self.wait(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
         """Have its processes write their stacks into `log`."""
-        self._call("show_stacks", list(pids), str(log))
+        self._post("show_stacks", list(pids), str(log))
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        if self.loss is not None:
-            return
-        try:
-            self._wire.call(method, *arguments)
-        except HostLost as lost:
-            self._lose(lost)
+    def _post(self, method: str, *arguments: Any) -> Future[Any] | None:
+        return self._wire.post(method, *arguments) if self.loss is None else None
 
     def _lose(self, lost: HostLost) -> None:
         self.loss = f"{self._host} is lost: {lost}"
@@ -385,18 +412,25 @@ class RemoteHost:
         self.wire = wire
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> RemoteProcess:
-        """Start a process of ours there; `argv` is that of `module_command`."""
+        """Start a process of ours there, without waiting for it; `argv` is that of `module_command`."""
         arguments = (argv[3:], str(log.absolute()), {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
+        return RemoteProcess(self.wire, host=self.name, started=self.wire.post("start", *arguments))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the place, and wait for its result.
+
+        Raises:
+            ProcessDied: the host does not answer.
+            HoldfastError: what the method raised.
+        """
         try:
-            pid = self.wire.call("start", *arguments)
+            return self.wire.call(method, *arguments)
         except HostLost as lost:
-            process = RemoteProcess(self.wire, host=self.name, pid=0)
-            process._lose(lost)
-            return process
-        return RemoteProcess(self.wire, host=self.name, pid=pid)
+            raise ProcessDied(f"{self.name} is lost: {lost}") from None
 
 
-_CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 60.0
+"""Within which an answer comes; the first one waits for a scheduler, and for the imports of the agent."""
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -405,8 +439,14 @@ def agent_command() -> list[str]:
     return module_command("holdfast.launcher.cluster.agent")
 
 
+@dataclass
+class _Call:
+    answer: Future[Any]
+    due_s: float
+
+
 class PipeWire:
-    """Leads to a place in an agent.
+    """Leads to a place in an agent. Nothing but `call` and `close` waits for the agent.
 
     Args:
         argv: starts the agent; its stdin and stdout are the agent's.
@@ -421,62 +461,83 @@ class PipeWire:
             text=True,
             start_new_session=True,  # Ctrl-C is for the launcher alone
         )
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._end: int | None = None
-        self._said = ""
-        self._is_lost = threading.Event()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
+        self._started: Future[int] | None = None
+        self._ends: dict[int, int] = {}
+        self._lost: HostLost | None = None
+        threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._read, daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the place, and wait for its result."""
-        if self.is_lost:
-            raise self._lost()
-        if method == "start":
-            self._end = None
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{json.dumps({'method': method, 'arguments': arguments})}\n")
-            self._process.stdin.flush()
-            answer = self._answers.get(timeout=_CALL_TIMEOUT_S)
-        except (OSError, queue.Empty):
-            answer = None
-        if answer is None:
-            raise self._lost()
-        if "error" in answer:
-            raise ConfigError(answer["error"])
-        return answer["result"]
+            return self.post(method, *arguments).result(CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise self.lose() from None
+
+    def post(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the place."""
+        call = _Call(Future(), awake_s() + CALL_TIMEOUT_S)
+        with self._lock:
+            if method == "start":
+                self._started = call.answer
+            if self._lost is not None:
+                call.answer.set_exception(self._lost)
+                return call.answer
+            self._calls.append(call)
+            self._lines.put(f"{json.dumps({'method': method, 'arguments': arguments})}\n")
+        return call.answer
 
     def ended(self) -> int | None:
         """Return how the process there ended."""
-        if self._end is None and self._is_lost.is_set():
-            raise self._lost()
-        return self._end
+        assert self._started is not None
+        if self._started.done() and (code := self._ends.get(self._started.result())) is not None:
+            return code
+        if self._lost is not None:
+            raise self._lost
+        with self._lock:
+            is_mute = bool(self._calls) and awake_s() > self._calls[0].due_s
+        if is_mute:
+            raise self.lose()
+        return None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent has ended."""
-        return self._is_lost.is_set()
+        """Whether the agent has ended, or was given up."""
+        return self._lost is not None
 
     def close(self) -> None:
         """End the agent, with what it started."""
-        assert self._process.stdin is not None
+        # By the end of its stdin: an agent on another host would not hear of a dead `srun`.
+        self._lines.put(None)
         try:
-            # By the end of its stdin: an agent on another host would not hear of a dead `srun`.
-            self._process.stdin.close()
             self._process.wait(_CLOSE_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _lost(self) -> HostLost:
+    def lose(self) -> HostLost:
         """Give the agent up: an answer that comes late must not be taken for that of a later call."""
+        threading.Thread(target=self.close, daemon=True).start()
+        return self._lose("it does not answer")
+
+    def _lose(self, reason: str) -> HostLost:
+        with self._lock:
+            self._lost = lost = self._lost or HostLost(reason)
+            calls, self._calls = self._calls, deque()
+        for call in calls:
+            call.answer.set_exception(lost)
+        return lost
+
+    def _write(self) -> None:
+        """Write calls in a thread of its own: who does not read them holds nobody but it."""
         assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        if not self._is_lost.wait(_CALL_TIMEOUT_S):
-            self._process.kill()
-            self._is_lost.set()
-        return HostLost(self._said or "it does not answer")
+        with suppress(OSError), self._process.stdin as stdin:
+            while (line := self._lines.get()) is not None:
+                stdin.write(line)
+                stdin.flush()
 
     def _read(self) -> None:
         assert self._process.stdout is not None and self._process.stderr is not None
@@ -484,10 +545,15 @@ class PipeWire:
             for line in stdout:
                 message = json.loads(line)
                 if "ended" in message:
-                    self._end = message["ended"]
+                    self._ends[message["pid"]] = message["ended"]
+                    continue
+                with self._lock:
+                    call = self._calls.popleft() if self._calls else None
+                if call is None:  # it was given up
+                    continue
+                if "error" in message:
+                    call.answer.set_exception(ConfigError(message["error"]))
                 else:
-                    self._answers.put(message)
+                    call.answer.set_result(message["result"])
             errors = [line for line in stderr if "error" in line]
-        self._said = errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})"
-        self._is_lost.set()
-        self._answers.put(None)
+        self._lose(errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})")

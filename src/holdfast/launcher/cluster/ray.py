@@ -11,14 +11,16 @@ import importlib
 import os
 import socket
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, Literal
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import HostLost, Place, RemoteHost
+from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, Place, RemoteHost
+from holdfast.process.heartbeat import awake_s
 
-_CALL_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 # Waiting for the end of a process takes one of its threads, a call another.
 _CALLS_AT_ONCE = 4
@@ -30,24 +32,61 @@ class RayWire:
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray
         self.actor = actor
+        self._started: Any = None
         self._end: Any = None
+        self._posted: list[tuple[Any, float]] = []
+        self._lost: HostLost | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor, and wait for its result."""
+        return self._get(getattr(self.actor, method).remote(*arguments))
+
+    def post(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the actor."""
-        result = self._get(getattr(self.actor, method).remote(*arguments))
         if method == "start":
-            self._end = self.actor.wait.remote()
-        return result
+            reference = self._started = self.actor.start.remote(*arguments)
+            self._end = self.actor.behind.remote(self._started, "wait")
+        else:
+            reference = self.actor.behind.remote(self._started, method, *arguments)
+        self._posted.append((reference, awake_s() + CALL_TIMEOUT_S))
+        answer: Future[Any] = Future()
+        reference.future().add_done_callback(lambda done: self._pass_on(done, answer))
+        return answer
 
     def ended(self) -> int | None:
         """Return how the process in the actor ended, without waiting."""
-        ready, _ = self._ray.wait([self._end], timeout=0)
-        return self._get(self._end) if ready else None
+        if self._lost is not None:
+            raise self._lost
+        if self._is_there(self._end):
+            return self._get(self._end)
+        self._posted = [(call, due_s) for call, due_s in self._posted if not self._is_there(call)]
+        if self._posted and awake_s() > self._posted[0][1]:
+            raise self.lose()
+        return None
+
+    def lose(self) -> HostLost:
+        """Give the actor up."""
+        self._ray.kill(self.actor)
+        self._lost = HostLost("it does not answer")
+        return self._lost
+
+    def _is_there(self, reference: Any) -> bool:
+        ready, _ = self._ray.wait([reference], timeout=0)
+        return bool(ready)
+
+    def _pass_on(self, done: Future[Any], answer: Future[Any]) -> None:
+        try:
+            answer.set_result(self._told(done.result))
+        except (HostLost, HoldfastError, self._ray.exceptions.RayTaskError) as error:
+            answer.set_exception(error)
 
     def _get(self, reference: Any) -> Any:
+        return self._told(lambda: self._ray.get(reference, timeout=CALL_TIMEOUT_S))
+
+    def _told(self, ask: Callable[[], Any]) -> Any:
         errors = self._ray.exceptions
         try:
-            return self._ray.get(reference, timeout=_CALL_TIMEOUT_S)
+            return ask()
         except errors.RayTaskError as error:
             if isinstance(error.cause, HoldfastError):
                 raise error.cause from None
@@ -161,6 +200,11 @@ class RayCluster:
 
 
 class _RayPlace(Place):
+    def behind(self, started: int, method: str, *arguments: Any) -> Any:
+        """Call a method when there is what `start` has started: the actor does several things at once, in no order."""
+        del started  # Ray has waited for it
+        return getattr(self, method)(*arguments)
+
     def about(self) -> dict[str, str]:
         address = importlib.import_module("ray.util").get_node_ip_address()
         return {**super().about(), "address": address}

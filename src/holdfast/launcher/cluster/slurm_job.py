@@ -21,6 +21,7 @@ from holdfast.config.load import without_none
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
+from holdfast.process.child import killed_by
 from holdfast.run import atomic
 
 _SUBMIT_TIMEOUT_S = 60.0
@@ -180,16 +181,19 @@ def _submit(job: _Job) -> int:
     except FileNotFoundError:
         raise ConfigError(f"--slurm needs SLURM's sbatch, which is not on this machine. The script is {path}") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"sbatch has not answered within {_SUBMIT_TIMEOUT_S:.0f} s: see by squeue whether the job is there before "
-            f"you submit {path} again"
-        ) from None
+        raise _unknown(path, f"has not answered within {_SUBMIT_TIMEOUT_S:.0f} s") from None
+    if (killed := killed_by(done.returncode)) is not None:
+        raise _unknown(path, f"was killed by {killed.name}")
     if done.returncode != 0:
         raise ConfigError(f"sbatch refuses {path}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
     print(f"submitted job {number}; its output: {job.folder / f'job_{number}.out'}")
     print(f"save and stop it: scancel --batch --signal TERM {number}")
     return 0
+
+
+def _unknown(script: Path, how: str) -> ConfigError:
+    return ConfigError(f"sbatch {how}: see by squeue whether the job is there before you submit {script} again")
 
 
 def _rendered(job: _Job) -> str:

@@ -20,7 +20,7 @@ from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
 from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
 from holdfast.launcher.resume.fork import copy_fork, find_fork
-from holdfast.launcher.resume.inputs import changed_inputs, find_inputs, inputs_of, libraries_of
+from holdfast.launcher.resume.inputs import change_training, changed_inputs, find_inputs, inputs_of, libraries_of
 from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
     refuse_to_leave_behind,
@@ -223,7 +223,7 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
     """Say which libraries and files are not those of the checkpoint and of the last attempt.
 
     Returns:
-        Whether the last attempt had the same: then what it made is what this one would make.
+        Whether the last attempt trained with the same: then what it made is what this one would make.
     """
     own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
     saved, is_known = libraries_of(attempt.checkpoint), True
@@ -235,7 +235,7 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
     since_last = changed_inputs(attempt.inputs, {**saved, **noted})
     for line in dict.fromkeys([*changed_inputs(attempt.inputs, saved), *since_last]):
         print(f"WARNING: changes what is computed from here on: {line}")
-    return is_known and not since_last
+    return is_known and not change_training(since_last)
 
 
 def _takes_another_way(

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from typing import Any
 
-from holdfast.errors import EnvironmentFailure
-from holdfast.process.child import die_with_parent
+from holdfast.errors import EnvironmentFailure, ProcessKilled
+from holdfast.process.child import die_with_parent, killed_by
 from holdfast.process.imports import import_extra
 
 _TIMEOUT_S = 30.0
 """Of one answer; math-verify gives up by itself after 5 s for each of its steps."""
+_END_S = 5.0
 
 
 class MathAnswers:
@@ -41,6 +42,7 @@ class MathAnswers:
 
         Raises:
             EnvironmentFailure: the right answer is no mathematics.
+            ProcessKilled: the process was killed from outside.
         """
         if self._loop is not asyncio.get_running_loop() or self._turn is None:
             self._loop, self._turn = asyncio.get_running_loop(), asyncio.Lock()
@@ -53,7 +55,11 @@ class MathAnswers:
         return float(reply["equal"])
 
     async def _ask(self, line: bytes) -> dict[str, Any] | None:
-        """Return the process's answer to a line; None where it dies or misses its time."""
+        """Return the process's answer to a line; None where it ends by itself or misses its time.
+
+        Raises:
+            ProcessKilled: it was killed from outside, which says nothing about the answer.
+        """
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
@@ -64,12 +70,16 @@ class MathAnswers:
         exchange = asyncio.ensure_future(asyncio.to_thread(_exchange, process, line))
         try:
             reply = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
+            is_killed = not reply and await asyncio.to_thread(_is_killed, process)
         except TimeoutError:
-            reply = b""
+            reply, is_killed = b"", False
         finally:
             if not exchange.done():
                 process.kill()
                 await asyncio.wait([exchange])
+        if is_killed:
+            self.close()
+            raise ProcessKilled("the process of scorer 'math_verify' was killed from outside")
         if not reply:
             self.close()
             return None
@@ -93,14 +103,22 @@ class MathAnswers:
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Write a line and return the one that answers it; nothing where the process dies meanwhile."""
+    """Write a line and return the one that answers it, whole; nothing where the process ends meanwhile."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(line)
         process.stdin.flush()
     except BrokenPipeError:
         return b""
-    return process.stdout.readline()
+    reply = process.stdout.readline()
+    return reply if reply.endswith(b"\n") else b""
+
+
+def _is_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process, which answers no more, was killed from outside."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return killed_by(process.wait(_END_S)) is not None
+    return False
 
 
 def _compare(completion: str, answer: str) -> dict[str, Any]:

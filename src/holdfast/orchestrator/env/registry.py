@@ -28,8 +28,7 @@ from holdfast.orchestrator.env.reasoning_gym import PREFIX, ReasoningGym
 from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
 from holdfast.orchestrator.env.verifiers import Verifiers
 from holdfast.process.imports import import_users
-
-GROUP = "holdfast.environments"
+from holdfast.run.named_files import ENVIRONMENTS_GROUP as GROUP
 
 
 @dataclass(frozen=True)

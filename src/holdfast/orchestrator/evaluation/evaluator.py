@@ -32,7 +32,8 @@ from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
 from holdfast.run import atomic
-from holdfast.run.manifest import content_digest, files_named_in
+from holdfast.run.manifest import content_digest
+from holdfast.run.named_files import files_of_environment
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 
 _NUM_TASKS = 128
@@ -266,8 +267,8 @@ class Policy:
 
 
 def files_of(section: EnvironmentConfig) -> dict[str, str]:
-    """Return digests of the files that the arguments of an environment name, by where they name them."""
-    return {key: content_digest(path) for key, path in files_named_in(section.args)}
+    """Return digests of the files that the settings of an environment name, by where they name them."""
+    return {key: content_digest(path) for key, path in files_of_environment(section).items()}
 
 
 async def evaluate(

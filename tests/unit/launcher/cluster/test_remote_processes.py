@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, ProcessDied
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.launcher.cluster.hosts import (
     THIS_MACHINE,
-    HostLost,
     PipeWire,
     RemoteHost,
     RemoteProcess,
@@ -98,6 +97,7 @@ def test_the_reason_of_a_lost_connection_is_the_first_error_that_it_told(tmp_pat
     code = "import sys; print('srun: error: no such node', file=sys.stderr); sys.exit(1)"
     wire = PipeWire([sys.executable, "-c", code])
     process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "a.log", {})
+    process.wait()
     assert process.loss == "other is lost: srun: error: no such node"
     wire.close()
 
@@ -105,6 +105,10 @@ def test_the_reason_of_a_lost_connection_is_the_first_error_that_it_told(tmp_pat
 def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no directory /nowhere \(No such file or directory\), from which"):
         wire.call("start", ["http.server"], str(tmp_path / "a.log"), {}, "/nowhere")
+    process = RemoteProcess(wire, host="other", started=wire.post("start", ["http.server"], "a.log", {}, "/nowhere"))
+    with pytest.raises(ConfigError, match="has no directory /nowhere"):
+        process.wait()
+    assert process.wait() == ConfigError.exit_code and process.loss is None, "it is said once"
     assert wire.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
         str(tmp_path / "no"),
         "/nowhere/at/all",
@@ -148,17 +152,44 @@ def test_the_agent_says_nothing_but_its_answers() -> None:
     assert done.stdout.startswith('{"error": "') and done.stdout.count("\n") == 1 and done.returncode == 0
 
 
-def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it may say later is the answer to nothing any more."""
-    monkeypatch.setattr(hosts, "_CALL_TIMEOUT_S", 0.05)
+def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also one that reads nothing, and nobody waits for it meanwhile. What it may say later is no answer any more."""
+    for name in ("CALL_TIMEOUT_S", "_CLOSE_TIMEOUT_S"):
+        monkeypatch.setattr(hosts, name, 0.05)
     wire = PipeWire([sys.executable, "-c", "import time; time.sleep(600)"])
+    host = RemoteHost("other", "127.0.0.1", wire)
     try:
-        for _ in range(2):
-            with pytest.raises(HostLost, match="does not answer|connection has ended"):
-                wire.call("about")
+        more_than_a_pipe_holds = {"TEXT": "x" * 200_000}
+        process = host.start(SERVES, tmp_path / "a.log", more_than_a_pipe_holds)
+        assert process.wait() == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
+        with pytest.raises(ProcessDied, match="other is lost: it does not answer"):
+            host.ask("missing", [])
         assert wire.is_lost
     finally:
         wire.close()
+
+
+def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(wire: PipeWire, tmp_path: Path) -> None:
+    """The launcher looks after its other processes meanwhile, and the agent does all of it when it goes on."""
+    log = tmp_path / "a.log"
+    process = started(wire, log)
+    os.kill(wire._process.pid, signal.SIGSTOP)
+    process.signal(signal.SIGINT)
+    process.show_stacks([], log)
+    process.kill()
+    assert process.poll() is None is process.loss, "nobody knows yet"
+    os.kill(wire._process.pid, signal.SIGCONT)
+    assert process.wait() in (-signal.SIGINT, 0, -signal.SIGKILL) and process.loss is None
+
+
+def test_a_frozen_agent_that_is_to_clear_up_is_lost(wire: PipeWire, tmp_path: Path) -> None:
+    process = started(wire, tmp_path / "a.log")
+    os.kill(wire._process.pid, signal.SIGSTOP)
+    try:
+        process.clear(0.05)
+        assert process.loss == "other is lost: it does not answer" and process.returncode == -signal.SIGKILL
+    finally:
+        os.kill(wire._process.pid, signal.SIGCONT)
 
 
 def test_a_process_on_this_machine(tmp_path: Path) -> None:

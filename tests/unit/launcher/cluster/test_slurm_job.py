@@ -209,6 +209,9 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     submitter.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
     with pytest.raises(ConfigError, match=r"sbatch refuses .*sft\.sbatch: sbatch: error: invalid partition"):
         launch_training(sft)
+    submitter.write_text("#!/bin/bash\nkill -KILL $$\n")
+    with pytest.raises(ConfigError, match="sbatch was killed by SIGKILL: see by squeue whether the job is there"):
+        launch_training(sft)
     submitter.write_text(f"#!/bin/bash\nmkfifo {tmp_path}/nobody; read -r < {tmp_path}/nobody\n")
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.launcher.cluster.slurm_job._SUBMIT_TIMEOUT_S", 0.1)

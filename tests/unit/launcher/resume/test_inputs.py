@@ -81,24 +81,6 @@ def test_other_libraries_are_said_until_a_checkpoint_has_them_and_their_batches_
     assert go_on(killed, data, capsys) == ([3], changed)
 
 
-def test_another_tokenizer_and_other_first_weights_are_said(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, run = tmp_path / "model", RunDir(tmp_path / "run")
-    shutil.copytree(ROOT / "examples" / "reverse_text" / "model", model)
-    config = config_of(run, data, resume_step="auto")
-    config.trainer.model.name = str(model)
-    start_rl(config)
-    add_batch(run, 1, version=0)
-    for name in ("chat_template.jinja", "model.safetensors"):
-        (model / name).write_bytes((model / name).read_bytes() + b" ")
-    capsys.readouterr()
-    start_rl(config)
-    said = capsys.readouterr().out
-    assert "tokenizer, chat_template.jinja: " in said and "model.name, model.safetensors: " in said
-    assert run.published_batches() == []
-
-
 def test_a_file_that_comes_to_the_tokenizer_or_leaves_it_is_said(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

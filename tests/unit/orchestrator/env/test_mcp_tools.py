@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from holdfast.config.environments import EnvironmentConfig
-from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
+from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env import mcp
 from holdfast.orchestrator.env.guard import prompt_ids_of
 from holdfast.orchestrator.env.harness import HarnessEnvironment
@@ -132,36 +132,6 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
     assert told[6] == "b", "of the new one"
     failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}
     assert failed == {"raised": 3, "timeout": 1, "server": 1, "arguments": 1, "unknown": 1}
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("which", ["server", "process between"])
-def test_a_server_that_somebody_killed_is_no_answer(which: str) -> None:
-    def kill() -> None:
-        [between] = [one for one in psutil.Process().children() if "noted_end" in " ".join(command_line(one))]
-        victim = between if which == "process between" else between.children()[0]
-        victim.send_signal(signal.SIGTERM if which == "server" else signal.SIGKILL)
-
-    with pytest.raises(ProcessKilled, match=r"mcp_servers\.s0: its process was killed from outside"):
-        asyncio.run(play(settings_of(STDIO), [call("note", text="a"), call("note", text="b")], before_turn={1: kill}))
-
-
-@pytest.mark.launch
-def test_a_server_that_is_killed_while_it_starts_is_asked_again(tmp_path: Path) -> None:
-    script, mark = tmp_path / "server.py", tmp_path / "started"
-    future = "from __future__ import annotations\n"
-    killed_first = (
-        f"{future}import os, signal\nfrom pathlib import Path\n"
-        f"if not Path({str(mark)!r}).exists():\n    Path({str(mark)!r}).touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    script.write_text(Path(STDIO["args"][0]).read_text().replace(future, killed_first))
-    said = [call("add", a=1, b=2), "done"]
-    server = {"command": sys.executable, "args": [str(script)]}
-    [session] = asyncio.run(play(settings_of(server), said))
-    assert answers(session) == ["3"]
-    with pytest.raises(ProcessKilled, match="was killed from outside"):
-        asyncio.run(play(settings_of(server), said, before=mark.unlink))
 
 
 @pytest.mark.launch

@@ -358,6 +358,14 @@ def test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program(victim: int
     asyncio.run(killed())
 
 
+def test_a_trial_of_the_sandbox_that_is_killed_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command, mark = python_code._command, tmp_path / "killed"
+    dies_first = f'test -e {mark} || {{ : > {mark}; kill -KILL $$; }}; exec "$@"'
+    monkeypatch.setattr(python_code, "_command", lambda limits: ["sh", "-c", dies_first, "sh", *command(limits)])
+    require_sandbox()
+    assert mark.exists()
+
+
 def test_a_machine_without_a_sandbox_is_refused_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     command = python_code._command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from holdfast.config.training import OptimConfig, learning_rate
 from holdfast.errors import CheckpointError, HoldfastError, SaveError, Stopped, StorageError
+from holdfast.process.events import EVENTS_ENV
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of
@@ -163,6 +165,21 @@ def test_what_a_run_depends_on_must_be_what_it_began_with(
     with pytest.raises(HoldfastError, match=message):
         train(program, tmp_path / "run", settings, until=STEPS, resume=HALF)
     assert manifest.verify(RunDir(tmp_path / "run").checkpoint(HALF)).step == HALF
+
+
+@pytest.mark.parametrize("name", ["sft, a row for each sample", "reward-model"])
+def test_other_data_under_the_same_name_are_said(
+    name: str, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EVENTS_ENV, str(tmp_path / "events"))
+    shutil.copytree(programs.half(name).path, tmp_path / "run")
+    settings = programs.settings(name)
+    rows = Path(settings["data"]["name"]).read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join([*rows[1:], rows[0]]))
+    data = settings["data"] | {"name": str(tmp_path / "rows.jsonl")}
+    train(name.split(",")[0], tmp_path / "run", settings | {"data": data}, until=HALF + 1, resume=HALF)
+    said = re.search(r"data are not those of step 5 \((\w{32}) -> (\w{32})\)", (tmp_path / "events").read_text())
+    assert said is not None and said[1] != said[2]
 
 
 @pytest.mark.parametrize("name", ["dpo", "dpo, adapters"])

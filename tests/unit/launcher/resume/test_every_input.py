@@ -1,0 +1,328 @@
+"""Every setting that may name an input of a run, and what is said when the input is another one at the next attempt.
+
+The settings are found by their types: a text or a path, at any depth. One without a row in `SETTINGS` fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from holdfast.config.algorithm import CriticConfig, KlConfig, PolicyLossConfig, RewardModelConfig
+from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import EvalConfig
+from holdfast.config.preference import DpoConfig, RewardTrainingConfig
+from holdfast.config.rl import RlConfig
+from holdfast.config.rl_trainer import EnvironmentTrainingConfig
+from holdfast.config.training import SftConfig
+from holdfast.launcher.resume.attempt import write_config
+from holdfast.launcher.resume.plan import prepare
+from holdfast.orchestrator.evaluation.evaluator import files_of
+from holdfast.run.run_dir import RunDir
+from tests.builders.launches import start_rl
+from tests.conftest import ROOT
+from tests.unit.launcher.resume.test_resume import add_batch, rl
+
+COMMANDS = (RlConfig, SftConfig, DpoConfig, RewardTrainingConfig, EvaluateConfig, InferenceConfig)
+MODEL = ROOT / "examples" / "reverse_text" / "model"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run lies, and files that its settings may name.
+
+    Attributes:
+        run: the directory of the run.
+        model: a copy of a model.
+        rows: a file of rows.
+        code: a module of the user's, `own_code`.
+    """
+
+    run: RunDir
+    model: Path
+    rows: Path
+    code: Path
+
+
+# How a setting is made to name an input, which is returned. Each of them is one that `rl` says, and whose batches it
+# makes anew.
+def _environment(config: RlConfig, **changes: Any) -> None:
+    config.orchestrator.environments = [EnvironmentConfig.model_validate({"id": "jsonl", "name": "mine", **changes})]
+
+
+def _model(config: RlConfig, place: Place) -> Path:
+    config.trainer.model.name = str(place.model)
+    return place.model / "model.safetensors"
+
+
+def _tokenizer(config: RlConfig, place: Place) -> Path:
+    config.trainer.model.tokenizer = str(place.model)
+    return place.model / "chat_template.jinja"
+
+
+def _critic(config: RlConfig, place: Place) -> Path:
+    config.trainer.advantage, config.trainer.critic = "gae", CriticConfig(name=str(place.model))
+    return place.model / "config.json"
+
+
+def _reference(config: RlConfig, place: Place) -> Path:
+    config.trainer.kl = KlConfig(coef=0.1, reference=str(place.model))
+    return place.model / "model.safetensors"
+
+
+def _reward_model(config: RlConfig, place: Place) -> Path:
+    config.trainer.reward_model = RewardModelConfig(name=str(place.model))
+    return place.model / "config.json"
+
+
+def _loss(config: RlConfig, place: Place) -> Path:
+    config.trainer.loss = PolicyLossConfig(type="own_code:loss")
+    return place.code
+
+
+def _advantage(config: RlConfig, place: Place) -> Path:
+    config.trainer.advantage = "own_code:advantage"
+    return place.code
+
+
+def _advantage_of_an_environment(config: RlConfig, place: Place) -> Path:
+    config.trainer.environments = {"mine": EnvironmentTrainingConfig(advantage="own_code:advantage")}
+    return place.code
+
+
+def _code(config: RlConfig, place: Place) -> Path:
+    _environment(config, id="own_code:Own")
+    return place.code
+
+
+def _file(config: RlConfig, place: Place) -> Path:
+    _environment(config, args={"deep": [{"path": str(place.rows)}]})
+    return place.rows
+
+
+def _scorer(config: RlConfig, place: Place) -> Path:
+    _environment(config, args={"scorer": "own_code:score"})
+    return place.code
+
+
+def _level(config: RlConfig, place: Place) -> Path:
+    levels = [{"path": str(place.rows)}, {"path": "another"}]
+    _environment(config, curriculum={"levels": levels, "advance_reward": 1.0})
+    return place.rows
+
+
+def _server_script(config: RlConfig, place: Place) -> Path:
+    _environment(config, mcp_servers={"tools": {"command": "python", "args": ["-u", str(place.code)]}})
+    return place.code
+
+
+def _server_program(config: RlConfig, place: Place) -> Path:
+    _environment(config, mcp_servers={"tools": {"command": str(place.code)}})
+    return place.code
+
+
+EXCHANGED: dict[str, tuple[Callable[[RlConfig, Place], Path], ...]] = {
+    "ModelConfig.name": (_model, lambda config, place: _model(config, place).with_name("config.json")),
+    "ModelConfig.tokenizer": (_tokenizer, lambda config, place: _tokenizer(config, place).with_name("tokenizer.json")),
+    "CriticConfig.name": (_critic,),
+    "KlConfig.reference": (_reference,),
+    "RewardModelConfig.name": (_reward_model,),
+    "PolicyLossConfig.type": (_loss,),
+    "TrainerConfig.advantage": (_advantage,),
+    "EnvironmentTrainingConfig.advantage": (_advantage_of_an_environment,),
+    "EnvironmentConfig.id": (_code,),
+    "EnvironmentConfig.args": (_file, _scorer),
+    "CurriculumConfig.levels": (_level,),
+    "McpServerConfig.command": (_server_program,),
+    "McpServerConfig.args": (_server_script,),
+}
+"""Settings whose inputs the test below exchanges."""
+
+_HERE = "test_every_input.py::test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew"
+_ITSELF = "is itself what is computed with: another value is told as a changed setting"
+_OTHERS = "names what runs elsewhere, and nobody here can know what stands behind it"
+_NOTHING = "changes nothing that is computed"
+SETTINGS: dict[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(EXCHANGED, (_HERE,)),
+    # Said by the trainer, or refused.
+    "SftDataConfig.name": (
+        "test_continued.py::test_other_data_under_the_same_name_are_said",
+        "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
+    ),
+    "CkptConfig.weights_only": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
+    "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_the_other_runs_checkpoint",),
+    "PreferenceLossConfig.reference_model": (
+        "test_every_input.py::test_another_reference_of_dpo_is_said",
+        "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
+    ),
+    "TeacherConfig.model": ("test_teacher.py::test_another_teacher_is_refused_on_resume",),
+    "EvaluateConfig.run": ("test_follow.py::test_elsewhere_a_step_that_was_trained_again_is_evaluated_again",),
+    **dict.fromkeys(
+        (
+            "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "PolicyLossConfig.args",
+            "PreferenceLossConfig.type", "SftDataConfig.split", "TrainedModelConfig.attention",
+        ),
+        _ITSELF,
+    ),
+    "EngineConfig.args": f"{_ITSELF}; the engine is compared with the trainer whenever it gets weights",
+    **dict.fromkeys(("McpServerConfig.url", "ServersConfig.urls"), _OTHERS),
+    "McpServerConfig.env": f"{_OTHERS}: variables, whose values may be secrets and are written nowhere",
+    **dict.fromkeys(
+        (
+            "ClientConfig.admin_token_env", "Command.output_dir", "McpServerConfig.api_key_env",
+            "ParallelConfig.rdzv_endpoint", "PrometheusConfig.host", "RlConfig.cluster", "RlConfig.profile",
+            "ServerConfig.admin_token_env", "ServerConfig.host", "ServerConfig.model_name", "SlurmConfig.account",
+            "SlurmConfig.extra", "SlurmConfig.job_name", "SlurmConfig.partition", "SlurmConfig.setup",
+            "SlurmConfig.time", "TrackingConfig.backends", "TrackingConfig.name", "TrackingConfig.project",
+            "TrackingConfig.tags", "TrainingCommand.profile",
+        ),
+        _NOTHING,
+    ),
+    "CkptConfig.keep_best": f"{_NOTHING}: which checkpoints stay",
+    "CkptConfig.dir": f"{_NOTHING}: copies of checkpoints, which are verified when they are brought back",
+    "SftDataConfig.cache_dir": f"{_NOTHING}: tokens are kept by all that they depend on",
+}  # fmt: skip
+
+
+def _own_fields(kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that a class brings, and their types."""
+    inherited = {name for base in kind.__mro__[1:] for name in getattr(base, "model_fields", {})}
+    yield from ((name, field.annotation) for name, field in kind.model_fields.items() if name not in inherited)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield the types that values have, at any depth."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return
+    if not arguments:
+        yield annotation
+    for one in arguments[1:] if origin is dict else arguments:  # keys are names
+        yield from _parts(one)
+
+
+def _settings() -> set[str]:
+    """Return every setting that holds a text, a path or anything, by the class that brings it."""
+    found: set[str] = set()
+    seen: set[type[BaseModel]] = set()
+    left: list[type[BaseModel]] = list(COMMANDS)
+    while left:
+        kind = left.pop()
+        if kind in seen or not inspect.isclass(kind):
+            continue
+        seen.add(kind)
+        left += [base for base in kind.__mro__[1:] if issubclass(base, BaseModel) and base.model_fields]
+        for name, annotation in _own_fields(kind):
+            parts = list(_parts(annotation))
+            left += [part for part in parts if inspect.isclass(part) and issubclass(part, BaseModel)]
+            if any(part in (str, Path, Any) for part in parts):
+                found.add(f"{kind.__name__}.{name}")
+    return found
+
+
+def test_every_setting_that_may_name_an_input_has_a_row() -> None:
+    assert _settings() == SETTINGS.keys(), "a setting of a text or a path needs a row in SETTINGS"
+    named = [name for row in SETTINGS.values() if not isinstance(row, str) for name in row]
+    for name in dict.fromkeys(named):
+        file, _, test = name.partition("::")
+        (path,) = (ROOT / "tests").rglob(file)
+        assert f"def {test}(" in path.read_text(), name
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    shutil.copytree(MODEL, tmp_path / "model")
+    rows, code = tmp_path / "rows.jsonl", tmp_path / "own_code.py"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    code.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Place(RunDir(tmp_path / "run"), tmp_path / "model", rows, code)
+
+
+def exchange(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+def said_of(path: Path, printed: str) -> list[str]:
+    """Return the lines that tell of a change, without what stands before; each has both digests."""
+    lines = [line.partition("from here on: ")[2] for line in printed.splitlines() if "from here on: " in line]
+    assert all(re.search(r"[0-9a-f]{16} -> [0-9a-f]{16}$", line) for line in lines)
+    return [line for line in lines if path.name in line or path.stem in line]
+
+
+@pytest.mark.parametrize(
+    ("key", "sets"),
+    [
+        pytest.param(key, sets, id=f"{key} {number}")
+        for key, ways in EXCHANGED.items()
+        for number, sets in enumerate(ways)
+    ],
+)
+def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
+    key: str, sets: Callable[[RlConfig, Place], Path], place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = rl(place.run, resume_step="auto")
+    path = sets(config, place)
+    start_rl(config)
+    for is_exchanged, kept in ((False, [1]), (True, []), (False, [1])):
+        if not place.run.published_batches():
+            add_batch(place.run, 1, version=0)
+        if is_exchanged:
+            exchange(path)
+        capsys.readouterr()
+        start_rl(config)
+        assert len(said_of(path, capsys.readouterr().out)) == is_exchanged
+        assert place.run.published_batches() == kept
+
+
+def test_other_files_and_code_of_evaluations_are_said_and_cost_no_batch(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = rl(place.run, resume_step="auto")
+    section = EnvironmentConfig(id="own_code:Own", name="asked", args={"path": str(place.rows)})
+    config.orchestrator.eval = EvalConfig(environments=[section], interval=1)
+    start_rl(config)
+    add_batch(place.run, 1, version=0)
+    before = files_of(section)
+    for path in (place.rows, place.code):
+        exchange(path)
+        capsys.readouterr()
+        start_rl(config)
+        (line,) = said_of(path, capsys.readouterr().out)
+        assert line.startswith("eval, environment 'asked', ") and place.run.published_batches() == [1]
+    assert before.keys() == files_of(section).keys() and not before.items() & files_of(section).items()
+
+
+def test_other_weights_to_begin_with_are_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    config = rl(place.run, resume_step="auto", weights_only=place.model)
+    start_rl(config)
+    exchange(place.model / "model.safetensors")
+    capsys.readouterr()
+    start_rl(config)
+    (line,) = said_of(place.model / "model.safetensors", capsys.readouterr().out)
+    assert line.startswith("ckpt.weights_only, model.safetensors: ")
+
+
+def test_another_reference_of_dpo_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    config = DpoConfig.model_validate(
+        {
+            "output_dir": place.run.path, "max_steps": 5, "model": {"name": str(MODEL)},
+            "loss": {"reference_model": str(place.model)}, "ckpt": {"resume_step": "auto"},
+        }
+    )  # fmt: skip
+    for _ in range(2):
+        write_config(prepare(config, clean=False, dry_run=False, is_locked=True), "dpo", config, dry_run=False)
+        exchange(place.model / "config.json")
+    (line,) = said_of(place.model / "config.json", capsys.readouterr().out)
+    assert line.startswith("loss.reference_model, config.json: ")
