@@ -273,8 +273,9 @@ class BuiltInAdvantage:
     Attributes:
         function: its name in `holdfast.trainer.rl.advantages` or `group_advantages`; None where a model beside the
             policy gives the advantages, and rewards of the batch do not.
-        takes: `rewards`: the rewards of one problem, a number for each rollout; `step_rewards`: the same, and by
-            themselves those of all parts of its rollouts; `rollouts`: `ScoredRollout` of the batch, by problem.
+        takes: `rewards`: the rewards of one problem, for each rollout the sum of its whole and its parts;
+            `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
+            the batch, by problem.
         settings: further arguments of the function, by the setting of `trainer` that each is.
         compares_group: whether it compares the rollouts of one problem, and so needs two of them at least.
         help: what it is, for `--help`.
@@ -289,8 +290,10 @@ class BuiltInAdvantage:
 
 # fmt: off
 ADVANTAGES = {
-    "dr_grpo": BuiltInAdvantage(function="dr_grpo", takes="step_rewards", help="reward - mean of the group"),
-    "grpo": BuiltInAdvantage(function="grpo", takes="step_rewards", help="(reward - mean) / std of the group"),
+    "dr_grpo": BuiltInAdvantage(function="dr_grpo", help="reward - mean of the group"),
+    "grpo": BuiltInAdvantage(function="grpo", help="(reward - mean) / std of the group"),
+    "grpo_process": BuiltInAdvantage(function="grpo", takes="step_rewards",
+                                     help="`grpo`, and the same among rewards of turns or tokens"),
     "rloo": BuiltInAdvantage(function="rloo", help="reward - mean of the others"),
     "max_rl": BuiltInAdvantage(function="max_rl", help="(reward - mean) / mean"),
     "opo": BuiltInAdvantage(function="opo_of_rollouts", takes="rollouts", help="reward - mean by length"),
