@@ -9,7 +9,9 @@ needs only its function and one line here:
                        `group_advantages`
     PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
 
-A test asks for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source.
+Tests ask for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source, for a slow
+reference in float64 (`tests.builders.references`), and that a short run learns. The names of `KlEstimator` are of
+`holdfast.trainer.rl.kl`.
 `holdfast.orchestrator.env.registry` has the table of environments.
 """
 
@@ -25,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
 
 def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
