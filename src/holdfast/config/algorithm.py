@@ -132,8 +132,8 @@ class RewardConfig(Section):
     every checkpoint). Normalisation within groups or the batch is a matter of `advantage`."""
 
     truncated: Literal["keep", "mask"] = "keep"
-    """`mask`: rollouts that ended at a token limit count in baselines but are not trained on (DAPO's
-    overlong filtering)."""
+    """What rollouts count for that a token limit ended. `keep`: for the reward that they got, as any other; `mask`: in
+    baselines alone, they are not trained on (DAPO's overlong filtering). `length_buffer_tokens` penalises long ones."""
 
     @model_validator(mode="after")
     def _whole_punishment(self) -> Self:
