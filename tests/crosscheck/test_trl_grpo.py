@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
+from holdfast.config.base import KlEstimator
 from holdfast.config.training import TrainedModelConfig
 from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
@@ -244,23 +245,26 @@ def test_logprobs_and_entropies_of_a_model_are_those_of_trl(
         torch.testing.assert_close(ours_N.double(), theirs_N, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kl_term_is_k3_and_shares_the_denominator(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss.
-
-    Unless told not to, TRL multiplies the estimate by the ratio to the sampler, with its gradient.
-    """
-    beta = 0.3
-    trainer = trl_trainers.grpo_trainer(model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=False)
+@pytest.mark.parametrize("estimator", ["k3", "k3_unbiased"])
+def test_the_kl_term_is_that_of_trl_and_shares_the_denominator(
+    estimator: KlEstimator, trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss."""
+    beta, is_corrected = 0.3, estimator == "k3_unbiased"
+    trainer = trl_trainers.grpo_trainer(
+        model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=is_corrected
+    )
     step = random_step(0)
     trainer.forwards = [step.new_BT, step.new_BT]
     theirs = trainer._compute_loss(trainer.model, step.for_trl())
     logged = trainer._metrics["train"]["kl"][0]
     trainer.beta = 0.0
     theirs = theirs - trainer._compute_loss(trainer.model, step.for_trl())
-    kl_N = estimate_kl(step.tokens_of(step.new_BT), step.tokens_of(step.reference_BT), "k3")
+    tokens = [step.tokens_of(one) for one in (step.new_BT, step.reference_BT, step.sampler_BT)]
+    kl_N = estimate_kl(tokens[0], tokens[1], estimator, base_logprobs_N=tokens[2])
     config, data = PolicyLossConfig(type="grpo"), step.for_ours()
     loss = build_policy_loss(config)
-    penalised = with_kl_term(loss, config, KlCoefficient(beta), "k3")
+    penalised = with_kl_term(loss, config, KlCoefficient(beta), estimator)
     ours = penalised(data)[0] - loss(data)[0]
     assert_same_loss_and_gradient(theirs, ours, step.new_BT)
     assert kl_N.mean().item() == pytest.approx(logged, rel=1e-6)

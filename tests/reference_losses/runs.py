@@ -33,8 +33,8 @@ _FLAGS: dict[str, dict[str, object]] = {
             "model.lora.dropout": 0.1},
     "reward-model": {**_SCHEDULE, **_DATA, "optim.type": "muon", "optim.max-grad-norm": 0.5},
     "rl": {**{f"trainer.{name}": value for name, value in _SCHEDULE.items()}, "trainer.optim.max-grad-norm": 1.5,
-           "trainer.kl.coef": 0.05, "trainer.loss.correction.type": "truncate", "trainer.updates.epochs": 2,
-           "trainer.updates.minibatches": 2, "trainer.row-tokens": 128},
+           "trainer.kl.coef": 0.05, "trainer.kl.estimator": "k3", "trainer.loss.correction.type": "truncate",
+           "trainer.updates.epochs": 2, "trainer.updates.minibatches": 2, "trainer.row-tokens": 128},
 }  # fmt: skip
 _THREADS = {"rl": {"trainer.parallel.threads": 1, "inference.engine.threads": 1}}
 _METRICS = {"rl": ("loss", "grad_norm", "reward/mean")}

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.base import POLICY_LOSSES, Section
+from holdfast.config.base import POLICY_LOSSES, KlEstimator, Section
 from holdfast.config.training import OptimConfig, SftDataConfig
 from holdfast.process.imports import check_name
 
@@ -25,9 +25,9 @@ class KlConfig(Section):
     place: Literal["loss", "reward"] = "loss"
     """A term of the loss (GRPO), or taken from the reward of each token before advantages (PPO, RLOO)."""
 
-    estimator: Literal["k1", "k2", "k3"] | None = None
-    """Per-token estimator; unset: `k3` in the loss, `k1` in the reward. `k1` in the loss is refused: its
-    gradient is zero on average."""
+    estimator: KlEstimator | None = None
+    """Per-token estimator; unset: `k3_unbiased` in the loss, where it is `k3` times the importance ratio, `k1` in the
+    reward. `k1` in the loss is refused: its gradient is zero on average."""
 
     target: float | None = Field(default=None, gt=0)
     """Steer the coefficient towards this divergence, in nats per sequence (Ziegler et al. 2019); unset: it
@@ -39,11 +39,16 @@ class KlConfig(Section):
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
         if self.estimator is None:
-            self.estimator = "k3" if self.place == "loss" else "k1"
+            self.estimator = "k3_unbiased" if self.place == "loss" else "k1"
         if self.estimator == "k1" and self.place == "loss" and self.coef > 0:
             raise ValueError(
-                "estimator = 'k1' with place = 'loss' has a gradient that is zero on average: take 'k2' or 'k3', "
-                "or place = 'reward'"
+                "estimator = 'k1' with place = 'loss' has a gradient that is zero on average: take 'k3_unbiased', 'k2' "
+                "or 'k3', or place = 'reward'"
+            )
+        if self.estimator == "k3_unbiased" and self.place == "reward":
+            raise ValueError(
+                "estimator = 'k3_unbiased' mends the gradient of a term of the loss, and a reward has none: take 'k1', "
+                "'k2' or 'k3', or place = 'loss'"
             )
         if self.target is not None and self.coef == 0:
             raise ValueError("target steers coef by multiplying it: set coef above 0 (0.2 is usual)")
@@ -127,8 +132,8 @@ class RewardConfig(Section):
     every checkpoint). Normalisation within groups or the batch is a matter of `advantage`."""
 
     truncated: Literal["keep", "mask"] = "keep"
-    """`mask`: rollouts that ended at a token limit count in baselines but are not trained on (DAPO's
-    overlong filtering)."""
+    """What rollouts count for that a token limit ended. `keep`: for the reward that they got, as any other; `mask`: in
+    baselines alone, they are not trained on (DAPO's overlong filtering). `length_buffer_tokens` penalises long ones."""
 
     @model_validator(mode="after")
     def _whole_punishment(self) -> Self:

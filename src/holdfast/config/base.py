@@ -9,7 +9,9 @@ needs only its function and one line here:
                        `group_advantages`
     PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
 
-A test asks for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source.
+Tests ask for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source, for a slow
+reference in float64 (`tests.builders.references`), and that a short run learns. The names of `KlEstimator` are of
+`holdfast.trainer.rl.kl`.
 `holdfast.orchestrator.env.registry` has the table of environments.
 """
 
@@ -25,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
 
 def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
@@ -273,8 +276,9 @@ class BuiltInAdvantage:
     Attributes:
         function: its name in `holdfast.trainer.rl.advantages` or `group_advantages`; None where a model beside the
             policy gives the advantages, and rewards of the batch do not.
-        takes: `rewards`: the rewards of one problem, a number for each rollout; `step_rewards`: the same, and by
-            themselves those of all parts of its rollouts; `rollouts`: `ScoredRollout` of the batch, by problem.
+        takes: `rewards`: the rewards of one problem, for each rollout the sum of its whole and its parts;
+            `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
+            the batch, by problem.
         settings: further arguments of the function, by the setting of `trainer` that each is.
         compares_group: whether it compares the rollouts of one problem, and so needs two of them at least.
         help: what it is, for `--help`.
@@ -289,8 +293,10 @@ class BuiltInAdvantage:
 
 # fmt: off
 ADVANTAGES = {
-    "dr_grpo": BuiltInAdvantage(function="dr_grpo", takes="step_rewards", help="reward - mean of the group"),
-    "grpo": BuiltInAdvantage(function="grpo", takes="step_rewards", help="(reward - mean) / std of the group"),
+    "dr_grpo": BuiltInAdvantage(function="dr_grpo", help="reward - mean of the group"),
+    "grpo": BuiltInAdvantage(function="grpo", help="(reward - mean) / std of the group"),
+    "grpo_process": BuiltInAdvantage(function="grpo", takes="step_rewards",
+                                     help="`grpo`, and the same among rewards of turns or tokens"),
     "rloo": BuiltInAdvantage(function="rloo", help="reward - mean of the others"),
     "max_rl": BuiltInAdvantage(function="max_rl", help="(reward - mean) / mean"),
     "opo": BuiltInAdvantage(function="opo_of_rollouts", takes="rollouts", help="reward - mean by length"),

@@ -316,8 +316,9 @@ class TrainerConfig(TrainingCommand):
         if self.distillation is not None:
             self._check_distillation()
         judges = self.distillation is not None and self.distillation.divergence == "sampled"
-        if self.loss.type == "gspo" and (judges or self.advantage == "gae"):
-            by = "distillation" if judges else "advantage = 'gae'"
+        by_token = next((name for name in ("gae", "grpo_process") if name in self.advantages), None)
+        if self.loss.type == "gspo" and (judges or by_token):
+            by = "distillation" if judges else f"advantage = '{by_token}'"
             raise ValueError(
                 f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
                 "single tokens: set loss.type = 'gspo_token'"

@@ -60,6 +60,6 @@ def _all_cut(metrics: Mapping[str, float | None]) -> str | None:
     if metrics.get("rollout/truncated") != 1:
         return None
     return (
-        "all answers of the batch ended at a token limit, none by itself. Raise sampling.max_tokens (and seq_len), or "
-        "ask for shorter answers"
+        "all answers of the batch ended at a token limit, none by itself. Raise orchestrator.sampling.max_tokens (and "
+        "orchestrator.seq_len), or ask for shorter answers. What cut answers count for: trainer.rewards.truncated"
     )

@@ -137,6 +137,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
             "is what distillation does",
         ),
         ({"kl": {"coef": 0.1, "estimator": "k1"}}, "gradient that is zero on average"),
+        ({"kl": {"place": "reward", "estimator": "k3_unbiased"}}, "a reward has none: take 'k1'"),
         ({"kl": {"target": 6.0}}, "set coef above 0"),
         ({"rewards": {"length_max_tokens": 5}}, "go together: set both or neither"),
         ({"advantage": "pass_at_k"}, "'pass_at_k' and advantage_k go together: set advantage_k"),

@@ -213,6 +213,7 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         ((*PENALTY, "1024", *KEPT), "= 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
         # Advantages that the loss does not take.
         ((*GAE, *GSPO), "set loss.type = 'gspo_token'"),
+        (("--trainer.advantage", "grpo_process", *GSPO), "what advantage = 'grpo_process' says of single tokens"),
         ((*OF_MODEL, *GSPO), "set loss.type = 'gspo_token'"),
         ((*WEIGHTED, *SFT), "has no effect with loss.type = 'sft'"),
         ((*GAE, *SFT), "has no effect with loss.type = 'sft'"),

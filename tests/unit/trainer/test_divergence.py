@@ -36,4 +36,5 @@ def test_a_gradient_of_zero_is_told_at_its_third_step() -> None:
 
 
 def test_a_batch_of_which_every_answer_was_cut_is_told_until_one_ends_by_itself() -> None:
-    assert warned("rollout/truncated", [0.9, 1.0, 1.0, 0.99, 1.0], of="sampling.max_tokens") == [2, 5]
+    for named in ("orchestrator.sampling.max_tokens", "orchestrator.seq_len", "trainer.rewards.truncated"):
+        assert warned("rollout/truncated", [0.9, 1.0, 1.0, 0.99, 1.0], of=named) == [2, 5]

@@ -236,7 +236,7 @@ def load_answers(
     else:
         answers = _usable(config, samples)
         rows = list(range(len(answers)))
-    others = following_others([_prompt(answer).tobytes() for answer in answers])
+    others = mismatched_places([_prompt(answer).tobytes() for answer in answers])
     if not others:
         raise DataError(
             f"{config.name}: all answers have the same prompt, and KTO needs at least two: it compares with answers "
@@ -248,15 +248,30 @@ def load_answers(
     ]
 
 
-def following_others(prompts: Sequence[bytes]) -> list[int]:
-    """Return, for each prompt, the place of the next that differs, going round; nothing where all are the same."""
-    count = len(prompts)
-    if len(set(prompts)) < 2:
+def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
+    """Return, for each prompt, the place of an answer to another prompt; nothing where all are the same.
+
+    Every answer is taken once, so those that the divergence is estimated from are those that are trained, good and bad,
+    as Ethayarajh et al. 2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that
+    is not possible: the other ones are then taken in turn.
+    """
+    by_prompt: dict[bytes, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(place)
+    if len(by_prompt) < 2:
         return []
+    largest, count = max(by_prompt.values(), key=len), len(prompts)
     others = [0] * count
-    for place in reversed(range(2 * count - 1)):  # twice round: the last ones find those at the beginning
-        here, after = place % count, (place + 1) % count
-        others[here] = after if prompts[after] != prompts[here] else others[after]
+    if 2 * len(largest) > count:
+        rest = [place for places in by_prompt.values() if places is not largest for place in places]
+        for places, taken in ((largest, rest), (rest, largest)):
+            for turn, place in enumerate(places):
+                others[place] = taken[turn % len(taken)]
+        return others
+    ordered = [place for places in by_prompt.values() for place in places]
+    # No prompt has more answers than the largest, so that many places further there is another one.
+    for turn, place in enumerate(ordered):
+        others[place] = ordered[(turn + len(largest)) % count]
     return others
 
 

@@ -191,6 +191,9 @@ def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Advantag
     Process supervision of Shao et al. 2024, "DeepSeekMath", section 4.1.3: the rewards of all parts of all rollouts of
     a problem are normalised together, and a token gets the sum of those whose part ends with it or later. The outcome
     is normalised by itself and added, as in Cui et al. 2025, "Process Reinforcement through Implicit Rewards".
+
+    That says which parts are better than others, and does not raise the sum of all: the same cost of every turn has no
+    effect, and a rollout of more good turns has an advantage over one that needs fewer.
     """
     return [_with_steps(function, group) for group in groups]
 

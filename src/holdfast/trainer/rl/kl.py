@@ -10,22 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import EntropyConfig
+from holdfast.config.base import KlEstimator
 from holdfast.errors import TrainingError
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.batch import OLD_LOGPROB, REFERENCE_LOGPROB, target_values
 
-KlEstimator = Literal["k1", "k2", "k3"]
-
 MAX_LOG_RATIO = 20.0
 """No log-ratio counts for more, in either direction, as in verl and OpenRLHF: e^20 is finite in any dtype."""
+MAX_KL_WEIGHT = 20.0
+"""No importance ratio weighs a token of the KL term by more, as none does in `policy_gradient`."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -42,7 +43,9 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def estimate_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
+def estimate_kl(
+    logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator, *, base_logprobs_N: Tensor | None = None
+) -> Tensor:
     """Return an estimate of KL(policy || reference) at every token sampled from the policy, in nats.
 
     With d = log policy - log reference: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (biased, small variance),
@@ -55,6 +58,9 @@ def estimate_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlE
 
     - k1 has a gradient of expectation zero: noise alone. Subtract it from the reward instead.
     - k2 has the gradient of KL(policy || reference), without bias.
+    - k3_unbiased = rho k3, rho = policy / base with its gradient, has that of KL(policy || reference), without bias, on
+      tokens of the base: rho d (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1; TRL's `use_bias_correction_kl`). Where
+      rho is 1 its value is k3 and its gradient that of k2. rho counts for at most 20.
     - k3 has the gradient of KL(reference || policy), the other direction, which is close only near the reference.
 
     d counts for at most 20 nats in either direction, as in verl, and has no gradient beyond. (verl also cuts k3 at 10,
@@ -63,13 +69,20 @@ def estimate_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlE
     Args:
         logprobs_N: log-probabilities under the policy; the result is differentiable in them.
         reference_logprobs_N: those of the same tokens under the reference.
+        base_logprobs_N: of k3_unbiased, those under the policy that the tokens count as sampled by, no gradient.
     """
     log_ratio_N = bounded(logprobs_N - reference_logprobs_N)
     if estimator == "k1":
         return log_ratio_N
     if estimator == "k2":
         return log_ratio_N.square() / 2
-    return k3(-log_ratio_N)
+    if estimator == "k3":
+        return k3(-log_ratio_N)
+    assert base_logprobs_N is not None, "the configuration has k3_unbiased in the loss alone"
+    weight_N = (logprobs_N - base_logprobs_N).detach().clamp(max=math.log(MAX_KL_WEIGHT)).exp()
+    # The two parts of its gradient, rho k3 and rho (1 - exp(-d)), are huge where d is far below 0, and nearly cancel.
+    slope_N = log_ratio_N.detach() * (log_ratio_N - log_ratio_N.detach())
+    return weight_N * (k3(-log_ratio_N.detach()) + slope_N)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
-from holdfast.config.base import POLICY_LOSSES
+from holdfast.config.base import POLICY_LOSSES, KlEstimator
 from holdfast.errors import TrainingError
 from holdfast.process.imports import calling, load_loss
-from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, KlEstimator, bounded, estimate_kl
+from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, bounded, estimate_kl
 
 
 @dataclass(frozen=True)
@@ -394,13 +394,15 @@ def with_kl_term(
 ) -> PolicyLoss:
     """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
 
-    The weights w, and so the denominator, are those of the loss itself.
+    The weights w, and so the denominator, are those of the loss itself; so is what `k3_unbiased` takes the importance
+    ratio to, unless the loss has none: then to the policy at the start of the step.
     """
 
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.reference_logprobs_N is not None, "a KL term needs a reference"
         value, counts = loss(data)
-        kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator)
+        base_N = data.sampler_logprobs_N if config.ratio_to == "sampler" else data.old_logprobs_N
+        kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator, base_logprobs_N=base_N)
         return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
 
     return penalised

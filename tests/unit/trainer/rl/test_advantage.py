@@ -84,7 +84,7 @@ def slow_of_group(name: str, rewards: list[float], index: int) -> float:
     if name == "rloo":
         others = rewards[:index] + rewards[index + 1 :]
         return rewards[index] - sum(others) / len(others)
-    divisor = {"grpo": statistics.stdev(rewards) + 1e-6, "max_rl": mean}.get(name, 1.0)
+    divisor = {"max_rl": mean}.get(name, statistics.stdev(rewards) + 1e-6 if name.startswith("grpo") else 1.0)
     return (rewards[index] - mean) / divisor
 
 
@@ -188,24 +188,26 @@ def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
-def test_rewards_of_steps_are_normalised_together_and_summed_from_each_token_on(name: str) -> None:
+def test_rewards_of_steps_are_normalised_together_and_summed_from_each_token_on() -> None:
     """DeepSeekMath, section 4.1.3, in loops; the outcomes are equal and add nothing, or add their own advantage."""
     steps = [{0: 0.2, 2: 1.0, 3: -0.5}, {1: 0.4}, {}]
     everything = [reward for own in steps for reward in own.values()]
     for outcomes in ([1.0, 1.0, 1.0], [0.0, 1.0, 0.5]):
         group = [step_rollout(reward, own) for reward, own in zip(outcomes, steps, strict=True)]
-        normalised = iter(slow_of_group(name, everything, index) for index in range(len(everything)))
+        normalised = iter(slow_of_group("grpo", everything, index) for index in range(len(everything)))
         by_end = [{end: next(normalised) for end in own} for own in steps]
         expected = [
-            [slow_of_group(name, outcomes, i) + sum(v for end, v in by_end[i].items() if end >= t) for t in range(4)]
+            [slow_of_group("grpo", outcomes, i) + sum(v for end, v in by_end[i].items() if end >= t) for t in range(4)]
             for i in range(3)
         ]
-        for mine, theirs in zip(by_token(name, [group]), expected, strict=True):
+        for mine, theirs in zip(by_token("grpo_process", [group]), expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in REWARD_ADVANTAGES if name not in ("grpo", "dr_grpo", "gdpo")])
+RAISE_THE_SUM = [name for name in REWARD_ADVANTAGES if name not in ("grpo_process", "gdpo")]
+
+
+@pytest.mark.parametrize("name", RAISE_THE_SUM)
 def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) -> None:
     steps = [{0: 0.5, 2: 1.0}, {1: 0.25}, {}]
     groups = [[step_rollout(reward, own) for reward, own in zip((1.0, 2.0, 0.5), steps, strict=True)]]
@@ -216,6 +218,66 @@ def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) 
         expected = by_token(name, [[scored_rollout(reward, 4) for reward in (2.5, 2.25, 0.5)]])
     for mine, theirs in zip(by_token(name, groups), expected, strict=True):
         assert mine == pytest.approx(theirs)
+
+
+class Turns:
+    """A policy that answers, or asks on, in each of up to three turns of a token; the third one always answers.
+
+    The answer earns 1, and every turn `of_turn` beside it.
+    """
+
+    def __init__(self, of_turn: float) -> None:
+        self.of_turn = of_turn
+        self.logits = np.zeros(2)
+
+    def stops(self) -> np.ndarray:
+        """The chances of an answer in the first turn and the second."""
+        return 1 / (1 + np.exp(-self.logits))
+
+    def play(self, random: np.random.Generator) -> tuple[ScoredRollout, list[int]]:
+        """Return a rollout and what was chosen in its turns: 1 for an answer."""
+        chosen: list[int] = []
+        while not sum(chosen) and len(chosen) < 2:
+            chosen.append(int(random.random() < self.stops()[len(chosen)]))
+        turns = len(chosen) + (not sum(chosen))
+        old = [math.log(abs(1 - one - stop)) for one, stop in zip(chosen, self.stops(), strict=False)]
+        padding = [0.0] * (turns - len(chosen))
+        return replace(
+            step_rollout(1.0, dict.fromkeys(range(turns), self.of_turn), turns),
+            old_logprobs=np.array(old + padding),
+            reference_logprobs=np.array([math.log(0.5)] * len(chosen) + padding),
+        ), chosen
+
+    def learn(self, name: str, *, steps: int) -> None:
+        """Take steps of the policy gradient with this advantage, the sum over all tokens."""
+        advantage, random = advantage_of(name), np.random.default_rng(0)
+        for _ in range(steps):
+            played = [[self.play(random) for _ in range(8)] for _ in range(8)]
+            given = advantage([[rollout for rollout, _ in group] for group in played])
+            gradient = np.zeros(2)
+            for group, values in zip(played, given, strict=True):
+                for (rollout, chosen), value in zip(group, values, strict=True):
+                    of_tokens = np.broadcast_to(value, rollout.num_tokens)
+                    for turn, one in enumerate(chosen):
+                        gradient[turn] += of_tokens[turn] * (one - self.stops()[turn])
+            self.logits += 0.5 * gradient / max(1.0, float(np.linalg.norm(gradient)))
+
+
+@pytest.mark.parametrize("name", RAISE_THE_SUM)
+def test_a_policy_of_turns_finds_the_largest_sum_of_all_rewards(name: str) -> None:
+    """A cost of every turn makes it answer at once, a gain makes it go on to the last."""
+    policy = Turns(-0.25)
+    policy.learn(name, steps=60)
+    assert policy.stops()[0] > 0.9
+    policy = Turns(0.25)
+    policy.learn(name, steps=60)
+    assert policy.stops().max() < 0.1
+
+
+def test_process_supervision_sees_no_cost_that_is_the_same_for_every_turn() -> None:
+    policy = Turns(-0.25)
+    policy.learn("grpo_process", steps=1)
+    assert not policy.logits.any()
 
 
 def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:

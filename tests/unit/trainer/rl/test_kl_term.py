@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import PolicyLossConfig
-from holdfast.trainer.rl.kl import KlCoefficient, KlEstimator
+from holdfast.config.base import KlEstimator
+from holdfast.trainer.rl.kl import KlCoefficient
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
 
@@ -20,8 +21,10 @@ WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
 ESTIMATES = {
     "k2": lambda d: d * d / 2,
     "k3": lambda d: math.exp(-d) + d - 1,
+    "k3_unbiased": lambda d: math.exp(-d) + d - 1,
 }
-SLOPES = {"k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
+# Where the importance ratio is 1.
+SLOPES = {"k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d), "k3_unbiased": lambda d: d}
 
 
 def loss_input(logprobs_N: Tensor) -> PolicyLossInput:
@@ -44,7 +47,7 @@ def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ESTIMATES)
 def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregation: Any) -> None:
     config = PolicyLossConfig(type="policy_gradient", aggregation=aggregation)
     plain = build_policy_loss(config)
@@ -59,7 +62,7 @@ def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregatio
 
 
 @pytest.mark.parametrize("far", [-120.0, 120.0])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ESTIMATES)
 def test_a_term_is_finite_however_far_the_reference(estimator: Any, far: float) -> None:
     logprobs_N = torch.tensor([-1.0], requires_grad=True)
     near_N = logprobs_N.detach()

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import Layout
-from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.model.policy import predict
 from holdfast.trainer.rl.batch import to_samples
-from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.group_advantages import dr_grpo, grpo
 from holdfast.trainer.rl.losses import PolicyLossInput
-from holdfast.trainer.rl.train_step import Learner
-from holdfast.trainer.session import Session, Stopwatch, start_session
+from tests.builders.learner_runs import LearnerRun, start_learner
 
 GROUPS, GROUP_SIZE = 3, 4
 REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}
@@ -52,21 +49,11 @@ def seen() -> list[PolicyLossInput]:
     return _seen
 
 
-@dataclass
-class Run:
-    """A trainer in this process."""
-
-    session: Session[Policy]
-    parts: RlComponents
-    learner: Learner
+class Run(LearnerRun):
+    """A trainer in this process, and the made-up batch of every step."""
 
     def learn(self, step: int, **changes: Any) -> dict[str, float]:
-        return self.learner.learn(make_batch(step, **changes), Stopwatch())
-
-    def save(self, step: int) -> None:
-        self.session.progress.step = step
-        self.session.checkpointer.save(step, attachments=self.parts.attachments())
-        self.session.checkpointer.wait()
+        return self.learn_from(make_batch(step, **changes))
 
 
 def make_batch(step: int, *, truncated: tuple[int, ...] = (), sampling: Sampling = Sampling(0.9)) -> Batch:  # noqa: B008
@@ -102,20 +89,9 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Start:
-    (tmp_path / "run.json").write_text('{"run_id": "r"}')
-
-    def run(*, resume_step: int | None = None, **settings: Any) -> Run:
-        values: dict[str, Any] = {
-            "output_dir": tmp_path, "max_steps": 10, "model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3},
-            "loss": {"type": f"{__name__}:recording_loss"},
-            "mismatch_limit": math.inf,  # the rollouts are made up
-            "ckpt": {"interval": 1} | ({"resume_step": resume_step} if resume_step else {}),
-        }  # fmt: skip
-        config = TrainerConfig.model_validate(values | settings)
-        parts = RlComponents(config, mesh)
-        session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
-        parts.resume(session.run_dir, session.progress.step)
-        return Run(session, parts, Learner(config, session, parts, None))
+    def run(**settings: Any) -> Run:
+        settings = {"max_steps": 10, "loss": {"type": f"{__name__}:recording_loss"}} | settings
+        return Run(**vars(start_learner(tmp_path, tiny_model(), mesh, tokenizer, **settings)))
 
     return run
 
@@ -270,7 +246,7 @@ def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantag
     def learn_alone(**settings: Any) -> dict[str, float]:
         batch = make_batch(1)
         batch.rollouts = batch.rollouts[::GROUP_SIZE]
-        return start(**settings).learner.learn(batch, Stopwatch())
+        return start(**settings).learn_from(batch)
 
     with pytest.raises(TrainingError, match="'dr_grpo' compares.*task 3 of environment 'e' has a single one"):
         learn_alone()
@@ -328,7 +304,7 @@ def test_each_rollout_is_read_at_the_distribution_that_it_was_sampled_from(
         for rollout in batch.rollouts:
             rollout.sampling = samplings[(rollout.task_id + step) % 3]
         seen.clear()
-        run.learner.learn(batch, Stopwatch())
+        run.learn_from(batch)
         if step == 1:
             first = batch
     trained = {}
@@ -353,7 +329,7 @@ def test_what_a_teacher_sampled_is_imitated_by_the_whole_distribution(
     run = start(optim={"lr": 1e-12})
     for batch in (make_batch(1), make_batch(1, sampling=Sampling(0.9, top_k=2))):
         batch.weights_digest = ""
-        run.learner.learn(batch, Stopwatch())
+        run.learn_from(batch)
     torch.testing.assert_close(seen[0].logprobs_N, seen[1].logprobs_N)
 
 
@@ -504,10 +480,10 @@ def test_the_reward_is_the_weighted_sum_of_what_the_environment_gives(
         return made
 
     run = start(rewards={"weights": {"reward": 2.0, "style": -0.5}})
-    run.learner.learn(batch(style=1.0, other=100.0, reward=7.0), Stopwatch())  # a metric of that name is another
+    run.learn_from(batch(style=1.0, other=100.0, reward=7.0))  # a metric of that name is another
     check_advantages(seen, [2.0 * one.reward - 0.5 * number for number, one in enumerate(make_batch(1).rollouts)])
     with pytest.raises(TrainingError, match=r"names 'style'.*'e' does not.*Did you mean 'styles'\? .*: styles, reward"):
-        run.learner.learn(batch(styles=1.0), Stopwatch())
+        run.learn_from(batch(styles=1.0))
 
 
 def test_long_answers_cost_their_groups_what_the_settings_say(start: Start, seen: list[PolicyLossInput]) -> None:
@@ -523,23 +499,18 @@ def test_long_answers_cost_their_groups_what_the_settings_say(start: Start, seen
     check_advantages(seen, rewards)
 
 
-def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Copies of everything that is in a checkpoint as tensors."""
-    return {name: tensor.clone() for name, tensor in run.session.checkpointer._state.tensors().items()}
-
-
 def test_until_the_critic_is_warm_the_policy_stays_as_it_is(start: Start, seen: list[PolicyLossInput]) -> None:
     critic = {"optim": {"lr": 1e-2}, "warmup_steps": 2}
     settings: dict[str, Any] = {"advantage": "gae", "critic": critic, "kl": {}, "ema": {}}
     settings |= {"updates": {"epochs": 2, "minibatches": 2}}
     run = start(**settings)
-    begin = tensors_of(run)
+    begin = run.tensors()
     warm = [run.learn(1)]
     run.save(1)
     warm.append(run.learn(2))
     assert len(seen) == 4, "the minibatches of one pass, without gradient"
     assert not any(data.logprobs_N.requires_grad for data in seen)
-    after = tensors_of(run)
+    after = run.tensors()
     changed = {name.split(".")[0] for name in begin if not torch.equal(begin[name], after[name])}
     assert changed == {"critic"}, "policy, its optimizer and its average are what they were"
     assert all(line["lr"] == line["ppo_kl"] == line["ref_kld"] == 0 and "grad_norm" not in line for line in warm)
@@ -547,12 +518,12 @@ def test_until_the_critic_is_warm_the_policy_stays_as_it_is(start: Start, seen: 
     assert warm[1]["value_loss"] < warm[0]["value_loss"]
     last = run.learn(3)
     assert last["lr"] == 1e-3 and last["grad_norm"] > 0 and last["ppo_kl"] > 0
-    moved = tensors_of(run)
+    moved = run.tensors()
     assert all(not torch.equal(moved[name], after[name]) for name in moved if name.startswith("optim."))
 
     resumed = start(**settings, resume_step=1)
     assert [resumed.learn(2), resumed.learn(3)] == [warm[1], last]
-    assert all(torch.equal(tensor, moved[name]) for name, tensor in tensors_of(resumed).items())
+    assert all(torch.equal(tensor, moved[name]) for name, tensor in resumed.tensors().items())
 
 
 def test_until_the_critic_is_warm_nothing_is_steered_by_the_policy(start: Start) -> None:
