@@ -2,8 +2,9 @@
 
 First a run that nothing disturbs, then one of the same seed that is hit at random times: SIGKILL of every
 process, now and then SIGSTOP, and a full disk under the whole run directory. Options add read errors, pauses of
-all processes at once, an object store that comes and goes, SIGTERM with a new start on an empty machine, and
-sessions of two turns with a slow tool between them. Prints what was checked and how long it took to go on; ends
+all processes at once, an object store that comes and goes, SIGTERM with a new start on an empty machine,
+sessions of two turns with a slow tool between them, or all that plays, scores and tells: workers, MCP servers,
+sandboxes, mathematics, a judge, evaluations and a tracker. Prints what was checked and how long it took to go on; ends
 with 1 when an invariant is broken.
 """
 
@@ -20,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.disk import SmallDisk
-from tests.chaos.driver import Blow, Chaos, ChaosRun
+from tests.chaos.driver import JUDGE, Blow, Chaos, ChaosRun
+from tests.chaos.everything import PLAYERS, TURNS, JudgeProcess, settings_of
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, MACHINE, RUN, STORE, draw, shares, steps_of
 from tests.chaos.surroundings import Store
@@ -36,7 +38,8 @@ def main() -> int:
     arguments = parse_arguments()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    victims = shares(ranks=arguments.ranks, engines=arguments.engines)
+    others = (*PLAYERS, JUDGE) if arguments.everything else ()
+    victims = shares(ranks=arguments.ranks, engines=arguments.engines, others=others)
     hits = draw(
         arguments.kills,
         arguments.seed,
@@ -58,7 +61,10 @@ def main() -> int:
         turns = 2
         flags = (*flags, "--orchestrator.environments", '[{"id": "tests.chaos.slow_tool:SlowTool"}]', *_SHORT_TURNS)
     with contextlib.ExitStack() as stack:
-        disk = None
+        disk = judge = None
+        if arguments.everything:
+            judge = stack.enter_context(JudgeProcess(folder / "asked"))
+            turns, flags = TURNS, (*flags, *settings_of(judge.port))
         store = stack.enter_context(Store()) if arguments.outages or arguments.evictions else None
         if arguments.full_disks:
             disk = stack.enter_context(SmallDisk(folder / "run", size_mib=_DISK_MIB))
@@ -74,6 +80,7 @@ def main() -> int:
             *flags,
             disk=disk,
             store=store,
+            judge=judge,
             starts_python=True,
             say=lambda line: print(line, flush=True),
         )
@@ -106,6 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--outages", type=int, default=0, help="how often an object store is away")
     parser.add_argument("--evictions", type=int, default=0, help="how often the run goes on on an empty machine")
     parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
+    parser.add_argument("--everything", action="store_true", help="with all that plays, scores and tells")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--engines", type=int, default=1, help="inference servers of the run")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule")

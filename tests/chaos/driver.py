@@ -14,6 +14,7 @@ import psutil
 
 from holdfast.run.run_dir import RunDir
 from tests.chaos.disk import SmallDisk
+from tests.chaos.everything import PLAYERS, JudgeProcess
 from tests.chaos.schedule import Hit
 from tests.chaos.surroundings import ReadErrors, Store
 from tests.chaos.witness import Progress, Witness
@@ -37,6 +38,7 @@ _READ_ERRORS = 3  # at once
 KILLED_AS_SILENT = "has shown no sign of life"
 WAITING = "waiting for storage"
 WITNESS_NAME = "seen"
+JUDGE = "judge"
 # A disk stays full for this long after the run has said that it waits: other processes are to meet it too.
 _STAYS_FULL_S = 2.0
 _NOTHING_STARTED = 2
@@ -102,6 +104,7 @@ class Chaos:
     Args:
         disk: what the run directory lies on; a schedule without full disks needs none.
         store: where the run keeps its checkpoints too; a schedule without evictions and outages needs none.
+        judge: what scores for the run; it is started again when it was hit.
         environment: further variables of the run.
         starts_python: start all of it as a user does, with vLLM; otherwise it is forked, with stub engines.
     """
@@ -113,6 +116,7 @@ class Chaos:
         *flags: str,
         disk: SmallDisk | None = None,
         store: Store | None = None,
+        judge: JudgeProcess | None = None,
         environment: Mapping[str, str] | None = None,
         starts_python: bool = False,
         say: Callable[[str], object] = str,
@@ -120,6 +124,7 @@ class Chaos:
         self._output_dir = output_dir if disk is None else disk.path
         self._disk = disk
         self._store = store
+        self._judge = judge
         self._starts_python = starts_python
         self._aside = output_dir.with_name(f"{output_dir.name}-machines")
         self._left: list[RunDir] = []
@@ -301,9 +306,9 @@ class Chaos:
         self._start()
 
     def _signal(self, hit: Hit, witness: Witness) -> None:
-        victim = None
+        victim, judge = None, self._judge if hit.victim == JUDGE else None
         while victim is None and not self._run.ended():
-            victim = find_process(self._run, hit.victim)
+            victim = judge.process() if judge is not None else find_process(self._run, hit.victim)
             if victim is None:
                 self._tend_disk()
                 time.sleep(POLL_S)  # it is just being started again
@@ -319,6 +324,8 @@ class Chaos:
             self._end()
             witness.note_finished()
             self._start()
+        elif judge is not None:
+            judge.start()
         else:
             witness.note_finished()
 
@@ -354,6 +361,9 @@ def find_process(run: RlRun, victim: str) -> psutil.Process | None:
             position = 0 if victim == "trainer" else 1 + int(victim.removeprefix("rank_"))
             found = run.find("holdfast.trainer.launch")  # it starts the ranks, in their order
             return found[position] if len(found) > position else None
+        if victim in PLAYERS:
+            found = run.find(PLAYERS[victim])
+            return found[0] if found else None
         if victim == "orchestrator":
             found = run.find("holdfast.orchestrator.main")
         else:

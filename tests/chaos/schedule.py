@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +36,7 @@ class Hit:
     delay_s: float
 
 
-def shares(*, ranks: int = 1, engines: int = 1) -> dict[str, float]:
+def shares(*, ranks: int = 1, engines: int = 1, others: Iterable[str] = ()) -> dict[str, float]:
     """Return the share of every victim in the kills: what takes longest to come back is hit least.
 
     They are `orchestrator`, `rank_K` of the trainer, `trainer` (the process that starts the ranks), `launcher`,
@@ -44,9 +44,10 @@ def shares(*, ranks: int = 1, engines: int = 1) -> dict[str, float]:
 
     Args:
         engines: inference servers of the run's own; others are nobody's victims.
+        others: further victims, which cost little.
     """
     share = {"orchestrator": 8.0, "trainer": 3.0, "launcher": 2.0}
-    share |= {f"rank_{rank}": 6 / ranks for rank in range(ranks)}
+    share |= {f"rank_{rank}": 6 / ranks for rank in range(ranks)} | dict.fromkeys(others, 3.0)
     ends = [""] if engines == 1 else [f"_{number}" for number in range(engines)]
     return share | {f"{name}{end}": 1.0 for end in ends for name in ("inference", "engine")}
 

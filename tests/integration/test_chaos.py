@@ -6,15 +6,22 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
+from holdfast.orchestrator.judge_client import Replied
+from holdfast.run.record_log import read_records
+from holdfast.run.run_dir import RunDir
 from tests.chaos.disk import SmallDisk
-from tests.chaos.driver import Chaos
+from tests.chaos.driver import JUDGE, Chaos
+from tests.chaos.everything import AT_ONCE, PLAYERS, TURNS, JudgeProcess, has_sandbox, settings_of
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, draw, shares, steps_of
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import SMALL_BATCH, CompletedRun, succeeded
+from tests.runs.trackers import TrackedDirectory
 
 _KILLS, _STOPS = 5, 1
 _SEED = 7
@@ -62,6 +69,47 @@ def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedSe
     chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=1500)
     check(chaos, reference, max_steps=REFERENCE_STEPS)
     assert {blow.hit.victim for blow in chaos.blows} == set(named)
+
+
+def evaluated(run_dir: RunDir) -> dict[str, list[bytes]]:
+    """Return what each evaluation has played, whatever came first."""
+    return {
+        path.parent.name: sorted(path.read_bytes().splitlines()) for path in run_dir.evaluations.rglob(ROLLOUTS_NAME)
+    }
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.launch
+@pytest.mark.parametrize("seed", [11])
+def test_whatever_plays_scores_or_tells_is_hit_and_the_run_ends_as_the_undisturbed_one(
+    seed: int, rl_server: UsedServer, tmp_path: Path
+) -> None:
+    """Workers, MCP servers, sandboxes, mathematics, judge, evaluations, tracker; no kept answer is asked again."""
+    with JudgeProcess(tmp_path / "asked_before") as judge:
+        victims = {name: 1.0 for name in shares(engines=0, others=(*PLAYERS, JUDGE)) if name != "trainer"}
+        if not has_sandbox():
+            del victims["sandbox"]
+        steps = len(victims) + 6  # a hit may have to wait for a step until its victim is there
+        run = ("--orchestrator.problems-per-step", "2", "--orchestrator.group-size", "2", "--max-steps", str(steps))
+        flags = (*rl_server.flags, *run, "--ckpt.interval", "2", *settings_of(judge.port))
+        reference = succeeded(tmp_path / "reference", *flags)
+    hits = draw(len(victims), seed, victims, steps_per_hit=1)
+    with JudgeProcess(tmp_path / "asked", port=judge.port) as hit_judge:
+        chaos = Chaos(tmp_path / "run", hits, *flags, judge=hit_judge, say=print).run(timeout_s=1500)
+    check(chaos, reference, max_steps=steps, turns=TURNS)
+    assert {blow.hit.victim for blow in chaos.blows} == set(victims)
+    assert len(evaluated(chaos.run_dir)) > 2 and evaluated(chaos.run_dir) == evaluated(reference.run_dir)
+    points = [
+        TrackedDirectory.of(run).steps("tensorboard", "reward/mean") for run in (chaos.run_dir, reference.run_dir)
+    ]
+    assert list(points[0].values()) == list(points[1].values()) and [len(one) for one in points[0].values()] == [steps]
+
+    payloads, damages = read_records(chaos.run_dir.judgements)
+    kept = [msgspec.msgpack.decode(payload, type=Replied).request for payload in payloads[1:]]
+    assert not damages and len(kept) == len(set(kept)), "a reply was kept twice"
+    assert hit_judge.questions("answered").keys() == judge.questions("answered").keys()
+    at_most = AT_ONCE * sum(blow.hit.victim not in PLAYERS for blow in chaos.blows)
+    assert hit_judge.questions("asked").total() - len(kept) <= at_most, "so many were in flight when somebody died"
 
 
 def test_a_schedule_can_be_repeated_and_hits_everybody() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -37,20 +36,3 @@ class Judged(Environment):
             self._dies.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return [Score(one.score) for one in judgements]
-
-
-class JudgedTools(Judged):
-    """Three turns; what the policy says in each but the last is a call of a tool, which the next turn sees answered.
-
-    The policy of these tests knows nothing but small letters, so calls and answers are written in them, not in JSON.
-    """
-
-    async def run(self, session: Session, task: Task) -> None:
-        for _ in range(2):
-            letters = [letter for letter in await session.sample() if letter.isalpha()]
-            answer = await asyncio.to_thread(self._most_frequent, letters)
-            session.append_messages([Message("user", answer)])
-        await session.sample()
-
-    def _most_frequent(self, letters: list[str]) -> str:
-        return max(sorted(letters), key=letters.count, default="none")

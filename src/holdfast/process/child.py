@@ -13,9 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, STORAGE_FAILED, ConfigError, HoldfastError, is_storage_failure
+
+if TYPE_CHECKING:
+    import subprocess
 
 LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
 DATE_ENV = "HOLDFAST_TEMPLATE_DATE"
@@ -40,6 +43,7 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
         os._exit(1)
 
 
+_END_S = 30.0
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -49,6 +53,15 @@ def killed_by(return_code: int | None) -> signal.Signals | None:
     People, schedulers and the kernel's OOM killer send these signals. What a program dies of by itself is another one.
     """
     return signal.Signals(-return_code) if return_code is not None and -return_code in _FROM_OUTSIDE else None
+
+
+def was_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process that has closed its connection was killed from outside."""
+    import subprocess  # its caller has
+
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return killed_by(process.wait(_END_S)) is not None
+    return False
 
 
 def keep_date(unix_s: int | None) -> None:

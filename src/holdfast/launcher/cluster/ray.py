@@ -11,7 +11,6 @@ import importlib
 import os
 import socket
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, Literal
@@ -49,9 +48,7 @@ class RayWire:
         else:
             reference = self.actor.behind.remote(self._started, method, *arguments)
         self._posted.append((reference, awake_s() + CALL_TIMEOUT_S))
-        answer: Future[Any] = Future()
-        reference.future().add_done_callback(lambda done: self._pass_on(done, answer))
-        return answer
+        return reference.future()
 
     def ended(self) -> int | None:
         """Return how the process in the actor ended, without waiting."""
@@ -74,19 +71,10 @@ class RayWire:
         ready, _ = self._ray.wait([reference], timeout=0)
         return bool(ready)
 
-    def _pass_on(self, done: Future[Any], answer: Future[Any]) -> None:
-        try:
-            answer.set_result(self._told(done.result))
-        except (HostLost, HoldfastError, self._ray.exceptions.RayTaskError) as error:
-            answer.set_exception(error)
-
     def _get(self, reference: Any) -> Any:
-        return self._told(lambda: self._ray.get(reference, timeout=CALL_TIMEOUT_S))
-
-    def _told(self, ask: Callable[[], Any]) -> Any:
         errors = self._ray.exceptions
         try:
-            return ask()
+            return self._ray.get(reference, timeout=CALL_TIMEOUT_S)
         except errors.RayTaskError as error:
             if isinstance(error.cause, HoldfastError):
                 raise error.cause from None

@@ -14,12 +14,11 @@ import sys
 from typing import Any
 
 from holdfast.errors import EnvironmentFailure, ProcessKilled
-from holdfast.process.child import die_with_parent, killed_by
+from holdfast.process.child import die_with_parent, was_killed
 from holdfast.process.imports import import_extra
 
 _TIMEOUT_S = 30.0
 """Of one answer; math-verify gives up by itself after 5 s for each of its steps."""
-_END_S = 5.0
 
 
 class MathAnswers:
@@ -70,7 +69,7 @@ class MathAnswers:
         exchange = asyncio.ensure_future(asyncio.to_thread(_exchange, process, line))
         try:
             reply = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
-            is_killed = not reply and await asyncio.to_thread(_is_killed, process)
+            is_killed = not reply and await asyncio.to_thread(was_killed, process)
         except TimeoutError:
             reply, is_killed = b"", False
         finally:
@@ -112,13 +111,6 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
         return b""
     reply = process.stdout.readline()
     return reply if reply.endswith(b"\n") else b""
-
-
-def _is_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process, which answers no more, was killed from outside."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return killed_by(process.wait(_END_S)) is not None
-    return False
 
 
 def _compare(completion: str, answer: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, printable
 from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
 from holdfast.orchestrator.env.interface import Score, Task, TaskSeed
-from holdfast.process.child import killed_by
+from holdfast.process.child import was_killed
 
 PREFIX = "verifiers:"
 _HINT = (
@@ -35,7 +35,6 @@ _HINT = (
 _PLAYER = Path(__file__).with_name("verifiers_player.py")
 _MOST_DEATHS = 3
 _MOST_LINE = 1 << 30
-_END_S = 30.0
 """For a process that has closed its connection."""
 
 
@@ -219,7 +218,7 @@ class _Player:
                     return found["num_tasks"]
                 hint = _HINT if found.get("is_missing") else f"verifiers is that of {self._python}"
                 raise ConfigError(f"{self._name}: {printable(found['failed'])}. {hint}")
-        if process is not None and _is_killed(process):
+        if process is not None and was_killed(process):
             raise PlayerDied(is_killed=True)
         raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
 
@@ -235,14 +234,6 @@ class _Player:
         """Leave no process behind."""
         if getattr(self, "_process", None) is not None:
             self.close()
-
-
-def _is_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process, which has closed its connection, was killed from outside."""
-    try:
-        return killed_by(process.wait(_END_S)) is not None
-    except subprocess.TimeoutExpired:
-        return False
 
 
 class _Link:
@@ -291,7 +282,7 @@ class _Link:
                     waiting = self._waiting.get(found.pop("play"))
                     if waiting is not None and not waiting.done():
                         waiting.set_result(found)
-            self._is_killed = await asyncio.to_thread(_is_killed, self._process)
+            self._is_killed = await asyncio.to_thread(was_killed, self._process)
         finally:
             self.is_over = True
             self._writer.close()
