@@ -6,12 +6,25 @@ import math
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
-from holdfast.trainer.rl.losses import PolicyLossInput
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.policy_inputs import policy_input
+
+CORRECTIONS: list[dict[str, Any]] = [
+    {"type": "none"},
+    {"type": "truncate", "high": 1.2},
+    {"type": "mask", "low": 0.8, "high": 1.2},
+    {"type": "truncate", "level": "sequence", "high": 1.2},
+    {"type": "mask", "level": "sequence", "low": 0.6, "high": 1.5},
+    {"type": "truncate", "level": "geometric", "high": 1.1, "veto": 0.7},
+    {"type": "mask", "level": "geometric", "low": 0.9, "high": 1.2},
+    {"type": "mask", "veto": 0.6},
+]
 
 Token = dict[str, float]
 Sequences = list[list[Token]]
@@ -94,19 +107,6 @@ def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences)
     return total
 
 
-def slow_gradient(sequences: Sequences, config: PolicyLossConfig) -> list[float]:
-    """Return the gradient in the log-prob of each token by central differences."""
-    found = []
-    for place in ((i, j) for i, sequence in enumerate(sequences) for j in range(len(sequence))):
-        moved = []
-        for by in (1e-6, -1e-6):
-            copy = [[dict(token) for token in sequence] for sequence in sequences]
-            copy[place[0]][place[1]]["new"] += by
-            moved.append(slow_loss(copy, config, sequences))
-        found.append((moved[0] - moved[1]) / 2e-6)
-    return found
-
-
 def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1, 4, 0, 7, 2)) -> Sequences:
     """Sequences of several lengths, by default one empty; each token has an advantage of its own on odd seeds."""
     generator = random.Random(seed)
@@ -149,3 +149,44 @@ def configured(name: str, **settings: Any) -> PolicyLossConfig:
     if config.aggregation != "constant" or config.constant_tokens is not None:
         return config
     return PolicyLossConfig.model_validate({"type": name, "constant_tokens": 9, **settings})
+
+
+def random_config(name: str, draw: random.Random) -> PolicyLossConfig:
+    """Return some settings of a loss, of those that act on it."""
+    known = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "ratio_max": 1.3}
+    defaults = POLICY_LOSSES[name].defaults
+    chosen: dict[str, Any] = {key: value for key, value in known.items() if key in defaults and draw.random() < 0.5}
+    if "ratio_to" in defaults and draw.random() < 0.5:
+        chosen["ratio_to"] = "old"
+    own = {
+        "type": draw.choice(["truncate", "mask"]), "level": draw.choice(["token", "sequence", "geometric"]),
+        "veto": draw.choice([None, 1e-4]),
+    }  # fmt: skip
+    aggregation = draw.choice(["sequence", "token", "constant"])
+    return configured(name, **chosen, correction=draw.choice([*CORRECTIONS, own]), aggregation=aggregation)
+
+
+def check_policy_loss(name: str, seed: int) -> None:
+    """Compare loss and gradient, along a line, with the slow ones: of ragged lengths, empty and single rollouts,
+    advantages of exactly 0, and log-ratios far beyond 20 nats.
+    """
+    draw = random.Random(f"{name} {seed}")
+    config = random_config(name, draw)
+    lengths = draw.choice([(1, 4, 0, 7, 2), (9,), (1,), (1, 1, 1, 1), (4, 0, 2), (0, 0), ()])
+    sequences = random_step(seed, spread=draw.choice([0.3, 0.3, 0.0, 1e-4, 20.0, 130.0]), lengths=lengths)
+    step = as_input(sequences)
+    loss, _ = build_policy_loss(config)(step)
+    assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-9, abs=1e-12), config
+    (gradient_N,) = torch.autograd.grad(loss, step.logprobs_N)
+    along = [[draw.gauss(0, 1) for _ in sequence] for sequence in sequences]
+    ends = []
+    for by in (1e-6, -1e-6):
+        moved = [[dict(token) for token in sequence] for sequence in sequences]
+        for sequence, slopes in zip(moved, along, strict=True):
+            for token, slope in zip(sequence, slopes, strict=True):
+                token["new"] += by * slope
+        ends.append(slow_loss(moved, config, sequences))
+    found = math.fsum(a * b for a, b in zip(gradient_N.tolist(), [one for own in along for one in own], strict=True))
+    # Differences of a large sum say little of its small parts.
+    near = 1e-7 * max(1.0, abs(loss.item()))
+    assert found == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=near), config
