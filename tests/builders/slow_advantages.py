@@ -218,12 +218,17 @@ def _check_gae(draw: random.Random) -> None:
 
 
 def _check_distillation(draw: random.Random) -> None:
-    sample, coef = _sample(draw, OLD_LOGPROB, REFERENCE_LOGPROB), draw.choice([1.0, 0.3])
-    assign_advantages([sample], [[0.0]])
-    add_distillation([sample], coef)
-    old, teacher = (target_values(sample, name).tolist() for name in (OLD_LOGPROB, REFERENCE_LOGPROB))
-    expected = [coef * (b - a) for a, b in zip(old, teacher, strict=True)]
-    assert target_values(sample, ADVANTAGE).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    """A token that the teacher likes more than the policy gets more than its reward."""
+    samples = [_sample(draw, OLD_LOGPROB, REFERENCE_LOGPROB) for _ in range(draw.randint(1, 3))]
+    coef, rewarded = draw.choice([1.0, 0.3]), draw.choice([0.0, -1.5])
+    assign_advantages(samples, [[rewarded] * len(samples)])
+    metrics, divergences = add_distillation(samples, coef), []
+    for sample in samples:
+        own = target_values(sample, OLD_LOGPROB) - target_values(sample, REFERENCE_LOGPROB)
+        expected = [rewarded - coef * value for value in own.tolist()]
+        assert target_values(sample, ADVANTAGE).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        divergences += own.tolist()
+    assert metrics["distillation/kl"] == pytest.approx(sum(divergences) / max(1, len(divergences)), abs=1e-9)
 
 
 _OF_MODELS = {"gae": _check_gae, "distillation": _check_distillation}

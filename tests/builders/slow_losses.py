@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,15 +39,20 @@ def bounded(log_ratio: float) -> float:
     return clip(log_ratio, -20.0, 20.0)
 
 
+def correction_weight(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
+    logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
+    own = bounded(token["old"] - token["sampler"])
+    log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
+    return math.exp(bounded(log_weight))
+
+
 def factor(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
     if config.type == "none":
         return 1.0
     logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
     if config.veto is not None and math.exp(min(logs)) < config.veto:
         return 0.0
-    own = bounded(token["old"] - token["sampler"])
-    log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
-    weight = math.exp(bounded(log_weight))
+    weight = correction_weight(sequence, token, config)
     assert config.high is not None
     if config.type == "truncate":
         return min(weight, config.high)
@@ -105,6 +111,30 @@ def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences)
             weight *= factor(sequence, token, config.correction)
             total -= weight * slow_objective(sequence, held, place, config)
     return total
+
+
+def slow_counts(sequences: Sequences, config: PolicyLossConfig) -> dict[str, int]:
+    """Return how many tokens lie beyond each bound of the loss and of its correction."""
+    base, counts, correction = config.ratio_to or "sampler", Counter[str](), config.correction
+    for sequence in sequences:
+        logs = [bounded(token["new"] - token[base]) for token in sequence]
+        vetoed = correction.veto is not None and any(
+            math.exp(bounded(token["old"] - token["sampler"])) < correction.veto for token in sequence
+        )
+        for token, log in zip(sequence, logs, strict=True):
+            ratio, advantage = math.exp(sum(logs) / len(logs) if "gspo" in config.type else log), token["advantage"]
+            if config.clip_low is not None and config.clip_high is not None:
+                is_dppo = config.type == "dppo"
+                moved = math.exp(token["new"]) - math.exp(token[base]) if is_dppo else ratio - 1
+                counts["clip_fraction/low"] += moved < -config.clip_low and advantage < 0
+                counts["clip_fraction/high"] += moved > config.clip_high and advantage > 0
+            counts["clip_fraction/dual"] += ratio > (config.dual_clip or math.inf) and advantage < 0
+            counts["ratio/truncated"] += ratio > (config.ratio_max or math.inf)
+            if correction.type != "none" and correction.high is not None:
+                weight = correction_weight(sequence, token, correction)
+                counts["correction/bounded"] += not (correction.low or 0.0) <= weight <= correction.high
+            counts["correction/vetoed"] += vetoed
+    return counts
 
 
 def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1, 4, 0, 7, 2)) -> Sequences:
@@ -167,16 +197,19 @@ def random_config(name: str, draw: random.Random) -> PolicyLossConfig:
 
 
 def check_policy_loss(name: str, seed: int) -> None:
-    """Compare loss and gradient, along a line, with the slow ones: of ragged lengths, empty and single rollouts,
-    advantages of exactly 0, and log-ratios far beyond 20 nats.
+    """Compare loss, counts and gradient, along a line, with the slow ones.
+
+    Over ragged lengths, empty and single rollouts, advantages of exactly 0, and log-ratios far beyond 20 nats.
     """
     draw = random.Random(f"{name} {seed}")
     config = random_config(name, draw)
     lengths = draw.choice([(1, 4, 0, 7, 2), (9,), (1,), (1, 1, 1, 1), (4, 0, 2), (0, 0), ()])
     sequences = random_step(seed, spread=draw.choice([0.3, 0.3, 0.0, 1e-4, 20.0, 130.0]), lengths=lengths)
     step = as_input(sequences)
-    loss, _ = build_policy_loss(config)(step)
+    loss, counts = build_policy_loss(config)(step)
     assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-9, abs=1e-12), config
+    slow = slow_counts(sequences, config)
+    assert {key: int(value) for key, value in counts.items()} == {key: slow[key] for key in counts}, config
     (gradient_N,) = torch.autograd.grad(loss, step.logprobs_N)
     along = [[draw.gauss(0, 1) for _ in sequence] for sequence in sequences]
     ends = []

@@ -16,7 +16,6 @@ from holdfast.trainer.rl.advantages import (
     advantage_metrics,
     assign_advantages,
     assign_gae_advantages,
-    grpo,
     whiten_advantages,
 )
 from holdfast.trainer.rl.batch import (
@@ -93,22 +92,6 @@ def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, flo
     return found
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_groups_advantage_is_of_rewards_less_the_summed_penalty(estimator: str) -> None:
-    samples = make_samples()
-    judged = judge(samples, REWARDS, KlPenalty(0.3, estimator))  # type: ignore[arg-type]
-    assign_advantages(samples, advantage_of("grpo")(judged))
-    for first, rewards in ((0, REWARDS[0]), (3, REWARDS[1])):
-        own = samples[first : first + 3]
-        penalised = [
-            reward - sum(slow_penalties(sample, 0.3, estimator).values())
-            for reward, sample in zip(rewards, own, strict=True)
-        ]
-        for sample, expected in zip(own, grpo(penalised), strict=True):
-            assert sample.per_token[ADVANTAGE].dtype == np.float32
-            np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6)
-
-
 def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
     samples = make_samples()[:3]
     for sample in samples:
@@ -173,28 +156,6 @@ def test_the_critics_advantages_are_finite_whatever_there_is_to_whiten(scale: fl
         found = np.concatenate([sample.per_token[ADVANTAGE] for sample in samples])
         assert np.isfinite(found).all() and np.abs(found).max() <= max(scale, math.sqrt(len(found)))
     assert advantage_metrics(samples) or not any(sample.num_targets for sample in samples)
-
-
-@pytest.mark.parametrize("coef", [1.0, 0.25])
-@pytest.mark.parametrize("rewarded", [0.0, -1.5])
-def test_a_token_that_the_teacher_likes_more_gets_more_than_its_reward(coef: float, rewarded: float) -> None:
-    samples = make_samples()
-    for sample in samples:
-        sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), rewarded, dtype=np.float32)
-    metrics = add_distillation(samples, coef)
-    divergences = []
-    for sample in samples:
-        expected = np.zeros(len(sample.token_ids))
-        for place in trained_places(sample):
-            teacher, old = (float(sample.per_token[name][place]) for name in (REFERENCE_LOGPROB, OLD_LOGPROB))
-            expected[place] = rewarded + coef * (teacher - old)
-            divergences.append(old - teacher)
-        np.testing.assert_allclose(sample.per_token[ADVANTAGE], expected, rtol=1e-6, atol=1e-7)
-    assert metrics == {"distillation/kl": pytest.approx(sum(divergences) / len(divergences))}
-    nothing = [sample for sample in make_samples() if not sample.num_targets]
-    for sample in nothing:
-        sample.per_token[ADVANTAGE] = np.ones(len(sample.token_ids), dtype=np.float32)
-    assert nothing and add_distillation(nothing, coef) == {"distillation/kl": 0.0}
 
 
 def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
