@@ -14,8 +14,13 @@ import pytest
 from holdfast.config.algorithm import CriticConfig
 from holdfast.config.base import ADVANTAGES
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.advantages import add_distillation, assign_advantages, assign_gae_advantages
-from holdfast.trainer.rl.batch import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, VALUE, target_values
+from holdfast.trainer.rl.advantages import (
+    add_distillation,
+    assign_advantages,
+    assign_gae_advantages,
+    whiten_advantages,
+)
+from holdfast.trainer.rl.batch import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE, target_values
 from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_rollout
 
@@ -192,29 +197,33 @@ def check_advantage(name: str, seed: int) -> None:
 
 
 def _sample(draw: random.Random, *columns: str) -> Sample:
-    """A prompt of two tokens, and up to five that are sampled."""
-    count = draw.randint(0, 5)
-    sample = Sample(np.arange(2 + count, dtype=np.int32), np.arange(2 + count) > 1)
-    for name in columns:
-        sample.per_token[name] = np.array([draw.gauss(-1, 1) for _ in range(2 + count)], dtype=np.float32)
-    return sample
+    """A prompt of two tokens, and up to six of which some are sampled."""
+    mask = [False, False, *(draw.random() < 0.7 for _ in range(draw.randint(0, 6)))]
+    numbers = {name: np.array([draw.gauss(-1, 1) for _ in mask], dtype=np.float32) for name in columns}
+    return Sample(np.arange(len(mask), dtype=np.int32), np.array(mask), numbers)
 
 
 def _check_gae(draw: random.Random) -> None:
     """Schulman et al. 2016, eq. 16: the sum of all later errors of the critic, each discounted by gamma lambda."""
-    sample, config = (
-        _sample(draw, VALUE),
-        CriticConfig(gamma=draw.choice([1.0, 0.9]), lam=draw.choice([0.0, 0.95, 1.0])),
-    )
-    rewards = [draw.gauss(0, 1) for _ in sample.targets]
-    assign_gae_advantages([sample], [[scored_rollout(0.0, len(rewards), token_rewards=np.array(rewards))]], config)
-    values = [*target_values(sample, VALUE).tolist(), 0.0]
-    errors = [reward + config.gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-    expected = [
-        sum((config.gamma * config.lam) ** (later - t) * errors[later] for later in range(t, len(errors)))
-        for t in range(len(errors))
-    ]
-    assert target_values(sample, ADVANTAGE).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    config = CriticConfig(gamma=draw.choice([1.0, 0.9]), lam=draw.choice([0.0, 0.95, 1.0]))
+    samples = [_sample(draw, VALUE) for _ in range(3)]
+    rewards = [[draw.gauss(0, 1) for _ in sample.targets] for sample in samples]
+    rollouts = [scored_rollout(0.0, len(own), token_rewards=np.array(own)) for own in rewards]
+    assign_gae_advantages(samples, [rollouts], config)
+    expected = []
+    for sample, own in zip(samples, rewards, strict=True):
+        values = [*target_values(sample, VALUE).tolist(), 0.0]
+        errors = [reward + config.gamma * values[t + 1] - values[t] for t, reward in enumerate(own)]
+        discounts = [(config.gamma * config.lam) ** far for far in range(len(own))]
+        expected.append([sum(d * e for d, e in zip(discounts, errors[t:], strict=False)) for t in range(len(own))])
+        returns = [value + advantage for value, advantage in zip(values, expected[-1], strict=False)]
+        assert target_values(sample, RETURN).tolist() == pytest.approx(returns, rel=1e-5, abs=1e-5)
+    if draw.random() < 0.5:
+        whiten_advantages(samples)
+        expected = whitened(expected) if sum(map(len, expected)) > 1 else expected
+    for sample, own in zip(samples, expected, strict=True):
+        assert target_values(sample, ADVANTAGE).tolist() == pytest.approx(own, rel=1e-4, abs=1e-4)
+        assert not any(np.delete(sample.per_token[name], sample.targets).any() for name in (ADVANTAGE, RETURN))
 
 
 def _check_distillation(draw: random.Random) -> None:

@@ -92,7 +92,7 @@ def check_preference_loss(name: str, seed: int) -> None:
 
 
 # Value and slope in log policy: of d = log policy - log reference, and rho = policy / base.
-_ESTIMATES: dict[str, Callable[[float, float], tuple[float, float]]] = {
+KL_ESTIMATES: dict[str, Callable[[float, float], tuple[float, float]]] = {
     "k1": lambda d, rho: (d, 1.0),
     "k2": lambda d, rho: (d * d / 2, d),
     "k3": lambda d, rho: (math.exp(-d) + d - 1, 1 - math.exp(-d)),
@@ -108,7 +108,7 @@ def check_kl_estimate(name: KlEstimator, seed: int) -> None:
     logprob, others = torch.tensor(policy, dtype=torch.float64, requires_grad=True), torch.tensor([reference, base])
     found = estimate_kl(logprob, others[0].double(), name, base_logprobs_N=others[1].double())
     d, rho = policy - others[0].item(), math.exp(policy - others[1].item())
-    value, slope = _ESTIMATES[name](max(-20.0, min(20.0, d)), rho)
+    value, slope = KL_ESTIMATES[name](max(-20.0, min(20.0, d)), rho)
     assert found.item() == pytest.approx(value, rel=1e-7, abs=1e-12)
     expected = slope if abs(d) < 20 else 0.0
     assert torch.autograd.grad(found, logprob)[0].item() == pytest.approx(expected, rel=1e-7, abs=1e-12)
