@@ -37,3 +37,14 @@ def scored_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredR
 def scored_groups(rewards_PG: Sequence[Sequence[float]]) -> Groups:
     """Groups of rollouts of three tokens with these rewards."""
     return [[scored_rollout(reward, task_id=task) for reward in group] for task, group in enumerate(rewards_PG)]
+
+
+def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) -> ScoredRollout:
+    """A rollout with rewards of the parts that end with these tokens."""
+    token_rewards = np.zeros(num_tokens)
+    token_rewards[list(steps)] = list(steps.values())
+    token_rewards[-1] += reward
+    return scored_rollout(
+        reward, num_tokens, token_rewards=token_rewards,
+        step_ends=np.array(list(steps), dtype=int), step_rewards=np.array(list(steps.values())),
+    )  # fmt: skip

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
-from holdfast.trainer.rl.losses import PolicyLossInput
+from holdfast.config.base import POLICY_LOSSES
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.policy_inputs import policy_input
+
+CORRECTIONS: list[dict[str, Any]] = [
+    {"type": "none"},
+    {"type": "truncate", "high": 1.2},
+    {"type": "mask", "low": 0.8, "high": 1.2},
+    {"type": "truncate", "level": "sequence", "high": 1.2},
+    {"type": "mask", "level": "sequence", "low": 0.6, "high": 1.5},
+    {"type": "truncate", "level": "geometric", "high": 1.1, "veto": 0.7},
+    {"type": "mask", "level": "geometric", "low": 0.9, "high": 1.2},
+    {"type": "mask", "veto": 0.6},
+]
 
 Token = dict[str, float]
 Sequences = list[list[Token]]
@@ -25,15 +39,20 @@ def bounded(log_ratio: float) -> float:
     return clip(log_ratio, -20.0, 20.0)
 
 
+def correction_weight(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
+    logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
+    own = bounded(token["old"] - token["sampler"])
+    log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
+    return math.exp(bounded(log_weight))
+
+
 def factor(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
     if config.type == "none":
         return 1.0
     logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
     if config.veto is not None and math.exp(min(logs)) < config.veto:
         return 0.0
-    own = bounded(token["old"] - token["sampler"])
-    log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
-    weight = math.exp(bounded(log_weight))
+    weight = correction_weight(sequence, token, config)
     assert config.high is not None
     if config.type == "truncate":
         return min(weight, config.high)
@@ -94,17 +113,28 @@ def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences)
     return total
 
 
-def slow_gradient(sequences: Sequences, config: PolicyLossConfig) -> list[float]:
-    """Return the gradient in the log-prob of each token by central differences."""
-    found = []
-    for place in ((i, j) for i, sequence in enumerate(sequences) for j in range(len(sequence))):
-        moved = []
-        for by in (1e-6, -1e-6):
-            copy = [[dict(token) for token in sequence] for sequence in sequences]
-            copy[place[0]][place[1]]["new"] += by
-            moved.append(slow_loss(copy, config, sequences))
-        found.append((moved[0] - moved[1]) / 2e-6)
-    return found
+def slow_counts(sequences: Sequences, config: PolicyLossConfig) -> dict[str, int]:
+    """Return how many tokens lie beyond each bound of the loss and of its correction."""
+    base, counts, correction = config.ratio_to or "sampler", Counter[str](), config.correction
+    for sequence in sequences:
+        logs = [bounded(token["new"] - token[base]) for token in sequence]
+        vetoed = correction.veto is not None and any(
+            math.exp(bounded(token["old"] - token["sampler"])) < correction.veto for token in sequence
+        )
+        for token, log in zip(sequence, logs, strict=True):
+            ratio, advantage = math.exp(sum(logs) / len(logs) if "gspo" in config.type else log), token["advantage"]
+            if config.clip_low is not None and config.clip_high is not None:
+                is_dppo = config.type == "dppo"
+                moved = math.exp(token["new"]) - math.exp(token[base]) if is_dppo else ratio - 1
+                counts["clip_fraction/low"] += moved < -config.clip_low and advantage < 0
+                counts["clip_fraction/high"] += moved > config.clip_high and advantage > 0
+            counts["clip_fraction/dual"] += ratio > (config.dual_clip or math.inf) and advantage < 0
+            counts["ratio/truncated"] += ratio > (config.ratio_max or math.inf)
+            if correction.type != "none" and correction.high is not None:
+                weight = correction_weight(sequence, token, correction)
+                counts["correction/bounded"] += not (correction.low or 0.0) <= weight <= correction.high
+            counts["correction/vetoed"] += vetoed
+    return counts
 
 
 def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1, 4, 0, 7, 2)) -> Sequences:
@@ -149,3 +179,47 @@ def configured(name: str, **settings: Any) -> PolicyLossConfig:
     if config.aggregation != "constant" or config.constant_tokens is not None:
         return config
     return PolicyLossConfig.model_validate({"type": name, "constant_tokens": 9, **settings})
+
+
+def random_config(name: str, draw: random.Random) -> PolicyLossConfig:
+    """Return some settings of a loss, of those that act on it."""
+    known = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "ratio_max": 1.3}
+    defaults = POLICY_LOSSES[name].defaults
+    chosen: dict[str, Any] = {key: value for key, value in known.items() if key in defaults and draw.random() < 0.5}
+    if "ratio_to" in defaults and draw.random() < 0.5:
+        chosen["ratio_to"] = "old"
+    own = {
+        "type": draw.choice(["truncate", "mask"]), "level": draw.choice(["token", "sequence", "geometric"]),
+        "veto": draw.choice([None, 1e-4]),
+    }  # fmt: skip
+    aggregation = draw.choice(["sequence", "token", "constant"])
+    return configured(name, **chosen, correction=draw.choice([*CORRECTIONS, own]), aggregation=aggregation)
+
+
+def check_policy_loss(name: str, seed: int) -> None:
+    """Compare loss, counts and gradient, along a line, with the slow ones.
+
+    Over ragged lengths, empty and single rollouts, advantages of exactly 0, and log-ratios far beyond 20 nats.
+    """
+    draw = random.Random(f"{name} {seed}")
+    config = random_config(name, draw)
+    lengths = draw.choice([(1, 4, 0, 7, 2), (9,), (1,), (1, 1, 1, 1), (4, 0, 2), (0, 0), ()])
+    sequences = random_step(seed, spread=draw.choice([0.3, 0.3, 0.0, 1e-4, 20.0, 130.0]), lengths=lengths)
+    step = as_input(sequences)
+    loss, counts = build_policy_loss(config)(step)
+    assert loss.item() == pytest.approx(slow_loss(sequences, config, sequences), rel=1e-9, abs=1e-12), config
+    slow = slow_counts(sequences, config)
+    assert {key: int(value) for key, value in counts.items()} == {key: slow[key] for key in counts}, config
+    (gradient_N,) = torch.autograd.grad(loss, step.logprobs_N)
+    along = [[draw.gauss(0, 1) for _ in sequence] for sequence in sequences]
+    ends = []
+    for by in (1e-6, -1e-6):
+        moved = [[dict(token) for token in sequence] for sequence in sequences]
+        for sequence, slopes in zip(moved, along, strict=True):
+            for token, slope in zip(sequence, slopes, strict=True):
+                token["new"] += by * slope
+        ends.append(slow_loss(moved, config, sequences))
+    found = math.fsum(a * b for a, b in zip(gradient_N.tolist(), [one for own in along for one in own], strict=True))
+    # Differences of a large sum say little of its small parts.
+    near = 1e-7 * max(1.0, abs(loss.item()))
+    assert found == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=near), config

@@ -9,9 +9,9 @@ needs only its function and one line here:
                        `group_advantages`
     PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
 
-Tests ask for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source, for a slow
-reference in float64 (`tests.builders.references`), and that a short run learns. The names of `KlEstimator` are of
-`holdfast.trainer.rl.kl`.
+Tests ask for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source, and for a
+slow reference in float64 (`tests.builders.slow_losses` and so on); and each name must learn in a short run. So must
+each `KlEstimator`, of `holdfast.trainer.rl.kl`.
 `holdfast.orchestrator.env.registry` has the table of environments.
 """
 
@@ -280,6 +280,7 @@ class BuiltInAdvantage:
             `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
             the batch, by problem.
         settings: further arguments of the function, by the setting of `trainer` that each is.
+        tells_tokens_apart: whether rewards of turns and tokens give the tokens of a rollout advantages of their own.
         compares_group: whether it compares the rollouts of one problem, and so needs two of them at least.
         help: what it is, for `--help`.
     """
@@ -287,6 +288,7 @@ class BuiltInAdvantage:
     function: str | None
     takes: Literal["rewards", "step_rewards", "rollouts"] = "rewards"
     settings: Mapping[str, str] = field(default_factory=dict)
+    tells_tokens_apart: bool = False
     compares_group: bool = True
     help: str
 
@@ -295,7 +297,7 @@ class BuiltInAdvantage:
 ADVANTAGES = {
     "dr_grpo": BuiltInAdvantage(function="dr_grpo", help="reward - mean of the group"),
     "grpo": BuiltInAdvantage(function="grpo", help="(reward - mean) / std of the group"),
-    "grpo_process": BuiltInAdvantage(function="grpo", takes="step_rewards",
+    "grpo_process": BuiltInAdvantage(function="grpo", takes="step_rewards", tells_tokens_apart=True,
                                      help="`grpo`, and the same among rewards of turns or tokens"),
     "rloo": BuiltInAdvantage(function="rloo", help="reward - mean of the others"),
     "max_rl": BuiltInAdvantage(function="max_rl", help="(reward - mean) / mean"),
@@ -308,9 +310,9 @@ ADVANTAGES = {
                                    settings={"beta": "advantage_beta"}, help="DPO of the best and the worst"),
     "reinforce_pp_baseline": BuiltInAdvantage(function="reinforce_pp_baseline", takes="rollouts",
                                               help="reward - mean of the group, normalised over the batch's tokens"),
-    "reinforce_pp": BuiltInAdvantage(function="reinforce_pp", takes="rollouts", compares_group=False,
-                                     help="(reward - mean) / std over the tokens of the batch"),
-    "gae": BuiltInAdvantage(function=None, compares_group=False, help="by the critic"),
+    "reinforce_pp": BuiltInAdvantage(function="reinforce_pp", takes="rollouts", tells_tokens_apart=True,
+                                     compares_group=False, help="(reward - mean) / std over the tokens of the batch"),
+    "gae": BuiltInAdvantage(function=None, tells_tokens_apart=True, compares_group=False, help="by the critic"),
     "distillation": BuiltInAdvantage(function=None, compares_group=False,
                                      help="of the teacher alone, rewards are only measured"),
 }

@@ -20,6 +20,10 @@ class DynamicSamplingConfig(Section):
     max_problems_per_step: int | None = Field(default=None, ge=1)
     """Most problems drawn for one batch; unset: four times `problems_per_step`."""
 
+    signal: Literal["sum", "parts"] | None = None
+    """What must differ in a group: the sums of all rewards of its rollouts (`sum`), or those of wholes, turns or tokens
+    (`parts`). Unset: `rl` takes what `trainer.advantage` learns from, an orchestrator by itself `parts`."""
+
 
 def _server_of(url: str) -> tuple[str, int, str]:
     """Return what two spellings of one server's URL have alike: host, port and path."""
@@ -237,6 +241,11 @@ class OrchestratorConfig(Command):
         if self.dynamic_sampling is None:
             return self.problems_per_step
         return self.dynamic_sampling.max_problems_per_step or 4 * self.problems_per_step
+
+    @property
+    def signal(self) -> Literal["sum", "parts"]:
+        """What must differ in a group that teaches something."""
+        return (self.dynamic_sampling and self.dynamic_sampling.signal) or "parts"
 
     def rollouts_of(self, section: EnvironmentConfig) -> "RolloutSettings":
         """Return how the rollouts of one environment are made: by its own settings, else by those of all."""

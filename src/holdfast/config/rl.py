@@ -203,6 +203,9 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         config.trainer.loss.constant_tokens = max(
             config.orchestrator.rollouts_of(section).max_tokens for section in config.orchestrator.environments
         )
+    sampling = config.orchestrator.dynamic_sampling
+    if sampling is not None and sampling.signal is None:
+        sampling.signal = "parts" if config.trainer.tells_tokens_apart else "sum"
     if "urls" not in config.orchestrator.client.model_fields_set:
         _check_ports(config)
         config.orchestrator.client.urls = config.inference.urls

@@ -263,6 +263,11 @@ class TrainerConfig(TrainingCommand):
         """Every advantage that some environment may have."""
         return tuple(dict.fromkeys([self.advantage, *map(self.advantage_of, self.environments)]))
 
+    @property
+    def tells_tokens_apart(self) -> bool:
+        """Whether some environment may have an advantage that rewards of turns and tokens make differ in a rollout."""
+        return any(name not in ADVANTAGES or ADVANTAGES[name].tells_tokens_apart for name in self.advantages)
+
     def compares_rollouts_of(self, environment: str) -> bool:
         """Whether updates depend on how the rollouts of a problem compare; `loss.type = "sft"` imitates all of them."""
         return self.loss.type != "sft" and self.advantage_of(environment) in GROUP_ADVANTAGES

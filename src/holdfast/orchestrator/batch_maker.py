@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
@@ -27,17 +30,25 @@ from holdfast.run.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
 
+Signal = Literal["sum", "parts"]
 
-def has_signal(outcome: Outcome) -> bool:
+
+def has_signal(outcome: Outcome, signal: Signal) -> bool:
     """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
 
-    Those of turns and tokens say something if they differ within a rollout, too.
+    Args:
+        signal: what counts, as in `DynamicSamplingConfig`; rewards of turns and tokens that differ within a rollout do
+            as `parts`.
     """
     if isinstance(outcome, Dropped):
         return False
+    of_parts = [rollout.step_rewards.rewards if rollout.step_rewards else [] for rollout in outcome]
     rewards = [rollout.reward for rollout in outcome]
-    steps = [reward for rollout in outcome if rollout.step_rewards for reward in rollout.step_rewards.rewards]
-    return any(len(values) > 0 and min(values) != max(values) for values in (rewards, steps))
+    if signal == "sum":
+        sums = [math.fsum([reward, *parts]) for reward, parts in zip(rewards, of_parts, strict=True)]
+        return min(sums) != max(sums)
+    steps = list(chain.from_iterable(of_parts))
+    return min(rewards) != max(rewards) or (len(steps) > 0 and min(steps) != max(steps))
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,11 @@ class Selection:
         return [rollout for group in self.groups for rollout in group]
 
 
-def select(outcomes: Sequence[Outcome], *, num_groups: int) -> Selection:
+def select(outcomes: Sequence[Outcome], *, num_groups: int, signal: Signal) -> Selection:
     """Return at most `num_groups` groups: those with signal first, then the earliest of the others."""
     candidates = [place for place, outcome in enumerate(outcomes) if not isinstance(outcome, Dropped)]
     # sorted is stable: among equals the order of the draw stays.
-    chosen = set(sorted(candidates, key=lambda place: not has_signal(outcomes[place]))[:num_groups])
+    chosen = set(sorted(candidates, key=lambda place: not has_signal(outcomes[place], signal))[:num_groups])
     groups: list[list[Rollout]] = []
     unused: list[list[Rollout]] = []
     dropped: list[Dropped] = []
@@ -177,7 +188,7 @@ class BatchMaker:
                 outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
         finally:
             await sampler.close()
-        selection = select(outcomes, num_groups=self._config.problems_per_step)
+        selection = select(outcomes, num_groups=self._config.problems_per_step, signal=self._config.signal)
         self._check(step, selection)
         count(state, step, selection)
         # Behind the draw of the whole batch, dropped groups too, so that a level changes between batches alone.
@@ -190,7 +201,7 @@ class BatchMaker:
 
     def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
         """Return how many problems to draw next."""
-        missing = self._config.problems_per_step - sum(map(has_signal, outcomes))
+        missing = self._config.problems_per_step - sum(has_signal(one, self._config.signal) for one in outcomes)
         return min(missing, self._config.max_problems_per_step - len(outcomes))
 
     def _check(self, step: int, selection: Selection) -> None:
@@ -203,7 +214,7 @@ class BatchMaker:
                 f"batch {step}: all {len(dropped)} groups were dropped ({reasons}), so there is nothing to train on. "
                 f"The first: {dropped[0].detail}"
             )
-        num_equal = sum(not has_signal(group) for group in selection.groups)
+        num_equal = sum(not has_signal(group, self._config.signal) for group in selection.groups)
         if self._config.dynamic_sampling and num_equal:
             _log.warning(
                 "batch %d: %d of its %d groups have no signal after %d problems, the most that may be drawn for it",

@@ -171,6 +171,7 @@ class BatchPipeline:
             num_reused=self._maker.num_reused,
             engines=of_engines,
             environments=self._config.environments,
+            signal=self._config.signal,
         )
         metrics |= self._maker.curriculum_metrics | evaluated
         batch = Batch(

@@ -345,8 +345,10 @@ TIMES = BatchTimes(period=2.0, wait_for_weights=0.5, update_weights=0.1, generat
 
 def metrics_of(outcomes: Sequence[Outcome], *, num_groups: int = 8, **settings: object) -> dict[str, float]:
     environments = [EnvironmentConfig.model_validate({"id": name, **settings}) for name in ("a", "b")]
-    selection = select(outcomes, num_groups=num_groups)
-    return batch_metrics(selection, TIMES, step=8, num_reused=3, engines=ENGINES, environments=environments)
+    selection = select(outcomes, num_groups=num_groups, signal="sum")
+    return batch_metrics(
+        selection, TIMES, step=8, num_reused=3, engines=ENGINES, environments=environments, signal="sum"
+    )
 
 
 def test_metrics_of_a_batch() -> None:

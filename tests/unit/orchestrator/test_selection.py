@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from holdfast.orchestrator.batch_maker import count, has_signal, select
+import pytest
+
+from holdfast.config import RlConfig
+from holdfast.config.rl import hand_down_shared
+from holdfast.orchestrator.batch_maker import Signal, count, has_signal, select
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.state import OrchestratorState
 from holdfast.protocol.rollouts import Dropped, Logprobs, LossMask, Rewards, Rollout, StepRewards, TokenIds
@@ -29,15 +34,36 @@ def zero_signal(task: int) -> Dropped:
     return Dropped(environment="a", task_id=task, reason="zero_signal", rollouts=2, tokens=6)
 
 
-def test_a_group_has_signal_if_its_rewards_differ() -> None:
-    assert has_signal(group(0, [1.0, 0.0]))
-    assert has_signal(group(0, [0.5, 0.5, 0.5 + 1e-12]))
-    assert not has_signal(group(0, [0.3, 0.3, 0.3]))
-    assert not has_signal(failed(0))
-    for steps, differ in (([0.5, 0.5], False), ([0.5, 0.25], True)):
-        with_steps = group(0, [1.0, 1.0])
-        with_steps[1].step_rewards = StepRewards(TokenIds([1, 2]), Rewards(steps))
-        assert has_signal(with_steps) == differ
+@pytest.mark.parametrize("signal", ["sum", "parts"])
+def test_a_group_has_signal_if_its_rewards_differ(signal: Signal) -> None:
+    assert has_signal(group(0, [1.0, 0.0]), signal)
+    assert has_signal(group(0, [0.5, 0.5, 0.5 + 1e-12]), signal)
+    assert not has_signal(group(0, [0.3, 0.3, 0.3]), signal)
+    assert not has_signal(failed(0), signal)
+    # Rewards of the wholes, and those of two turns each: equal sums say nothing where the sum is what is raised.
+    for rewards, turns, by_sum, by_parts in (
+        ([1.0, 1.0], [[0.5, 0.5], [0.5, 0.5]], False, False),
+        ([1.0, 1.0], [[0.5, 0.5], [0.5, 0.25]], True, True),
+        ([1.0, 1.0], [[1.0, 0.0], [0.0, 1.0]], False, True),
+        ([2.0, 1.0], [[0.0, 0.0], [0.5, 0.5]], False, True),
+    ):
+        with_steps = group(0, rewards)
+        for rollout, own in zip(with_steps, turns, strict=True):
+            rollout.step_rewards = StepRewards(TokenIds([1, 2]), Rewards(own))
+        assert has_signal(with_steps, signal) == (by_sum if signal == "sum" else by_parts)
+
+
+def test_a_run_asks_for_the_signal_that_its_advantages_learn_from() -> None:
+    def signal(**trainer: Any) -> str:
+        environments = [{"id": "reverse_text"}]
+        config = RlConfig.model_validate(
+            {"trainer": trainer, "orchestrator": {"dynamic_sampling": {}, "environments": environments}}
+        )
+        return hand_down_shared(config).orchestrator.signal
+
+    expected = {"dr_grpo": "sum", "grpo_process": "parts", "reinforce_pp": "parts", "own:advantage": "parts"}
+    assert {name: signal(advantage=name) for name in expected} == expected
+    assert signal(environments={"reverse_text": {"advantage": "grpo_process"}}) == "parts"
 
 
 def test_groups_with_signal_come_first_and_the_earliest_others_fill_the_batch() -> None:
@@ -47,7 +73,7 @@ def test_groups_with_signal_come_first_and_the_earliest_others_fill_the_batch() 
     ]  # fmt: skip
 
     def chosen(num_groups: int) -> tuple[list[int], list[int], list[Dropped]]:
-        found = select(outcomes, num_groups=num_groups)
+        found = select(outcomes, num_groups=num_groups, signal="sum")
         held, unused = ([one[0].task_id for one in groups] for groups in (found.groups, found.unused))
         return held, unused, found.dropped
 
@@ -59,7 +85,7 @@ def test_groups_with_signal_come_first_and_the_earliest_others_fill_the_batch() 
 def test_counters_hold_what_was_drawn_and_what_of_that_was_dropped() -> None:
     state = OrchestratorState(step=3, problems=10, rollouts=20, tokens=60, sampled_tokens=40)
     state.dropped["zero_signal"] = Counts(1, 2, 7)
-    count(state, 4, select([group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), failed(2)], num_groups=1))
+    count(state, 4, select([group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), failed(2)], num_groups=1, signal="sum"))
     assert state.step == 4
     assert (state.problems, state.rollouts, state.tokens, state.sampled_tokens) == (13, 26, 77, 44)
     assert state.dropped == {"zero_signal": Counts(2, 4, 13), "environment_error": Counts(1, 2, 5)}

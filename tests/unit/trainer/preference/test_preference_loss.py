@@ -1,4 +1,4 @@
-"""Preference losses against values worked out by hand, a slow reference and finite differences."""
+"""Preference losses by hand, at their extremes, and refused; by their formulas: test_every_name_computes."""
 
 from __future__ import annotations
 
@@ -12,119 +12,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.config import DpoConfig, RewardTrainingConfig
+from holdfast.config.base import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig
-from holdfast.trainer.preference.losses import PairLogprobs, PairLosses, build_preference_loss, sequence_sums
+from holdfast.trainer.preference.losses import PairLosses, build_preference_loss, sequence_sums
+from tests.builders.slow_preferences import pairs, preference_config, variants
 
 MARGINS = torch.tensor([0.5, 0.0, 3.0, -1.0], dtype=torch.float64)
 LENGTHS = torch.tensor([[4, 6], [3, 3], [5, 1], [2, 8]], dtype=torch.float64)
-
-
-def config(kind: str, **settings: Any) -> PreferenceLossConfig:
-    return PreferenceLossConfig.model_validate({"type": kind, **settings})
-
-
-def pairs(policy_P2: Tensor, reference_P2: Tensor, tokens_P2: Tensor) -> PairLogprobs:
-    margins_P = MARGINS[: len(policy_P2)]
-    return PairLogprobs(*policy_P2.unbind(1), *reference_P2.unbind(1), *tokens_P2.unbind(1), margins_P)
+ALL = [one for name, built_in in PREFERENCE_LOSSES.items() if built_in.function for one in variants(name)]
 
 
 def one(kind: str, policy: tuple[float, float], reference: tuple[float, float] = (0, 0), **settings: Any) -> PairLosses:
     """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4; its margin is 0.5."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (policy, reference, (2, 4))]
-    return build_preference_loss(config(kind, **settings))(pairs(*rows))
+    return build_preference_loss(preference_config(kind, **settings))(pairs(*rows, MARGINS[:1]))
 
 
 def random_logprobs() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     policy, reference = (-LENGTHS * (0.05 + 2 * torch.rand(4, 2, generator=generator).double()) for _ in range(2))
     return policy.requires_grad_(), reference
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-def slow(
-    settings: PreferenceLossConfig,
-    policy: list[float],
-    reference: list[float],
-    tokens: list[float],
-    offset: float,
-) -> float:
-    """The formulas as the papers print them, one pair at a time."""
-    beta, smoothing, margin = settings.scale, settings.label_smoothing, settings.margin or 0
-    r_w, r_l = policy[0] - reference[0], policy[1] - reference[1]
-    w, l = policy[0] / tokens[0], policy[1] / tokens[1]  # noqa: E741 - as in the papers
-    odds = (math.exp(w) / (1 - math.exp(w))) / (math.exp(l) / (1 - math.exp(l)))
-    h = beta * (r_w - r_l) - settings.odpo_alpha * offset
-    right, wrong = -math.log(sigmoid(h)), -math.log(sigmoid(-h))
-    values = {
-        "dpo": (1 - smoothing) * right + smoothing * wrong,
-        "ipo": (r_w / tokens[0] - r_l / tokens[1] - 1 / (2 * beta)) ** 2,
-        "ipo_sum": (r_w - r_l - 1 / (2 * beta)) ** 2,
-        "hinge": max(0.0, 1 - beta * (r_w - r_l)),
-        "robust": ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing),
-        "apo_zero": 1 - sigmoid(beta * r_w) + sigmoid(beta * r_l),
-        "apo_down": sigmoid(beta * r_w) + 1 - sigmoid(beta * (r_w - r_l)),
-        "simpo": -math.log(sigmoid(beta * w - beta * l - margin)),
-        "orpo": -w - beta * math.log(sigmoid(math.log(odds))),
-    }
-    return values[settings.type] - settings.rpo_alpha * w
-
-
-ALL = [
-    config("dpo", beta=0.3),
-    config("dpo", beta=0.3, label_smoothing=0.2),
-    config("dpo", beta=0.3, odpo_alpha=0.8),
-    config("dpo", beta=0.3, rpo_alpha=0.7),
-    config("ipo", beta=0.2),
-    config("ipo", beta=0.2, rpo_alpha=1.0),
-    config("ipo_sum", beta=0.2),
-    config("hinge", beta=0.1),
-    config("robust", beta=0.3, label_smoothing=0.2),
-    config("apo_zero", beta=0.3),
-    config("apo_down", beta=0.3),
-    config("simpo", beta=2.5, margin=1.4),
-    config("orpo", beta=0.25),
-]
-
-
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
-def test_every_loss_is_the_formula_of_its_paper(settings: PreferenceLossConfig) -> None:
-    policy, reference = random_logprobs()
-    losses = build_preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P
-    rows = zip(policy.tolist(), reference.tolist(), LENGTHS.tolist(), MARGINS.tolist(), strict=True)
-    assert losses.tolist() == pytest.approx([slow(settings, *row) for row in rows], rel=1e-10)
-
-
-def gradient_of(settings: PreferenceLossConfig, policy: Tensor, reference: Tensor) -> Tensor:
-    policy = policy.detach().requires_grad_()
-    total = build_preference_loss(settings)(pairs(policy, reference, LENGTHS)).losses_P.sum()
-    return torch.autograd.grad(total, policy)[0]
-
-
-@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.type)
-def test_gradients_are_finite_differences_of_the_formula(settings: PreferenceLossConfig) -> None:
-    policy, reference = random_logprobs()
-    gradient, width = gradient_of(settings, policy, reference), 1e-5
-    for pair, side in ((pair, side) for pair in range(4) for side in (0, 1)):
-        ends = []
-        for move in (width, -width):
-            moved = policy[pair].tolist()
-            moved[side] += move
-            ends.append(slow(settings, moved, reference[pair].tolist(), LENGTHS[pair].tolist(), MARGINS[pair].item()))
-        assert gradient[pair, side].item() == pytest.approx((ends[0] - ends[1]) / (2 * width), rel=1e-6, abs=1e-9)
-
-
-def test_dpo_by_hand() -> None:
-    # h = 0.5 [(-1 + 2) - (-3 + 1)] = 1.5; -log sigmoid(1.5) = log(1 + exp(-1.5)) = 0.2014133
-    scored = one("dpo", (-1, -3), (-2, -1), beta=0.5)
-    assert scored.losses_P.item() == pytest.approx(0.2014133, abs=1e-7)
-    assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == (0.5, -1.0)
-    # The other way round: log(1 + exp(1.5)) = 1.7014133; smoothed by 0.1: 0.9 * 0.2014133 + 0.1 * 1.7014133
-    assert one("dpo", (-3, -1), (-1, -2), beta=0.5).losses_P.item() == pytest.approx(1.7014133, abs=1e-7)
-    smoothed = one("dpo", (-1, -3), (-2, -1), beta=0.5, label_smoothing=0.1)
-    assert smoothed.losses_P.item() == pytest.approx(0.3514133, abs=1e-7)
 
 
 def test_the_log_odds_of_orpo_keep_their_digits_at_both_ends() -> None:
@@ -146,11 +53,6 @@ def test_rewards_are_beta_times_what_the_loss_compares() -> None:
     assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == (-0.125, -0.1875)
 
 
-@pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_losses_without_a_reference_do_not_look_at_one(kind: str) -> None:
-    assert one(kind, (-1, -3), (5, 7)).losses_P == one(kind, (-1, -3)).losses_P
-
-
 EXTREMES = st.sampled_from([0.0, -4e4, -1e4, -1e-30]) | st.floats(-4e4, 0)
 
 
@@ -167,7 +69,7 @@ def test_extremes_stay_finite(
     """Loss and gradient of answers of one token, equal log-probabilities, and log-ratios of up to 4e4."""
     rows = [torch.tensor([values], dtype=torch.float64) for values in (policy, reference, (1.0, lengths))]
     rows[0].requires_grad_()
-    total = build_preference_loss(loss)(pairs(*rows)).losses_P.sum()
+    total = build_preference_loss(loss)(pairs(*rows, MARGINS[:1])).losses_P.sum()
     (gradient,) = torch.autograd.grad(total, rows[0])
     assert math.isfinite(total.item()) and torch.isfinite(gradient).all()
     if loss.type in ("dpo", "hinge", "robust", "apo_zero", "apo_down"):
@@ -178,7 +80,7 @@ def test_extremes_stay_finite(
 def test_rewards_carry_no_gradient() -> None:
     policy, reference = random_logprobs()
     for loss in ALL:
-        scored = build_preference_loss(loss)(pairs(policy, reference, LENGTHS))
+        scored = build_preference_loss(loss)(pairs(policy, reference, LENGTHS, MARGINS))
         assert scored.losses_P.requires_grad
         assert not scored.chosen_rewards_P.requires_grad and not scored.rejected_rewards_P.requires_grad
 
@@ -228,7 +130,7 @@ def test_settings_that_a_loss_does_not_know_are_refused(settings: dict[str, Any]
     ],
 )
 def test_defaults_depend_on_the_loss_and_survive_being_written(kind: str, beta: float, reference: str) -> None:
-    settings = config(kind)
+    settings = preference_config(kind)
     assert (settings.scale, settings.reference) == (beta, reference)
     assert PreferenceLossConfig.model_validate(settings.model_dump(exclude_none=True)) == settings
 

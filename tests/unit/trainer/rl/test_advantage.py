@@ -1,13 +1,10 @@
-"""Advantages against values computed by hand."""
+"""Advantages by hand, of turns, of the user, and refused; by their formulas: test_every_name_computes."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -26,138 +23,19 @@ from holdfast.trainer.rl.advantages import (
 )
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
 from holdfast.trainer.rl.group_advantages import dr_grpo, grpo, max_rl, opo, pass_at_k, rloo
-from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
-from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
+from holdfast.trainer.rl.scored_rollouts import ScoredRollout
+from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout, step_rollout
+from tests.builders.slow_advantages import by_token, random_groups
 from tests.conftest import ROOT
 
 
-def test_by_hand() -> None:
-    rewards = [1.0, 2.0, 3.0, 6.0]
-    assert dr_grpo(rewards) == [-2.0, -1.0, 0.0, 3.0]
-    # mean 3; squares 4 + 1 + 0 + 9 = 14; sample std sqrt(14 / 3) = 2.1602469
-    assert grpo(rewards) == pytest.approx([-0.9258197, -0.4629098, 0.0, 1.3887296], abs=1e-6)
-    assert rloo(rewards) == pytest.approx([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0])
+def test_a_group_of_one_has_no_others_and_what_cannot_be_computed_is_refused() -> None:
     assert grpo([0.1]) == dr_grpo([0.1]) == rloo([0.1]) == max_rl([0.1]) == [0.0]
-    assert max_rl([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert opo([1.0, 0.0], [0, 0]) == [0.0, 0.0]
     with pytest.raises(TrainingError, match="at least 0, got -0.5"):
         max_rl([1.0, -0.5])
-    # (4 * 1 + 1 * 0 + 5 * .5) / 10 = .65
-    assert opo([1.0, 0.0, 0.5], [4, 1, 5]) == pytest.approx([0.35, -0.65, -0.15])
-    assert opo([1.0, 0.0], [0, 0]) == [0.0, 0.0]
-    # Two of four solved, k = 2: one in three of the others has solved it as well.
-    assert pass_at_k([1.0, 1.0, 0.0, 0.0], k=2) == pytest.approx([2 / 3, 2 / 3, 0.0, 0.0])
     with pytest.raises(TrainingError, match="the best of advantage_k = 4 rollouts, and a problem has 3"):
         pass_at_k([0.0, 1.0, 0.0], k=4)
-
-
-def random_groups(seed: int, *, scale: float = 1.0, sizes: tuple[int, ...] = (5, 5, 5)) -> Groups:
-    """Groups of rollouts of 0 to 6 tokens with a reward of each."""
-    generator = np.random.default_rng(seed)
-    groups = []
-    for task, size in enumerate(sizes):
-        group = []
-        for _ in range(size):
-            num_tokens, reward = int(generator.integers(0, 7)), scale * float(generator.random())
-            token_rewards = -scale * 0.1 * generator.random(num_tokens)
-            if num_tokens:
-                token_rewards[-1] += reward - token_rewards.sum()
-            metrics = {"other": scale * float(generator.random())}
-            group.append(scored_rollout(reward, num_tokens, task_id=task, token_rewards=token_rewards, metrics=metrics))
-        groups.append(group)
-    return groups
-
-
-def slow_whiten(values: list[list[float]]) -> list[list[float]]:
-    """Every list less the mean of all numbers, over their standard deviation, as PPO implementations do."""
-    everything = [value for own in values for value in own]
-    if len(set(everything)) < 2:
-        return [[0.0] * len(own) for own in values]
-    mean, variance = statistics.fmean(everything), statistics.variance(everything)
-    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in own] for own in values]
-
-
-def slow_of_group(name: str, rewards: list[float], index: int) -> float:
-    """What one rollout of a group is given, from the formulas of the papers."""
-    if len(set(rewards)) == 1:
-        return 0.0
-    mean = sum(rewards) / len(rewards)
-    if name == "rloo":
-        others = rewards[:index] + rewards[index + 1 :]
-        return rewards[index] - sum(others) / len(others)
-    divisor = {"max_rl": mean}.get(name, statistics.stdev(rewards) + 1e-6 if name.startswith("grpo") else 1.0)
-    return (rewards[index] - mean) / divisor
-
-
-def slow_pass_at_k(rewards: list[float], index: int, k: int) -> float:
-    """By how much the rollout raises the best of k, as a mean over every set that holds it."""
-    sets = [chosen for chosen in combinations(range(len(rewards)), k) if index in chosen]
-    gains = [max(rewards[i] for i in chosen) - max(rewards[i] for i in chosen if i != index) for chosen in sets]
-    return sum(gains) / len(sets)
-
-
-def slow_online_dpo(group: Sequence[ScoredRollout], index: int, scale: float) -> float:
-    """A tenth is the beta, and -0.1 the log-ratio of every token in `tests.builders.scored_rollouts`."""
-    rewards = [one.reward for one in group]
-    best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
-    if index not in (best, worst) or best == worst:
-        return 0.0
-    h = 0.1 * -0.1 * (group[best].num_tokens - group[worst].num_tokens)
-    return scale * 0.1 / (1 + math.exp(h)) * (1 if index == best else -1)
-
-
-def slow_gdpo(groups: Groups) -> list[float]:
-    """What each rollout is given, with the weights of `tests.builders.scored_rollouts`."""
-    sums = []
-    for group in groups:
-        own = [[one.environment_reward for one in group], [one.metrics["other"] for one in group]]
-        for index in range(len(group)):
-            sums.append(slow_of_group("grpo", own[0], index) + 0.5 * slow_of_group("grpo", own[1], index))
-    return [slow_of_group("grpo", sums, index) for index in range(len(sums))]
-
-
-def slow(name: str, groups: Groups) -> list[list[float]]:
-    """Every rollout's advantages, token by token."""
-    found: list[list[float]] = []
-    if name == "gdpo":
-        rollouts = [one for group in groups for one in group]
-        return [[value] * one.num_tokens for value, one in zip(slow_gdpo(groups), rollouts, strict=True)]
-    for group in groups:
-        rewards = [one.reward for one in group]
-        for index, one in enumerate(group):
-            if name == "reinforce_pp":
-                found.append([sum(one.token_rewards[now:].tolist()) for now in range(one.num_tokens)])
-            elif name == "opo":
-                lengths = [sibling.num_tokens for sibling in group]
-                baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(1, sum(lengths))
-                found.append([one.reward - baseline] * one.num_tokens)
-            elif name == "online_dpo":
-                found.append([slow_online_dpo(group, index, sum(map(len, groups)) / len(groups))] * one.num_tokens)
-            elif name == "pass_at_k":
-                found.append([slow_pass_at_k(rewards, index, 2)] * one.num_tokens)
-            else:
-                found.append([slow_of_group(name, rewards, index)] * one.num_tokens)
-    return slow_whiten(found) if name.startswith("reinforce_pp") else found
-
-
-def by_token(name: str, groups: Groups) -> list[list[float]]:
-    """What the advantage gives every token."""
-    given = [value for group in advantage_of(name)(groups) for value in group]
-    rollouts = [one for group in groups for one in group]
-    return [
-        [value] * one.num_tokens if isinstance(value, float) else list(value)
-        for value, one in zip(given, rollouts, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("name", REWARD_ADVANTAGES)
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-def test_every_advantage_is_the_slow_one_over_ragged_lengths(name: str, scale: float) -> None:
-    for seed in range(20):
-        groups = random_groups(seed, scale=scale, sizes=(5, 2, 8))
-        got, expected = by_token(name, groups), slow(name, groups)
-        assert [len(own) for own in got] == [one.num_tokens for group in groups for one in group]
-        for mine, theirs in zip(got, expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", REWARD_ADVANTAGES)
@@ -169,55 +47,7 @@ def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: f
     assert by_token(name, empty) == [[], []]
 
 
-def test_the_batch_gives_its_standard_deviation_to_every_group() -> None:
-    groups = scored_groups([[1.0, 2.0], [3.0, 6.0]])
-    std = math.sqrt(14 / 3) + 1e-6
-    assert advantage_of("grpo", advantage_std="batch")(groups) == [
-        [pytest.approx(-0.5 / std), pytest.approx(0.5 / std)], [pytest.approx(-1.5 / std), pytest.approx(1.5 / std)]
-    ]  # fmt: skip
-
-
-def step_rollout(reward: float, steps: dict[int, float], num_tokens: int = 4) -> ScoredRollout:
-    """A rollout with rewards of the parts that end with these tokens."""
-    token_rewards = np.zeros(num_tokens)
-    token_rewards[list(steps)] = list(steps.values())
-    token_rewards[-1] += reward
-    return scored_rollout(
-        reward, num_tokens, token_rewards=token_rewards,
-        step_ends=np.array(list(steps), dtype=int), step_rewards=np.array(list(steps.values())),
-    )  # fmt: skip
-
-
-def test_rewards_of_steps_are_normalised_together_and_summed_from_each_token_on() -> None:
-    """DeepSeekMath, section 4.1.3, in loops; the outcomes are equal and add nothing, or add their own advantage."""
-    steps = [{0: 0.2, 2: 1.0, 3: -0.5}, {1: 0.4}, {}]
-    everything = [reward for own in steps for reward in own.values()]
-    for outcomes in ([1.0, 1.0, 1.0], [0.0, 1.0, 0.5]):
-        group = [step_rollout(reward, own) for reward, own in zip(outcomes, steps, strict=True)]
-        normalised = iter(slow_of_group("grpo", everything, index) for index in range(len(everything)))
-        by_end = [{end: next(normalised) for end in own} for own in steps]
-        expected = [
-            [slow_of_group("grpo", outcomes, i) + sum(v for end, v in by_end[i].items() if end >= t) for t in range(4)]
-            for i in range(3)
-        ]
-        for mine, theirs in zip(by_token("grpo_process", [group]), expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
-
-
 RAISE_THE_SUM = [name for name in REWARD_ADVANTAGES if name not in ("grpo_process", "gdpo")]
-
-
-@pytest.mark.parametrize("name", RAISE_THE_SUM)
-def test_the_other_advantages_take_the_rewards_of_steps_to_the_whole(name: str) -> None:
-    steps = [{0: 0.5, 2: 1.0}, {1: 0.25}, {}]
-    groups = [[step_rollout(reward, own) for reward, own in zip((1.0, 2.0, 0.5), steps, strict=True)]]
-    if name == "reinforce_pp":
-        to_go = [[2.5, 2.0, 2.0, 1.0], [2.25, 2.25, 2.0, 2.0], [0.5] * 4]
-        expected = slow_whiten(to_go)
-    else:
-        expected = by_token(name, [[scored_rollout(reward, 4) for reward in (2.5, 2.25, 0.5)]])
-    for mine, theirs in zip(by_token(name, groups), expected, strict=True):
-        assert mine == pytest.approx(theirs)
 
 
 class Turns:
@@ -283,12 +113,6 @@ def test_process_supervision_sees_no_cost_that_is_the_same_for_every_turn() -> N
 def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:
     with pytest.raises(TrainingError, match="leave these out, or take an advantage that knows them"):
         advantage_of("gdpo")([[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]])
-
-
-def test_the_batch_scale_of_grpo_takes_the_rewards_of_steps_to_the_whole() -> None:
-    groups = [[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]]
-    plain = scored_groups([[2.0, 0.0]])
-    assert advantage_of("grpo", advantage_std="batch")(groups) == advantage_of("grpo", advantage_std="batch")(plain)
 
 
 def test_every_environment_gets_its_own_advantage_and_weight() -> None:

@@ -17,14 +17,6 @@ def doubles(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_the_worked_example() -> None:
-    # deltas: 1 + .5 * 2 - 1 = 1;  0 + .5 * 3 - 2 = -.5;  4 - 3 = 1.  gamma lam = .25:
-    # A_2 = 1;  A_1 = -.5 + .25 = -.25;  A_0 = 1 - .0625 = .9375.
-    advantages, returns = generalized_advantages(doubles(1, 0, 4), doubles(1, 2, 3), gamma=0.5, lam=0.5)
-    assert advantages.tolist() == [0.9375, -0.25, 1.0]
-    assert returns.tolist() == [1.9375, 1.75, 4.0]
-
-
 def test_long_sequences_of_float32_lose_no_digits_and_carry_no_gradient() -> None:
     torch.manual_seed(0)
     rewards, values = torch.randn(2, 4000)

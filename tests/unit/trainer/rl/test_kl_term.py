@@ -14,17 +14,12 @@ from holdfast.config.base import KlEstimator
 from holdfast.trainer.rl.kl import KlCoefficient
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
+from tests.builders.slow_preferences import KL_ESTIMATES
 
 # Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.
 LOGPROBS, REFERENCE, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.2, -1.5, -0.5], [0.5, 0.5, -1.0]
 WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
-ESTIMATES = {
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: math.exp(-d) + d - 1,
-    "k3_unbiased": lambda d: math.exp(-d) + d - 1,
-}
-# Where the importance ratio is 1.
-SLOPES = {"k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d), "k3_unbiased": lambda d: d}
+IN_LOSSES = [name for name in KL_ESTIMATES if name != "k1"]
 
 
 def loss_input(logprobs_N: Tensor) -> PolicyLossInput:
@@ -47,22 +42,22 @@ def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
-@pytest.mark.parametrize("estimator", ESTIMATES)
+@pytest.mark.parametrize("estimator", IN_LOSSES)
 def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregation: Any) -> None:
     config = PolicyLossConfig(type="policy_gradient", aggregation=aggregation)
     plain = build_policy_loss(config)
     penalised = with_kl_term(plain, config, KlCoefficient(0.3), estimator)
     (base, base_slopes, base_counts), (value, slopes, counts) = value_and_gradient(plain), value_and_gradient(penalised)
     weights, ds = WEIGHTS[aggregation], [p - r for p, r in zip(LOGPROBS, REFERENCE, strict=True)]
-    term = sum(weight * ESTIMATES[estimator](d) for weight, d in zip(weights, ds, strict=True))
+    term = sum(weight * KL_ESTIMATES[estimator](d, 1.0)[0] for weight, d in zip(weights, ds, strict=True))
     assert value == pytest.approx(base + 0.3 * term, rel=1e-12)
     for slope, before, weight, d in zip(slopes, base_slopes, weights, ds, strict=True):
-        assert slope == pytest.approx(before + 0.3 * weight * SLOPES[estimator](d), rel=1e-12)
+        assert slope == pytest.approx(before + 0.3 * weight * KL_ESTIMATES[estimator](d, 1.0)[1], rel=1e-12)
     assert counts.keys() == base_counts.keys()
 
 
 @pytest.mark.parametrize("far", [-120.0, 120.0])
-@pytest.mark.parametrize("estimator", ESTIMATES)
+@pytest.mark.parametrize("estimator", IN_LOSSES)
 def test_a_term_is_finite_however_far_the_reference(estimator: Any, far: float) -> None:
     logprobs_N = torch.tensor([-1.0], requires_grad=True)
     near_N = logprobs_N.detach()

@@ -23,13 +23,6 @@ def rollout(reward: float, log_ratio: float, num_tokens: int = 1) -> ScoredRollo
     return scored_rollout(reward, num_tokens, old_logprobs=old, reference_logprobs=np.zeros(num_tokens))
 
 
-def test_a_hand_made_pair() -> None:
-    """h = 0.5 (2 - -1) = 1.5, sigmoid(-1.5) = 0.182426; times beta and three rollouts."""
-    (advantages,) = online_dpo([[rollout(0.2, 7.0), rollout(1.0, 2.0), rollout(0.0, -1.0)]], beta=0.5)
-    expected = 3 * 0.5 * 0.18242552380635635
-    assert advantages == [0.0, pytest.approx(expected), pytest.approx(-expected)]
-
-
 def test_equal_rewards_make_no_pair_and_the_first_of_equal_ones_is_taken() -> None:
     groups = [[rollout(0.3, 1.0), rollout(0.3, -1.0)], [rollout(0.3, 1.0)], [rollout(r, 0.0) for r in (1, 0, 1, 0)]]
     assert online_dpo(groups, beta=0.1) == [
@@ -43,11 +36,6 @@ def test_equal_rewards_make_no_pair_and_the_first_of_equal_ones_is_taken() -> No
 def test_nothing_overflows(log_ratio: float) -> None:
     ((best, worst),) = online_dpo([[rollout(1.0, log_ratio), rollout(0.0, -log_ratio)]], beta=0.1)
     assert best == -worst == pytest.approx(2 * 0.1 / (1 + np.exp(np.float128(0.2 * log_ratio))))
-
-
-def test_an_empty_answer_has_the_log_ratio_zero() -> None:
-    ((best, worst),) = online_dpo([[rollout(1.0, 0.0, 0), rollout(0.0, 0.0, 4)]], beta=0.1)
-    assert best == -worst == pytest.approx(2 * 0.1 / 2)
 
 
 @pytest.mark.parametrize("seed", range(20))
