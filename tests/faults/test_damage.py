@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -22,10 +21,8 @@ from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest, read_manifest, verify
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
-from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
-from tests.faults.run_states import differing
-from tests.unit.trainer.programs.in_process import end_state, train
+from tests.unit.trainer.programs.in_process import train
 
 STEPS = (1, 2, 3)
 NEWEST, OTHER = 3, 2
@@ -350,49 +347,3 @@ def test_sizes_alone_find_what_is_cut_or_missing_and_no_more(run_dir: RunDir) ->
 
 
 # What the next start does about it.
-
-
-@pytest.fixture
-def copied(saved: RunDir, tmp_path: Path) -> RunDir:
-    """Return a copy of the run, to be damaged for good."""
-    shutil.copytree(saved.path, tmp_path / "run")
-    return RunDir(tmp_path / "run")
-
-
-@pytest.mark.parametrize("kind", ["flipped bit", "truncated", "deleted", "empty manifest", "wrong checksum"])
-def test_a_damaged_step_is_refused_and_nothing_changes(kind: str, copied: RunDir, settings: dict[str, Any]) -> None:
-    directory = copied.checkpoint(NEWEST)
-    with ExitStack() as stack:
-        if kind == "deleted":
-            path = directory / "trainer" / "progress.json"
-            path.unlink()
-        elif kind == "empty manifest":
-            path = directory / MANIFEST_NAME
-            path.write_bytes(b"")
-        else:
-            (path,) = stack.enter_context(damage(kind, copied, random.Random(SEED), turn=1)).values()
-        before = contents(copied.checkpoints)
-        with pytest.raises(CheckpointError) as caught:
-            train("sft", copied.path, settings, until=NEWEST + 1, resume=NEWEST)
-        assert str(path) in str(caught.value) and "committed steps: 1, 2" in str(caught.value)
-        assert contents(copied.checkpoints) == before, "a refused resume changes nothing"
-
-
-def test_the_next_start_falls_back_past_damage_to_the_same_result(
-    copied: RunDir, saved: RunDir, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two damaged steps are skipped, said, and set aside; the third is trained on to the same bits."""
-    newest = copied.checkpoint(NEWEST) / "trainer" / "__0_0.distcp"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    progress = copied.checkpoint(OTHER) / "trainer" / "progress.json"
-    progress.unlink()
-    train("sft", copied.path, settings, until=NEWEST, resume="latest")
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"skipping the checkpoint of step {NEWEST}: {newest} is damaged" in said
-    assert f"skipping the checkpoint of step {OTHER}: {progress} is missing" in said
-    assert "resuming from step 1 " in said
-    assert differing(*(end_state(one, last=NEWEST) for one in (copied, saved))) == []
-    aside = copied.discarded(2) / "checkpoints" / f"step_{NEWEST}"
-    assert (aside / "trainer" / newest.name).read_bytes() == bytes(content), "nothing is deleted"

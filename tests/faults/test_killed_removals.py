@@ -47,8 +47,6 @@ from tests.faults.faulty_calls import install, read_trail
 from tests.faults.test_kill_during_start import deaths
 from tests.runs.processes import in_a_child
 
-pytestmark = pytest.mark.clock
-
 SOURCE = ROOT / "src" / "holdfast"
 _REMOVING = frozenset(
     "rmtree unlink remove removedirs rmdir rename renames replace move truncate ftruncate remove_directory "  # noqa: SIM905
@@ -70,6 +68,7 @@ REMOVALS: dict[str, str] = {
     "commands/evaluated_policy.py prepare_directory": "an evaluation with --clean",
     "commands/evaluated_policy.py remove_exports": "evaluations that are followed",
     "commands/rollouts.py write_rollouts": OWN,
+    "commands/evaluated_policy.py weights_of_step": "test_damaged_files.py",
     "launcher/cluster/cluster.py check_shared": OWN,
     "launcher/launch.py with_evaluations": ONE_CALL,
     "launcher/liveness.py LivenessMonitor.forget": OWN,
@@ -205,20 +204,20 @@ def _write(case: Path, *places: str) -> None:
 
 def _batches(case: Path) -> None:
     """One of them is a link to where somebody has put it."""
-    _write(case, *(f"rollouts/step_{step}/{name}" for step in (1, 3) for name in "abc"), "archive/a")
+    _write(case, *(f"rollouts/step_{step}/{name}" for step in (1, 3) for name in "ab"), "archive/a")
     (case / "rollouts/step_2").symlink_to(case / "archive")
 
 
 def _later_steps(case: Path) -> None:
     run_dir = RunDir(case)
-    for step in (1, 2, 3):
+    for step in (1, 2):
         write_checkpoint(run_dir, step)
         write_weights(run_dir, step)
         _write(case, f"rollouts/step_{step}/batch.msgpack", f"rollouts/step_{step}/manifest.json")
         _write(case, f"evaluations/step_{step}/evaluation.json", f"evaluations/step_{step}/rollouts.jsonl")
-    _write(case, "rollouts/generations_4.log")
-    write_checkpoint(run_dir, 4)
-    (run_dir.checkpoint(4) / MANIFEST_NAME).write_text("{")
+    _write(case, "rollouts/generations_3.log")
+    write_checkpoint(run_dir, 3)
+    (run_dir.checkpoint(3) / MANIFEST_NAME).write_text("{")
 
 
 def _set_aside(case: Path) -> None:
@@ -315,7 +314,7 @@ def _clear_others(case: Path) -> None:
     online._clear_others(RunDir(case).evaluation(2), Policy({**_POLICY, "digest": "another"}, nobody))
 
 
-_OLD = ("logs", "configs", "discarded")
+_OLD = ("logs", "configs")
 DRIVES: dict[str, Drive] = {
     "batches": Drive(
         _batches,
@@ -328,8 +327,8 @@ DRIVES: dict[str, Drive] = {
     "old attempts": Drive(
         lambda case: _write(
             case,
-            *(f"{kind}/attempt_{k}/{name}" for kind in _OLD for k in (1, 2, 3) for name in "ab"),
-            *(f"checkpoints/discarded/attempt_1/step_2/{name}" for name in "ab"),
+            *(f"{kind}/attempt_{k}/{name}" for kind in _OLD for k in (2, 3) for name in "ab"),
+            *(f"checkpoints/discarded/attempt_1/step_2/{name}" for name in "a"),
         ),
         lambda case: RunDir(case).remove_old_attempts(2),
     ),
@@ -347,7 +346,7 @@ DRIVES: dict[str, Drive] = {
     ),
     "pruned checkpoints": Drive(
         lambda case: [
-            *(write_checkpoint(RunDir(case), step) for step in (1, 2, 3)),
+            *(write_checkpoint(RunDir(case), step) for step in (1, 2)),
             _write(case, "checkpoints/.tmp-step_4/a/b", "exports/.tmp-best-1/c", "exports/best/d"),
         ],
         lambda case: prune(CheckpointDirs(case), keep=1, keep_interval=None, keep_best=None, dry_run=False),
@@ -418,9 +417,9 @@ def _act(drive: Drive, case: Path, elsewhere: Path | None, **fault: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(in_a_child(act), 0)[1])
 
 
-@pytest.fixture(params=[False, True], ids=["one filesystem", "two filesystems"])
+@pytest.fixture
 def elsewhere(request: pytest.FixtureRequest) -> Iterator[Callable[[], Path] | None]:
-    """A maker of directories on another filesystem than that of the run."""
+    """A maker of directories on another filesystem than that of the run, or None."""
     if not request.param:
         yield None
         return
@@ -428,7 +427,16 @@ def elsewhere(request: pytest.FixtureRequest) -> Iterator[Callable[[], Path] | N
         yield lambda: Path(tempfile.mkdtemp(dir=home))
 
 
-@pytest.mark.parametrize("name", DRIVES)
+_HERE = {"generations", "leftovers", "an evaluation with --clean", "an evaluation that has ended"}
+"""Drives that remove nothing behind a link."""
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("name", "elsewhere"),
+    [(name, links) for name in DRIVES for links in (False, True) if not (links and name in _HERE)],
+    indirect=["elsewhere"],
+)
 def test_killed_at_any_call_of_a_removal_all_is_as_before_or_gone(
     name: str, elsewhere: Callable[[], Path] | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

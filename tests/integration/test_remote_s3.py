@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -337,40 +336,6 @@ def test_closing_gives_up_a_transfer_that_hangs(server: S3Server, here: RunDir) 
     uploader._thread.join(HANG_S)
     assert not uploader._thread.is_alive(), "the transfer was cancelled, not left behind"
     release.set()
-
-
-@pytest.mark.launch
-def test_a_download_killed_half_way_leaves_a_temporary_only(
-    server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir
-) -> None:
-    remote.upload(write_checkpoint(here, 3), 3)
-    reached, release = threading.Event(), threading.Event()
-
-    def spoil(method: str, path: str) -> str | None:
-        if method == "GET" and "progress" in path:
-            reached.set()
-            release.wait(HANG_S)
-        return None
-
-    server.spoil = spoil
-    program = (
-        "import sys; from pathlib import Path; from holdfast.launcher.resume.remote import fetch\n"
-        "from holdfast.run.run_dir import RunDir\n"
-        "fetch(sys.argv[1], RunDir(Path(sys.argv[2])), 'auto')"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, URL, str(empty.path)])
-    try:
-        assert reached.wait(HANG_S)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        release.set()
-    names = [path.name for path in empty.checkpoints.iterdir()]
-    assert len(names) == 1 and names[0].startswith(".tmp-step_3") and not empty.holds_run()
-    empty.clear_leftovers()
-    server.spoil = lambda method, path: None
-    assert fetch(URL, empty, "auto") == 3
-    assert contents(empty.checkpoints) == contents(here.checkpoints)
 
 
 @pytest.mark.clock

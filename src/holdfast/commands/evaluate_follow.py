@@ -227,8 +227,11 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
     path = directory.path / "config" / "evaluate.toml"
     if not path.exists():
         return
-    before = read_toml(EvaluateConfig, path)
-    differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    try:
+        before = read_toml(EvaluateConfig, path)
+        differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    except ConfigError:  # of another version, or damaged
+        differing = ["settings"]
     if (directory.path / IDENTITY_NAME).exists() and not differing:
         try:
             noted = read_identity(directory.path)["environments"]

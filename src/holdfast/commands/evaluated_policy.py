@@ -32,7 +32,7 @@ from holdfast.process.imports import module_command
 from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import check_max_len, check_model_path, check_weights_path
-from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed
+from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed, verify
 from holdfast.run.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
 from holdfast.run.settings import read_settings
 from holdfast.run.weights import holds_adapter
@@ -126,7 +126,12 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
         raise CheckpointError(f"the weights of step {step} have just gone from {run}, which has no checkpoint of it")
     target = directory / name_of_export(run_dir, step)
     if target.exists():  # exported by an earlier start of this evaluation: published whole, or not at all
-        return target
+        try:
+            verify(target)
+            return target
+        except CheckpointError as damage:
+            print(f"WARNING: {damage}: the step is exported again", flush=True)
+            atomic.remove_directory(target)
     resolve_resume_step(run_dir, step)
     model = read_settings(run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).get("model", {})
     base = model.get("name") if model.get("lora") else None
@@ -302,6 +307,14 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
                 atomic.remove_directory(entry)
             else:
                 entry.unlink(missing_ok=True)
+    if is_ours:
+        try:
+            directory.identity()
+        except FileNotFoundError:
+            pass
+        except RunDirError as damage:  # it says who the owner of its server is, and no more
+            print(f"WARNING: {str(damage).split(': ')[0]}: the evaluation gets another id", flush=True)
+            (path / "run.json").unlink()
     write_settings(config, path / "config")
     atomic.clear_leftovers(path / "config")  # from here on it is ours in any case
     directory.create()  # so that its server is its own: nobody else can push weights to it

@@ -18,7 +18,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.resolved import choose_for_engine, choose_for_training
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import ParallelConfig, TrainingCommand
-from holdfast.errors import ConfigError
+from holdfast.errors import CheckpointError, ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.process.child import available_cores
 from holdfast.process.gpus import (
@@ -33,6 +33,7 @@ from holdfast.process.gpus import (
     why_unusable,
 )
 from holdfast.run.checkpoints import TRAINER_DIR
+from holdfast.run.manifest import check_file, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
@@ -330,9 +331,16 @@ def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: b
     """
     run_dir, wanted = RunDir(config.output_dir), config.ckpt.resume_step if config.ckpt else None
     steps = [] if clean or run_dir.is_being_removed() else run_dir.steps_there()
-    step = wanted if isinstance(wanted, int) and wanted in steps else steps[-1] if steps else None
-    if step is not None and (path := run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).is_file():
-        return read_settings(path).get("optim", {})
+    for step in [wanted] if isinstance(wanted, int) and wanted in steps else reversed(steps):
+        directory, name = run_dir.checkpoint(step), f"{TRAINER_DIR}/{CONFIG_NAME}"
+        try:
+            entry = read_manifest(directory).files.get(name)
+            if entry is None:
+                break
+            check_file(directory / name, entry)
+            return read_settings(directory / name).get("optim", {})
+        except CheckpointError:  # a damaged step is passed over, and so are its settings
+            continue
     return before.get("optim", {})
 
 

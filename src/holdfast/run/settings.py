@@ -27,6 +27,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     data = path.read_bytes()
     try:
+        if not data:
+            raise ValueError("it is empty")
         checked.check_last_line(data)
         return tomli.loads(data.decode())
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such

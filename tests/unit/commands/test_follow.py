@@ -197,23 +197,6 @@ def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
     assert not (config.output_dir / "step_10").exists()
 
 
-def test_what_a_kill_left_is_removed_by_the_next_start(run_command: RunCommand, tmp_path: Path) -> None:
-    run_dir = run_of(tmp_path / "run", 5, 10)
-    for step in (0, 5, 10):
-        for name in (f"model_step_{step}", f".tmp-model_step_{step}-1"):
-            (run_dir.evaluation(step) / name).mkdir(parents=True)
-            (run_dir.evaluation(step) / name / "model.safetensors").write_bytes(b"weights")
-        (run_dir.evaluation(step) / "summary.json").write_text("{}")
-    cut_off = run_dir.evaluation(7)  # its checkpoint is not due now
-    for name in ("model_step_7", ".tmp-model_step_7-1"):
-        (cut_off / name).mkdir(parents=True)
-    (run_dir.evaluations / ".tmp-step_4-1").mkdir()
-    flags = ("--run", run_dir.path, "--environments", json.dumps(ENVIRONMENTS), "--follow", "--interval", "5")
-    assert run_command("evaluate", *flags)[0] == 0
-    left = {str(path.relative_to(run_dir.evaluations)) for path in run_dir.evaluations.rglob("*") if path.is_dir()}
-    assert left == {"step_0", "step_5", "step_10", "step_7", "step_7/model_step_7"}, "what was cut off goes on"
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

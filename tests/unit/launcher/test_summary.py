@@ -103,6 +103,11 @@ def test_rates_are_those_of_the_checkpoint_and_not_of_an_attempt_that_trained_no
         again = sft(tmp_path, **settings)
         settle_length(again, clean=False)
         assert again.optim.lr == lr
+    noted = RunDir(tmp_path).checkpoint(20) / TRAINER_DIR / CONFIG_NAME
+    noted.write_text(noted.read_text().replace("lr = 0.001", "lr = 0.005"))
+    again = sft(tmp_path)
+    settle_length(again, clean=False)
+    assert again.optim.lr == 1e-1, "a damaged step is passed over, and so is its rate"
 
 
 def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

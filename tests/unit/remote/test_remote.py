@@ -95,18 +95,6 @@ def test_a_checkpoint_of_another_step_is_not_uploaded(here: RunDir, remote: Remo
     assert remote.steps() == []
 
 
-def test_leftovers_are_steps_without_a_manifest(here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
-    for step in (1, 2):
-        remote.upload(write_checkpoint(here, step), step, weights=[write_weights(here, step)])
-    (place / "step_1/manifest.json").unlink()
-    (place / "weights/step_2/manifest.json").unlink()
-    (place / "step_notes").mkdir()
-    (place / "step_notes/mine").write_text("not ours")
-    removed = remote.clear_leftovers()
-    assert len(removed) == 7 and all(name.startswith(("step_1/", "weights/step_2/")) for name in removed)
-    assert remote.steps() == [2] and (place / "step_notes/mine").exists() and (place / "weights/step_1").exists()
-
-
 def test_a_step_set_aside_does_not_exist_but_keeps_its_files(
     here: RunDir, remote: RemoteCheckpoints, place: Path
 ) -> None:

@@ -101,23 +101,6 @@ def test_a_published_directory_is_never_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "step_1" / "a").read_bytes() == b"a"
 
 
-def test_a_removal_that_stops_half_way_leaves_no_half_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_tree(tmp_path / "step_1")
-
-    def killed(path: Path) -> None:
-        (path / "a").unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic.shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            atomic.remove_directory(tmp_path / "step_1")
-    assert not (tmp_path / "step_1").exists()
-    assert len(atomic.clear_leftovers(tmp_path)) == 1 and names(tmp_path) == []
-
-
 def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
     make_tree(tmp_path / "step_1")
     (tmp_path / "notes").write_text("mine")

@@ -233,26 +233,6 @@ def test_a_disk_that_is_mounted_in_the_run_is_emptied_and_stays(run_dir: RunDir)
         assert list(disk.view(run_dir.checkpoints).iterdir()) == []
 
 
-@pytest.mark.parametrize("wanted", ["latest", "auto", -1])
-@pytest.mark.parametrize("damaged_file", ["data", manifest.MANIFEST_NAME])
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_the_newest_falls_back_past_damage_and_says_so(
-    run_dir: RunDir, wanted: Literal["latest", "auto", -1], damaged_file: str, is_gone: bool
-) -> None:
-    for step in (5, 10, 15):
-        commit(run_dir, step)
-    damaged = run_dir.checkpoint(15) / damaged_file
-    damaged.write_bytes(b"\xff" + damaged.read_bytes()[1:])
-    if is_gone:
-        damaged.unlink()
-    said: list[str] = []
-    assert resolve_resume_step(run_dir, wanted, say=said.append) == 10
-    assert len(said) == 1 and "skipping the checkpoint of step 15" in said[0] and str(damaged) in said[0]
-    set_aside_after(run_dir, 10, 2)
-    assert not run_dir.checkpoint(15).exists()  # so that step 15 can be saved again
-    assert (run_dir.discarded(2) / "checkpoints" / "step_15").exists()
-
-
 def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     for step in (5, 10, 15):
         commit(run_dir, step)

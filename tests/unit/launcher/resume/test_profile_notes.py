@@ -66,17 +66,3 @@ def test_logs_that_cannot_be_listed_do_not_hide_how_a_run_ended(
     monkeypatch.setattr(RunDir, "profiles", fail)
     (said,) = profile_lines(RunDir(tmp_path), SftConfig(output_dir=tmp_path, profile="3:5"))
     assert said == "which profiles there are cannot be told: [Errno 5] Input/output error"
-
-
-def test_what_a_killed_writer_left_among_the_logs_is_cleared(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
-    (run_dir.logs(1) / ".tmp-profile_steps_3_to_5-1234").mkdir(parents=True)
-    (run_dir.logs(1) / ".tmp-profile_steps_3_to_5-1234" / "torch.json").touch()
-    kept = run_dir.logs(1) / "profile_steps_3_to_5"
-    kept.mkdir()
-    (kept / "rank_1.json.gz").touch()
-    assert len(run_dir.clear_leftovers()) == 1
-    assert list(run_dir.logs(1).iterdir()) == [kept]
-    run_dir.remove_run()
-    assert not (run_dir.path / "logs").exists()

@@ -363,27 +363,6 @@ def test_every_process_is_handed_the_number_and_nothing_else(other: RunDir) -> N
     assert ckpt is not None and (ckpt.resume_step, ckpt.resume_dir) == (10, None)
 
 
-def test_latest_falls_back_sets_the_damage_aside_and_says_so(other: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    add_checkpoint(other, 2)
-    add_checkpoint(other, 15)
-    (other.checkpoint(15) / "trainer" / "__0_0.distcp").write_text("xx")
-    for step in (2, 10):
-        (other.checkpoint(step) / "manifest.json").unlink()
-    leftover = atomic.temporary_sibling(other.checkpoint(20))
-    leftover.mkdir()
-    assert start(config_of(other, resume_step="latest")).resume_step == 5
-    out = capsys.readouterr().out
-    for text in ("skipping the checkpoint of step 15", "skipping the checkpoint of step 10",
-                 f"removed checkpoints/{leftover.name}",
-                 "set aside discarded/attempt_1/checkpoints/step_2, as it is damaged",
-                 "set aside discarded/attempt_1/checkpoints/step_10, as it is damaged",
-                 "checkpoints/step_15", "resuming from step 5"):  # fmt: skip
-        assert text in out, text
-    assert [path.name for path in other.checkpoints.iterdir()] == ["step_5"]
-    aside = other.discarded(1) / "checkpoints"
-    assert sorted(path.name for path in aside.iterdir()) == ["step_10", "step_15", "step_2"]
-
-
 def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: RunDir) -> None:
     (other.path / "run.json").unlink()
     with pytest.raises(RunDirError, match="not there to compare with: go on with --ckpt.resume-step auto"):

@@ -192,36 +192,6 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_
     assert keys()[0] == plain and keys()[1] != today
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "no table", "no about", "torn about", "other about"])
-def test_what_is_damaged_is_told_and_made_again(
-    damage: str,
-    config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    whole = fingerprint_samples(load_samples(config, tokenizer, seed=0)[0])
-    (directory,) = entries(config)
-    table, about = directory / "samples.arrow", directory / "about.json"
-    content = table.read_bytes()
-    if damage == "flipped":
-        table.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    elif damage == "short":
-        table.write_bytes(content[:-100])
-    elif damage == "no table":
-        table.unlink()
-    elif damage == "no about":
-        about.unlink()
-    elif damage == "torn about":
-        about.write_bytes(about.read_bytes()[:10])
-    else:
-        about.write_bytes(about.read_bytes().replace(b'"format":2', b'"format":9'))
-    with caplog.at_level(logging.INFO):
-        again, _ = load_samples(config, tokenizer, seed=0)
-    assert fingerprint_samples(again) == whole
-    assert caplog.text.count(f"WARNING: the tokenised data in {directory} is damaged") == 1
-    assert entries(config) == [directory] and table.read_bytes() == content
-
-
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_makes_is_not(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
