@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -25,6 +26,9 @@ from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_rollout
 
 Group = Sequence[ScoredRollout]
+
+
+_advantage_of = cache(advantage_of)
 
 
 def random_groups(
@@ -56,7 +60,7 @@ def random_groups(
 
 def by_token(name: str, groups: Groups, **settings: str) -> list[list[float]]:
     """What the advantage gives every token."""
-    given = [value for group in advantage_of(name, **settings)(groups) for value in group]
+    given = [value for group in _advantage_of(name, **settings)(groups) for value in group]
     rollouts = [one for group in groups for one in group]
     return [
         [value] * one.num_tokens if isinstance(value, float) else list(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from holdfast.orchestrator.evaluation.statistics import (
     pass_at_k,
     powers_up_to,
     student_quantile,
+    without_skewness,
 )
 
 
@@ -54,6 +56,17 @@ def test_intervals_of_many_tasks_are_normal_and_of_one_there_are_none() -> None:
     equal = mean_over_tasks([0.5] * 10, confidence=0.95)
     assert (equal.low, equal.high) == pytest.approx((0.2366, 0.7634), abs=1e-4), "as of 5 tasks of 10"
     assert mean_over_tasks([2.0, 2.0], confidence=0.95) == Estimate(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, 0.0, 1.0, 5.0], [-3.0, 2.0, 2.0, 2.5], [0.1, 0.5, 0.9]])
+def test_the_transformed_t_of_hall_is_students_quantile_at_the_ends(values: list[float]) -> None:
+    number, mean, std = len(values), statistics.fmean(values), statistics.stdev(values)
+    skewness = statistics.fmean(((value - mean) / std) ** 3 for value in values)
+    low, high = without_skewness(values, confidence=0.9)
+    for end, side in ((low, 1), (high, -1)):
+        t = (mean - end) / std
+        found = t + skewness * t**2 / 3 + skewness**2 * t**3 / 27 + skewness / (6 * number)
+        assert found == pytest.approx(side * student_quantile(number - 1, confidence=0.9) / number**0.5)
 
 
 SCORES: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], float]] = {

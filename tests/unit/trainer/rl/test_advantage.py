@@ -235,8 +235,5 @@ def test_an_unknown_advantage_is_refused_with_what_is_allowed() -> None:
         TrainerConfig.model_validate(settings)
 
 
-def test_the_documentation_shows_the_example_and_every_name() -> None:
-    docs = ROOT / "docs"
-    assert inspect.getsource(shortest_of_the_best) in (docs / "extending.md").read_text()
-    page = (docs / "advantages.md").read_text()
-    assert all(f"\n| `{name}` |" in page for name in (*REWARD_ADVANTAGES, *MODEL_ADVANTAGES))
+def test_the_documentation_shows_the_example() -> None:
+    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "extending.md").read_text()
