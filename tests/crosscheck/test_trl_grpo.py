@@ -289,17 +289,24 @@ def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
     return trainer._generate_and_score_completions([{"prompt": "a"}] * len(rewards))["advantages"].tolist()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
-def test_group_advantages_are_those_of_trl(name: str, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    scale = "group" if name == "grpo" else "none"
-    trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
-    ours = advantage_of(name)(scored_groups(groups_of(REWARDS)))
+@pytest.mark.parametrize(
+    ("name", "settings", "scale"),
+    [("grpo", {}, "group"), ("grpo", {"advantage_std": "batch"}, "batch"), ("dr_grpo", {}, "none"), ("rloo", {}, None)],
+)
+def test_group_advantages_are_those_of_trl(
+    name: str, settings: dict[str, str], scale: str | None, trl_trainers: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    if scale is None:
+        trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
+    else:
+        trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
+    ours = advantage_of(name, **settings)(scored_groups(groups_of(REWARDS)))
     if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
-        stds = [sample_std(group) for group in groups_of(REWARDS)]
+        stds = [sample_std(REWARDS if scale == "batch" else group) for group in groups_of(REWARDS)]
         ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
     assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
     equal = [3.25] * len(REWARDS)
-    assert scored_rewards(trainer, equal) == flat(advantage_of(name)(scored_groups(groups_of(equal))))
+    assert scored_rewards(trainer, equal) == flat(advantage_of(name, **settings)(scored_groups(groups_of(equal))))
 
 
 def test_reinforce_pp_whitens_like_trl() -> None:
@@ -317,15 +324,6 @@ def test_reinforce_pp_whitens_like_trl() -> None:
             assert ours[row].tolist() == pytest.approx(theirs_BT[row, : one.num_tokens].tolist(), rel=1e-5)
 
 
-def test_the_standard_deviation_of_the_batch_is_that_of_trl(
-    trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards="batch")
-    ours = advantage_of("grpo", advantage_std="batch")(scored_groups(groups_of(REWARDS)))
-    factor = (sample_std(REWARDS) + 1e-6) / (sample_std(REWARDS) + 1e-4)
-    assert [factor * value for value in flat(ours)] == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
-
-
 def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     others, weights = [0.0, 4.0, -1.0, 2.0, 1.0, 1.0, 3.0, -2.0], [1.0, 0.5]
     trainer = trl_trainers.grpo_trainer(model, tmp_path, multi_objective_aggregation="normalize_then_sum")
@@ -337,12 +335,6 @@ def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path,
     ours = flat(advantage_of("gdpo", rewards={"weights": {"reward": 1.0, "other": 0.5}})(groups))
     # TRL adds 1e-4 to standard deviations of about 1, ours adds 1e-6.
     assert ours == pytest.approx(scored_rewards(trainer, REWARDS), rel=1e-3, abs=1e-3)
-
-
-def test_rloo_advantages_are_those_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
-    ours = flat(advantage_of("rloo")(scored_groups(groups_of(REWARDS))))
-    assert ours == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
 
 
 def test_rloo_subtracts_the_k1_of_the_whole_sequence_from_the_reward(
