@@ -69,7 +69,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
         "test_chaos.py::test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one",
-        "test_rl_killed.py::test_the_final_state_is_that_of_the_undisturbed_run",
+        "test_rl_killed.py::test_the_end_is_that_of_the_undisturbed_run",
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
         "test_trackers.py::test_each_step_is_there_once_after_kills_and_a_step_back",
         "test_parts.py::test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more",
