@@ -48,7 +48,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "orchestrator/env/verifiers.py _Player._spawn": (
         "test_verifiers.py::test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed",
     ),
-    "examples/environments/python_code.py require_sandbox": (
+    "examples/environments/python_code.py require_sandbox.tried": (
         "test_sandbox.py::test_a_trial_of_the_sandbox_that_is_killed_is_tried_again",
     ),
     "examples/environments/python_code.py run_python": (
@@ -65,7 +65,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     # Those that check.
     "launcher/preflight.py check_in_child": (HERE,),
-    "commands/environments_check.py _probe_in_process": (HERE,),
+    "commands/environments_check.py _probe_in_process.ask": (HERE,),
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
         "test_chaos.py::test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one",
