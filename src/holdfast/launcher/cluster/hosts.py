@@ -276,7 +276,8 @@ class Place:
         self._started().show_stacks(pids, Path(log))
 
     def _started(self) -> LocalProcess:
-        assert self._process is not None
+        if self._process is None:
+            raise ConfigError("nothing was started here")
         return self._process
 
 

@@ -109,6 +109,9 @@ def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_pa
     with pytest.raises(ConfigError, match="has no directory /nowhere"):
         process.wait()
     assert process.wait() == ConfigError.exit_code and process.loss is None, "it is said once"
+    process.kill()
+    process.clear(HANG_S)
+    assert process.loss is None, "the agent answers still"
     assert wire.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
         str(tmp_path / "no"),
         "/nowhere/at/all",
