@@ -48,7 +48,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "orchestrator/env/verifiers.py _Player._spawn": (
         "test_verifiers.py::test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed",
     ),
-    "examples/environments/python_code.py require_sandbox": (
+    "examples/environments/python_code.py require_sandbox.tried": (
         "test_sandbox.py::test_a_trial_of_the_sandbox_that_is_killed_is_tried_again",
     ),
     "examples/environments/python_code.py run_python": (
@@ -65,11 +65,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     # Those that check.
     "launcher/preflight.py check_in_child": (HERE,),
-    "commands/environments_check.py _probe_in_process": (HERE,),
+    "commands/environments_check.py _probe_in_process.ask": (HERE,),
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
         "test_chaos.py::test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one",
-        "test_rl_killed.py::test_the_final_state_is_that_of_the_undisturbed_run",
+        "test_rl_killed.py::test_the_end_is_that_of_the_undisturbed_run",
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
         "test_trackers.py::test_each_step_is_there_once_after_kills_and_a_step_back",
         "test_parts.py::test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more",
@@ -130,11 +130,10 @@ def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
             places.visit(ast.parse(path.read_text()))
             found |= places.found
     assert found == PLACES.keys(), "a place that starts a process needs tests that kill the process, named in PLACES"
-    known: set[str] = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-        known |= {path.name, *(f"{path.name}::{function.name}" for function in functions)}
-    assert not [name for names in PLACES.values() for name in names if name not in known]
+    for name in {name for names in PLACES.values() for name in names}:
+        file, _, test = name.partition("::")
+        (path,) = (ROOT / "tests").rglob(file)
+        assert f"def {test}(" in path.read_text(), name
 
 
 async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:

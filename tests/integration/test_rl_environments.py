@@ -81,15 +81,6 @@ def _weights(run: CompletedRun) -> bytes:
     return (run.run_dir.weights_of(_HIT_STEPS) / "model.safetensors").read_bytes()
 
 
-def test_workers_that_die_and_an_orchestrator_that_dies_with_them_change_nothing(
-    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
-) -> None:
-    """The weights are those of a run that plays its environment in the orchestrator, and is not disturbed."""
-    workers = ("--orchestrator.environments", '[{"id": "reverse_text", "workers": 2}]')
-    done = _trained_through_deaths(tmp_path / "run", *rl_server.flags, *workers)
-    assert _weights(done) == _weights(reference)
-
-
 def test_a_harness_over_http_trains_the_same_weights_through_deaths(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:

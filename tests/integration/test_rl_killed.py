@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.run.journal import read_batch
 from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, NEVER, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
@@ -19,13 +17,9 @@ from tests.runs.rl import (
     SMALL_BATCH,
     CompletedRun,
     RlRun,
-    assert_same,
     assert_same_end,
     complete,
-    exact_metrics,
-    journal_files,
     last_step,
-    outcome,
     succeeded,
 )
 
@@ -127,12 +121,10 @@ class Interrupted:
 
     Attributes:
         run: how it ended.
-        journal: the batches that were there afterwards.
         committed: the checkpoints that were there afterwards.
     """
 
     run: CompletedRun
-    journal: dict[int, tuple[int, int]]
     committed: list[int]
 
 
@@ -143,7 +135,6 @@ class DisturbedRun:
     run_dir: RunDir
     attempts: dict[str, Interrupted]
     last: CompletedRun
-    generated_tokens: int
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +143,6 @@ def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -
     by_hand = ("--max-restarts", "0")
     flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2", *by_hand)
     resume = ("--ckpt.resume-step", "auto")
-    generated_before = rl_server.generated_tokens()
     attempts: dict[str, Interrupted] = {}
     held = at_start(held_after(REFERENCE_STEPS - 2, until=ASKED_TO_STOP))
     for name, (interrupt, _, _) in _INTERRUPTIONS.items():
@@ -161,10 +151,10 @@ def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -
             run.wait()
             completed = complete(run)
         run_dir = run.run_dir
-        attempts[name] = Interrupted(completed, journal_files(run_dir), run_dir.committed_steps())
+        attempts[name] = Interrupted(completed, run_dir.committed_steps())
     with RlRun(directory, *flags, *resume) as run:
         last = complete(run)
-    return DisturbedRun(run.run_dir, attempts, last, rl_server.generated_tokens() - generated_before)
+    return DisturbedRun(run.run_dir, attempts, last)
 
 
 @pytest.mark.parametrize("name", _INTERRUPTIONS)
@@ -189,40 +179,7 @@ def test_the_run_goes_on_from_the_newest_checkpoint(disturbed: DisturbedRun) -> 
     for before, after in zip(attempts, [*(attempt.run for attempt in attempts[1:]), disturbed.last], strict=True):
         start = f"resuming from step {before.committed[-1]} in" if before.committed else "starting afresh in"
         assert start in after.output
-    assert disturbed.last.exit_code == 0, disturbed.last.output
-    assert not disturbed.last.survivors
 
 
-def test_the_final_state_is_that_of_the_undisturbed_run(disturbed: DisturbedRun, reference: CompletedRun) -> None:
-    assert_same(outcome(disturbed.run_dir, REFERENCE_STEPS), outcome(reference.run_dir, REFERENCE_STEPS))
-
-
-def test_the_metrics_are_those_of_the_undisturbed_run(disturbed: DisturbedRun, reference: CompletedRun) -> None:
-    steps = range(1, REFERENCE_STEPS + 1)
-    assert exact_metrics(disturbed.run_dir, steps) == exact_metrics(reference.run_dir, steps)
-
-
-def test_no_journaled_batch_is_made_again(disturbed: DisturbedRun) -> None:
-    final = journal_files(disturbed.run_dir)
-    replayed = 0
-    attempts = list(disturbed.attempts.values())
-    for attempt, after in zip(attempts, [*(one.run for one in attempts[1:]), disturbed.last], strict=True):
-        waiting = [step for step in attempt.journal if step > max(attempt.committed, default=0)]
-        replayed += len(waiting)
-        assert ("are in the journal: they are trained again, not made again" in after.output) == bool(waiting)
-        # Those of the steps up to the oldest checkpoint are pruned in between.
-        kept = {step: file for step, file in attempt.journal.items() if step in final}
-        oldest = disturbed.run_dir.committed_steps()[0]
-        assert {step for step in waiting if step > oldest} <= kept.keys()
-        assert kept == {step: final[step] for step in kept}
-    assert replayed > 0, "no interruption came while a batch was waiting"
-
-
-def test_rollouts_are_sampled_once(disturbed: DisturbedRun) -> None:
-    """Only what was in flight when the orchestrator died is sampled again: less than a batch each time."""
-    state = disturbed.run_dir.checkpoint(REFERENCE_STEPS) / "orchestrator" / "orchestrator.json"
-    sampled = json.loads(state.read_text())["sampled_tokens"]
-    batches = [read_batch(disturbed.run_dir, step) for step in disturbed.run_dir.published_batches()]
-    largest = max(sum(sum(rollout.loss_mask) for rollout in batch.rollouts) for batch in batches)
-    again = disturbed.generated_tokens - sampled
-    assert 0 <= again < len(disturbed.attempts) * largest
+def test_the_end_is_that_of_the_undisturbed_run(disturbed: DisturbedRun, reference: CompletedRun) -> None:
+    assert_same_end(disturbed.last, reference, REFERENCE_STEPS)

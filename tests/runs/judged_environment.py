@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from holdfast import Environment, Judge, JudgeConfig, Message, Score, Session, Task, TaskSeed
 
 
 class Judged(Environment):
-    """Two turns, and what the judge makes of both.
+    """Two turns, and what the judge makes of both."""
 
-    Args:
-        dies: a file; a process that scores when there is none makes it, asks the judge, and is killed.
-    """
-
-    def __init__(self, judge: JudgeConfig, dies: str = "") -> None:
+    def __init__(self, judge: JudgeConfig) -> None:
         self._judge = Judge(judge, fields=["first", "second"])
-        self._dies = Path(dies) if dies else None
 
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", f"{seed.index % 2}")], answer=str(seed.index))
@@ -32,7 +24,4 @@ class Judged(Environment):
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         rows = [{"first": session.texts[0], "second": session.texts[1]} for session in sessions]
         judgements = await self._judge.ask_all(rows)
-        if self._dies is not None and not self._dies.exists():
-            self._dies.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         return [Score(one.score) for one in judgements]

@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from holdfast.config.base import Section, check_url
 from holdfast.protocol.rollouts import Sampling
 
+ENTRY_POINTS = "holdfast.environments"
+"""The group of entry points by which installed packages bring environments."""
 _FIXED = ("model", "messages", "temperature", "n", "stream")
 
 

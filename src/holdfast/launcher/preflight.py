@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import SIGKILL
 
 import msgspec
 from pydantic import BaseModel
@@ -179,11 +178,7 @@ def check_in_child(module: str, config: BaseModel, *arguments: str, events: Path
         failure.exit_code = ConfigError.exit_code  # nothing was started
         raise failure
     if (by := killed_by(child.returncode)) is not None:
-        why = "; the kernel does so when memory runs out" if by == SIGKILL else ""
-        said = (
-            f"the process that checks the configuration was killed by {by.name}{why}. Nothing was started: give the "
-            "same command again"
-        )
+        said = f"the check of the configuration was killed by {by.name}. Nothing was started: give the command again"
     else:
         said = f"checking the configuration failed (exit code {child.returncode}):\n{said}"
     error = HoldfastError(said)

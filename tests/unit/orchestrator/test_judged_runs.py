@@ -30,31 +30,11 @@ def fake() -> Iterator[FakeJudge]:
         yield judge
 
 
-def run(directory: Path, judge: FakeJudge, *, dies: str = "", max_steps: int = STEPS, **settings: Any) -> list[Batch]:
+def run(directory: Path, judge: FakeJudge, *, max_steps: int = STEPS, **settings: Any) -> list[Batch]:
     """Return the batches of a run whose every rollout is judged."""
     asks = {"url": judge.url, "model": "m", "prompt": "{first} then {second}", "max_score": 1000.0, "retry_for_s": 0.1}
-    section = {"id": "tests.runs.judged_environment:Judged", "args": {"judge": asks, "dies": dies}, **settings}
+    section = {"id": "tests.runs.judged_environment:Judged", "args": {"judge": asks}, **settings}
     return played(directory, section, max_steps=max_steps)
-
-
-async def by_content(body: Body) -> Response:
-    """A score that depends on the question alone."""
-    return completion(str(sum(body["messages"][0]["content"].encode()) % 1000))
-
-
-@pytest.mark.launch
-def test_workers_ask_through_the_orchestrator_and_a_killed_one_asks_nothing_twice(
-    tmp_path: Path, fake: FakeJudge
-) -> None:
-    fake.answer = by_content
-    here = run(tmp_path / "here", fake)
-    asked = sorted(fake.questions)
-    assert len(asked) == len(set(asked)), "also what is asked by two at the same time"
-    fake.asked.clear()
-    there = run(tmp_path / "there", fake, dies=str(tmp_path / "died"), workers=2)
-    assert (tmp_path / "died").exists()
-    assert [batch.rollouts for batch in there] == [batch.rollouts for batch in here]
-    assert sorted(fake.questions) == asked
 
 
 def test_what_nobody_expects_at_the_desk_ends_the_run_and_leaves_no_worker_waiting(

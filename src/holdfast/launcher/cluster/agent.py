@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, is_storage_failure
 from holdfast.launcher.cluster.hosts import Place
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         try:
             result = getattr(place, call["method"])(*call["arguments"])
         except (OSError, HoldfastError) as error:
-            say(error=str(error))
+            say(error=str(error), errno=getattr(error, "errno", None) if is_storage_failure(error) else None)
             continue
         say(result=result)
         if call["method"] == "start":

@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from holdfast.errors import ConfigError, HoldfastError, ProcessDied
+from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.heartbeat import awake_s, show_stacks
 from holdfast.process.imports import module_command
@@ -276,7 +276,8 @@ class Place:
         self._started().show_stacks(pids, Path(log))
 
     def _started(self) -> LocalProcess:
-        assert self._process is not None
+        if self._process is None:
+            raise ConfigError("nothing was started here")
         return self._process
 
 
@@ -316,7 +317,7 @@ class Wire(Protocol):
 
         Raises:
             HostLost: nobody will ever know.
-            HoldfastError: it could not be started.
+            OSError, HoldfastError: it could not be started.
         """
         ...
 
@@ -344,15 +345,15 @@ class RemoteProcess:
         """Return how it ended, without waiting; a lost host counts as SIGKILL.
 
         Raises:
-            HoldfastError: it could not be started; this is said once.
+            OSError, HoldfastError: it could not be started; this is said once.
         """
         if self.returncode is None:
             try:
                 self.returncode = self._wire.ended()
             except HostLost as lost:
                 self._lose(lost)
-            except HoldfastError as error:
-                self.returncode = error.exit_code
+            except (OSError, HoldfastError) as error:
+                self.returncode = STORAGE_FAILED if isinstance(error, OSError) else error.exit_code
                 raise
         return self.returncode
 
@@ -545,7 +546,8 @@ class PipeWire:
                         continue
                     answer, _ = self._calls.popleft()
                 if "error" in message:
-                    answer.set_exception(ConfigError(message["error"]))
+                    number, said = message.get("errno"), message["error"]
+                    answer.set_exception(ConfigError(said) if number is None else OSError(number, said))
                 else:
                     answer.set_result(message["result"])
             errors = [line for line in stderr if "error" in line]

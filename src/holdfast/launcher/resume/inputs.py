@@ -16,8 +16,8 @@ from holdfast.config.training import EvaluatedCommand, TrainingCommand
 from holdfast.errors import DataError, ReadError
 from holdfast.run import checked
 from holdfast.run.manifest import content_digest, library_versions, read_manifest
-from holdfast.run.named_files import file_of_object, files_of_environment, files_of_model
 from holdfast.run.run_dir import INPUTS_NAME
+from holdfast.run.settings import file_of_object, files_of_environment, files_of_model
 
 _TOKENIZER = "tokenizer, "
 _OF_EVALUATIONS = "eval, "

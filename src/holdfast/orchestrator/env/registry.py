@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 import pydantic
 
+from holdfast.config.environments import ENTRY_POINTS as GROUP
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest, printable
 from holdfast.orchestrator.env.guard import place_of
@@ -28,7 +29,6 @@ from holdfast.orchestrator.env.reasoning_gym import PREFIX, ReasoningGym
 from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
 from holdfast.orchestrator.env.verifiers import Verifiers
 from holdfast.process.imports import import_users
-from holdfast.run.named_files import ENVIRONMENTS_GROUP as GROUP
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
 from holdfast.run import atomic
 from holdfast.run.manifest import content_digest
-from holdfast.run.named_files import files_of_environment
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
+from holdfast.run.settings import files_of_environment
 
 _NUM_TASKS = 128
 """Of an environment without an end, where nothing is said."""

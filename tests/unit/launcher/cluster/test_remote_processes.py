@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.errors import ConfigError, ProcessDied
+from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage_failure
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.launcher.cluster.hosts import (
@@ -109,6 +109,9 @@ def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_pa
     with pytest.raises(ConfigError, match="has no directory /nowhere"):
         process.wait()
     assert process.wait() == ConfigError.exit_code and process.loss is None, "it is said once"
+    process.kill()
+    process.clear(HANG_S)
+    assert process.loss is None, "the agent answers still"
     assert wire.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
         str(tmp_path / "no"),
         "/nowhere/at/all",
@@ -167,6 +170,17 @@ def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
         assert wire.is_lost
     finally:
         wire.close()
+
+
+def test_a_full_disk_of_another_host_is_a_full_disk(tmp_path: Path) -> None:
+    """For which the launcher waits, as for one of its own."""
+    code = 'input(); print(\'{"error": "no room", "errno": 28}\', flush=True); input()'
+    wire = PipeWire([sys.executable, "-c", code])
+    process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "a.log", {})
+    with pytest.raises(OSError, match="no room") as full:
+        process.wait()
+    assert is_storage_failure(full.value) and process.wait() == STORAGE_FAILED and process.loss is None
+    wire.close()
 
 
 def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(wire: PipeWire, tmp_path: Path) -> None:

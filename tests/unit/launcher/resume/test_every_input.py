@@ -9,22 +9,17 @@ import inspect
 import re
 import shutil
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from holdfast.config.algorithm import CriticConfig, KlConfig, PolicyLossConfig, RewardModelConfig
-from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.orchestrator import EvalConfig
 from holdfast.config.preference import DpoConfig, RewardTrainingConfig
 from holdfast.config.rl import RlConfig
-from holdfast.config.rl_trainer import EnvironmentTrainingConfig
 from holdfast.config.training import SftConfig
 from holdfast.launcher.resume.attempt import write_config
 from holdfast.launcher.resume.plan import prepare
@@ -38,116 +33,43 @@ COMMANDS = (RlConfig, SftConfig, DpoConfig, RewardTrainingConfig, EvaluateConfig
 MODEL = ROOT / "examples" / "reverse_text" / "model"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a run lies, and files that its settings may name.
-
-    Attributes:
-        run: the directory of the run.
-        model: a copy of a model.
-        rows: a file of rows.
-        code: a module of the user's, `own_code`.
-    """
-
-    run: RunDir
-    model: Path
-    rows: Path
-    code: Path
+def _environment(**settings: Any) -> dict[str, Any]:
+    return {"orchestrator": {"environments": [{"id": "jsonl", "name": "mine", **settings}]}}
 
 
-# How a setting is made to name an input, which is returned. Each of them is one that `rl` says, and whose batches it
-# makes anew.
-def _environment(config: RlConfig, **changes: Any) -> None:
-    config.orchestrator.environments = [EnvironmentConfig.model_validate({"id": "jsonl", "name": "mine", **changes})]
-
-
-def _model(config: RlConfig, place: Place) -> Path:
-    config.trainer.model.name = str(place.model)
-    return place.model / "model.safetensors"
-
-
-def _tokenizer(config: RlConfig, place: Place) -> Path:
-    config.trainer.model.tokenizer = str(place.model)
-    return place.model / "chat_template.jinja"
-
-
-def _critic(config: RlConfig, place: Place) -> Path:
-    config.trainer.advantage, config.trainer.critic = "gae", CriticConfig(name=str(place.model))
-    return place.model / "config.json"
-
-
-def _reference(config: RlConfig, place: Place) -> Path:
-    config.trainer.kl = KlConfig(coef=0.1, reference=str(place.model))
-    return place.model / "model.safetensors"
-
-
-def _reward_model(config: RlConfig, place: Place) -> Path:
-    config.trainer.reward_model = RewardModelConfig(name=str(place.model))
-    return place.model / "config.json"
-
-
-def _loss(config: RlConfig, place: Place) -> Path:
-    config.trainer.loss = PolicyLossConfig(type="own_code:loss")
-    return place.code
-
-
-def _advantage(config: RlConfig, place: Place) -> Path:
-    config.trainer.advantage = "own_code:advantage"
-    return place.code
-
-
-def _advantage_of_an_environment(config: RlConfig, place: Place) -> Path:
-    config.trainer.environments = {"mine": EnvironmentTrainingConfig(advantage="own_code:advantage")}
-    return place.code
-
-
-def _code(config: RlConfig, place: Place) -> Path:
-    _environment(config, id="own_code:Own")
-    return place.code
-
-
-def _file(config: RlConfig, place: Place) -> Path:
-    _environment(config, args={"deep": [{"path": str(place.rows)}]})
-    return place.rows
-
-
-def _scorer(config: RlConfig, place: Place) -> Path:
-    _environment(config, args={"scorer": "own_code:score"})
-    return place.code
-
-
-def _level(config: RlConfig, place: Place) -> Path:
-    levels = [{"path": str(place.rows)}, {"path": "another"}]
-    _environment(config, curriculum={"levels": levels, "advance_reward": 1.0})
-    return place.rows
-
-
-def _server_script(config: RlConfig, place: Place) -> Path:
-    _environment(config, mcp_servers={"tools": {"command": "python", "args": ["-u", str(place.code)]}})
-    return place.code
-
-
-def _server_program(config: RlConfig, place: Place) -> Path:
-    _environment(config, mcp_servers={"tools": {"command": str(place.code)}})
-    return place.code
-
-
-EXCHANGED: dict[str, tuple[Callable[[RlConfig, Place], Path], ...]] = {
-    "ModelConfig.name": (_model, lambda config, place: _model(config, place).with_name("config.json")),
-    "ModelConfig.tokenizer": (_tokenizer, lambda config, place: _tokenizer(config, place).with_name("tokenizer.json")),
-    "CriticConfig.name": (_critic,),
-    "KlConfig.reference": (_reference,),
-    "RewardModelConfig.name": (_reward_model,),
-    "PolicyLossConfig.type": (_loss,),
-    "TrainerConfig.advantage": (_advantage,),
-    "EnvironmentTrainingConfig.advantage": (_advantage_of_an_environment,),
-    "EnvironmentConfig.id": (_code,),
-    "EnvironmentConfig.args": (_file, _scorer),
-    "CurriculumConfig.levels": (_level,),
-    "McpServerConfig.command": (_server_program,),
-    "McpServerConfig.args": (_server_script,),
+_SERVERS = {"command": "python", "args": ["-u", "CODE"]}
+_LEVELS = {"levels": [{"path": "ROWS"}, {"path": "another"}], "advance_reward": 1.0}
+EXCHANGED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
+    "ModelConfig.name": (
+        ({"trainer": {"model": {"name": "MODEL"}}}, "model/model.safetensors"),
+        ({"trainer": {"model": {"name": "MODEL"}}}, "model/config.json"),
+    ),
+    "ModelConfig.tokenizer": (
+        ({"trainer": {"model": {"tokenizer": "MODEL"}}}, "model/chat_template.jinja"),
+        ({"trainer": {"model": {"tokenizer": "MODEL"}}}, "model/tokenizer.json"),
+    ),
+    "CriticConfig.name": (({"trainer": {"advantage": "gae", "critic": {"name": "MODEL"}}}, "model/config.json"),),
+    "KlConfig.reference": (({"trainer": {"kl": {"coef": 0.1, "reference": "MODEL"}}}, "model/model.safetensors"),),
+    "RewardModelConfig.name": (({"trainer": {"reward_model": {"name": "MODEL"}}}, "model/config.json"),),
+    "PolicyLossConfig.type": (({"trainer": {"loss": {"type": "own_code:loss"}}}, "own_code.py"),),
+    "TrainerConfig.advantage": (({"trainer": {"advantage": "own_code:advantage"}}, "own_code.py"),),
+    "EnvironmentTrainingConfig.advantage": (
+        ({"trainer": {"environments": {"mine": {"advantage": "own_code:advantage"}}}}, "own_code.py"),
+    ),
+    "EnvironmentConfig.id": ((_environment(id="own_code:Own"), "own_code.py"),),
+    "EnvironmentConfig.args": (
+        (_environment(args={"deep": [{"path": "ROWS"}]}), "rows.jsonl"),
+        (_environment(args={"scorer": "own_code:score"}), "own_code.py"),
+    ),
+    "CurriculumConfig.levels": ((_environment(curriculum=_LEVELS), "rows.jsonl"),),
+    "McpServerConfig.command": ((_environment(mcp_servers={"tools": {"command": "CODE"}}), "own_code.py"),),
+    "McpServerConfig.args": ((_environment(mcp_servers={"tools": _SERVERS}), "own_code.py"),),
 }
-"""Settings whose inputs the test below exchanges."""
+"""Settings over those of a small run, by which the setting of that name names an input, and the file that is exchanged.
+
+`rl` says each of them, and makes its batches anew.
+"""
+
 
 _HERE = "test_every_input.py::test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew"
 _ITSELF = "is itself what is computed with: another value is told as a changed setting"
@@ -241,13 +163,34 @@ def test_every_setting_that_may_name_an_input_has_a_row() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model, rows, and a module of the user's."""
     shutil.copytree(MODEL, tmp_path / "model")
-    rows, code = tmp_path / "rows.jsonl", tmp_path / "own_code.py"
-    rows.write_text('{"prompt": "a", "answer": "b"}\n')
-    code.write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "own_code.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return Place(RunDir(tmp_path / "run"), tmp_path / "model", rows, code)
+    return tmp_path
+
+
+def config_of(place: Path, settings: dict[str, Any]) -> RlConfig:
+    """Return a run in `place` with these settings over its own, in which capitals stand for what is there."""
+    names = {"MODEL": "model", "ROWS": "rows.jsonl", "CODE": "own_code.py"}
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: placed(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [placed(one) for one in value]
+        return str(place / names[value]) if value in names else value
+
+    config = rl(RunDir(place / "run"), resume_step="auto")
+    for process, sections in placed(settings).items():
+        section = getattr(config, process)
+        merged = section.model_dump(exclude_unset=True)
+        for key, value in sections.items():
+            merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
+        setattr(config, process, type(section).model_validate(merged))
+    return config
 
 
 def exchange(path: Path) -> None:
@@ -262,67 +205,65 @@ def said_of(path: Path, printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("key", "sets"),
-    [
-        pytest.param(key, sets, id=f"{key} {number}")
-        for key, ways in EXCHANGED.items()
-        for number, sets in enumerate(ways)
-    ],
+    ("settings", "file"),
+    [pytest.param(*way, id=f"{key}, {way[1]}") for key, ways in EXCHANGED.items() for way in ways],
 )
 def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
-    key: str, sets: Callable[[RlConfig, Place], Path], place: Place, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], file: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = rl(place.run, resume_step="auto")
-    path = sets(config, place)
+    config, path = config_of(place, settings), place / file
+    run = RunDir(config.output_dir)
     start_rl(config)
     for is_exchanged, kept in ((False, [1]), (True, []), (False, [1])):
-        if not place.run.published_batches():
-            add_batch(place.run, 1, version=0)
+        if not run.published_batches():
+            add_batch(run, 1, version=0)
         if is_exchanged:
             exchange(path)
         capsys.readouterr()
         start_rl(config)
         assert len(said_of(path, capsys.readouterr().out)) == is_exchanged
-        assert place.run.published_batches() == kept
+        assert run.published_batches() == kept
 
 
 def test_other_files_and_code_of_evaluations_are_said_and_cost_no_batch(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = rl(place.run, resume_step="auto")
-    section = EnvironmentConfig(id="own_code:Own", name="asked", args={"path": str(place.rows)})
-    config.orchestrator.eval = EvalConfig(environments=[section], interval=1)
+    asked = {"id": "own_code:Own", "name": "asked", "args": {"path": "ROWS"}}
+    config = config_of(place, {"orchestrator": {"eval": {"environments": [asked], "interval": 1}}})
+    assert config.orchestrator.eval is not None and config.orchestrator.eval.environments is not None
+    (section,) = config.orchestrator.eval.environments
     start_rl(config)
-    add_batch(place.run, 1, version=0)
+    add_batch(RunDir(config.output_dir), 1, version=0)
     before = files_of(section)
-    for path in (place.rows, place.code):
-        exchange(path)
+    for name in ("rows.jsonl", "own_code.py"):
+        exchange(place / name)
         capsys.readouterr()
         start_rl(config)
-        (line,) = said_of(path, capsys.readouterr().out)
-        assert line.startswith("eval, environment 'asked', ") and place.run.published_batches() == [1]
+        (line,) = said_of(place / name, capsys.readouterr().out)
+        assert line.startswith("eval, environment 'asked', ")
+    assert RunDir(config.output_dir).published_batches() == [1]
     assert before.keys() == files_of(section).keys() and not before.items() & files_of(section).items()
 
 
-def test_other_weights_to_begin_with_are_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    config = rl(place.run, resume_step="auto", weights_only=place.model)
+def test_other_weights_to_begin_with_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = rl(RunDir(place / "run"), resume_step="auto", weights_only=place / "model")
     start_rl(config)
-    exchange(place.model / "model.safetensors")
+    exchange(place / "model" / "model.safetensors")
     capsys.readouterr()
     start_rl(config)
-    (line,) = said_of(place.model / "model.safetensors", capsys.readouterr().out)
+    (line,) = said_of(place / "model" / "model.safetensors", capsys.readouterr().out)
     assert line.startswith("ckpt.weights_only, model.safetensors: ")
 
 
-def test_another_reference_of_dpo_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_reference_of_dpo_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = DpoConfig.model_validate(
         {
-            "output_dir": place.run.path, "max_steps": 5, "model": {"name": str(MODEL)},
-            "loss": {"reference_model": str(place.model)}, "ckpt": {"resume_step": "auto"},
+            "output_dir": place / "run", "max_steps": 5, "model": {"name": str(MODEL)},
+            "loss": {"reference_model": str(place / "model")}, "ckpt": {"resume_step": "auto"},
         }
     )  # fmt: skip
     for _ in range(2):
         write_config(prepare(config, clean=False, dry_run=False, is_locked=True), "dpo", config, dry_run=False)
-        exchange(place.model / "config.json")
-    (line,) = said_of(place.model / "config.json", capsys.readouterr().out)
+        exchange(place / "model" / "config.json")
+    (line,) = said_of(place / "model" / "config.json", capsys.readouterr().out)
     assert line.startswith("loss.reference_model, config.json: ")

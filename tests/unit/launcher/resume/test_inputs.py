@@ -53,20 +53,6 @@ def go_on(run: RunDir, data: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     return run.published_batches(), said
 
 
-def test_another_file_of_an_environment_is_said_once_and_its_batches_are_made_anew(
-    killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data.touch()
-    assert go_on(killed, data, capsys) == ([3, 4], [])
-    data.write_text('{"prompt": "a", "answer": "c"}\n')
-    kept, said = go_on(killed, data, capsys)
-    assert kept == [] and len(said) == 2
-    assert said[0].startswith(f"environment 'mine', args.path = {data}: ") and " -> " in said[0]
-    assert "args.levels.0.more" in said[1]
-    add_batch(killed, 3, version=1)
-    assert go_on(killed, data, capsys) == ([3], [])
-
-
 def test_other_libraries_are_said_until_a_checkpoint_has_them_and_their_batches_are_kept_from_then_on(
     killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

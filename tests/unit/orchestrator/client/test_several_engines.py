@@ -147,16 +147,35 @@ def test_a_lost_engine_costs_its_requests_and_comes_back_with_the_right_weights(
     assert sum(line["engine/1/failures"] for line in metrics) == 0
 
 
-def test_an_engine_that_takes_weights_when_it_is_lost_holds_up_nobody(tmp_path: Path, expected: object) -> None:
+@pytest.mark.parametrize("returns", [False, True], ids=["gone for good", "started again"])
+@pytest.mark.parametrize("is_answered", [False, True], ids=["unanswered", "answered"])
+@pytest.mark.parametrize("phase", ["on_claim", "before_update", "on_update"])
+def test_an_engine_that_is_lost_in_any_phase_of_a_push_holds_up_nobody(
+    phase: str, is_answered: bool, returns: bool, tmp_path: Path, expected: object
+) -> None:
     leaving, other = FakeEngine(), FakeEngine()
+    is_hit = False
 
-    def leave_at_two() -> None:
-        if leaving.version == 2:
-            leave(leaving)
+    def hit() -> None:
+        nonlocal is_hit
+        if len(leaving.pushed) == (0 if phase == "on_claim" else 2) and not is_hit:
+            is_hit = True
+            (come_back if returns else leave)(leaving)
+            if not is_answered:
+                raise HTTPException(503, "nobody there")
 
-    leaving.on_update = leave_at_two
+    async def hit_in_claim() -> None:
+        hit()
+
+    async def wait_for_it(_: int) -> None:
+        while is_hit and returns and leaving.version != other.version:
+            await asyncio.sleep(0.01)
+
+    setattr(leaving, phase, hit_in_claim if phase == "on_claim" else hit)
+    other.on_generate = wait_for_it
     assert rollouts_of(tmp_path / "two", leaving, other) == expected
-    assert leaving.pushed == [0, 1, 2] and other.pushed == [0, 1, 2, 3, 4]
+    assert is_hit and other.pushed == [0, 1, 2, 3, 4], "nothing was pushed anew to the other one"
+    assert leaving.pushed[-1] == 4 if returns else len(leaving.pushed) <= 3
 
 
 def test_all_engines_may_be_away_for_a_while(tmp_path: Path, expected: object) -> None:
