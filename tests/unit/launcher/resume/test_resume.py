@@ -30,7 +30,7 @@ from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageEr
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
-from holdfast.run import atomic, manifest
+from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
@@ -696,7 +696,6 @@ def test_old_attempts_leave_nothing_behind_but_the_settings_that_a_start_compare
     start(config.model_copy(update={"keep_attempts": "all"}))
     assert new.logs(6).exists()
     # The launchers of the attempts since may all have been killed before they started anything.
-    for name in ("sft",):
-        (new.configs(6) / f"{name}.toml").touch()
+    (new.configs(6) / "sft.toml").write_bytes(checked.with_last_line("max_steps = 3\n"))
     start(config.model_copy(update={"keep_attempts": 1}))
     assert new.configs(6).exists() and new.configs(7).exists()
