@@ -697,6 +697,6 @@ def test_old_attempts_leave_nothing_behind_but_the_settings_that_a_start_compare
     assert new.logs(6).exists()
     # The launchers of the attempts since may all have been killed before they started anything.
     for name in ("sft",):
-        (new.configs(6) / f"{name}.toml").touch()
+        (new.configs(6) / f"{name}.toml").write_text("seed = 3\n")
     start(config.model_copy(update={"keep_attempts": 1}))
     assert new.configs(6).exists() and new.configs(7).exists()
