@@ -17,9 +17,9 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, DataError
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
-from holdfast.run.manifest import Manifest, file_digest, write_manifest
+from holdfast.run.manifest import file_digest
 from holdfast.run.run_dir import RunDir
-from tests.builders.checkpoint_files import write_checkpoint
+from tests.builders.checkpoint_files import commit, write_checkpoint
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
 from tests.unit.orchestrator.evaluation.test_evaluator import LETTERS, config_of, evaluated
@@ -156,7 +156,7 @@ def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(run_dir, 2)
     exported = tmp_path / f"model_step_2_{file_digest(checkpoint / 'manifest.json')[:12]}"
     exported.mkdir()
-    write_manifest(exported, Manifest(kind="weights", step=2, policy_version=2, files={}))
+    commit(exported, "weights", 2)
     assert evaluated_policy.weights_of_step(run_dir.path, 2, tmp_path) == exported
     # The same step of another run, or trained again, is another model: its own settings are asked for.
     other = RunDir(tmp_path / "other")

@@ -180,17 +180,13 @@ def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDi
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_a_signal_saves_the_step_that_is_done(
-    save_async: bool, start: Callable[..., Loop], run_dir: RunDir, tmp_path: Path
-) -> None:
-    attachment = tmp_path / "state"
-    attachment.write_text("after 2")
+def test_a_signal_saves_the_step_that_is_done(save_async: bool, start: Callable[..., Loop], run_dir: RunDir) -> None:
     loop = start(save_async=save_async)
     loop.step()
     loop.step()
     loop.stop.ask(signal.SIGUSR1)
     with pytest.raises(Stopped, match="stopped by SIGUSR1: step 2 is saved") as caught:
-        loop.step(state=attachment)
+        loop.step(state=b"after 2")
     assert caught.value.exit_code == 128 + signal.SIGUSR1
     assert run_dir.committed_steps() == [2]
     assert (run_dir.checkpoint(2) / "state").read_text() == "after 2"
