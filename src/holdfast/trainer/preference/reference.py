@@ -178,7 +178,7 @@ class ReferenceWork(Generic[P]):
             self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
-        """Return the table of the checkpoint; where it is not whole, that of the run if it is the same, or an empty one.
+        """Return the table of the checkpoint; if it is not whole, that of the run if it is the same, else an empty one.
 
         Raises:
             CheckpointError: it is about other pairs, or not whole and from who knows which weights.
