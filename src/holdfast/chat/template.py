@@ -216,3 +216,18 @@ def template_date() -> datetime:
 @lru_cache
 def _tell_the_date(name: str, date: str) -> None:
     _log.info("the chat template of '%s' writes a date into the prompts: %s, for the whole run", name, date)
+
+
+_TOOL_FORMATS = {
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json",
+    '"parameters": ': "llama3_json",
+}
+"""The form in which a model writes calls of tools, by vLLM's names, for what its chat template shows."""
+
+
+def tool_format_of(template: str) -> str | None:
+    """Return the form of calls in the source of a chat template; None where none is known."""
+    return next((name for sign, name in _TOOL_FORMATS.items() if sign in template), None)

@@ -232,7 +232,9 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
         differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
     except ConfigError:  # of another version, or damaged
         differing = ["settings"]
-    if (directory.path / IDENTITY_NAME).exists() and not differing:
+    if differing:
+        pass
+    elif (directory.path / IDENTITY_NAME).exists():
         try:
             noted = read_identity(directory.path)["environments"]
             differing += ["files" for one in config.environments if noted[one.label]["files"] != files_of(one)][:1]

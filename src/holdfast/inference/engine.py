@@ -35,7 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from holdfast.chat.tokenizer import load_tokenizer
-from holdfast.chat.tool_formats import tool_format_of
+from holdfast.chat.template import tool_format_of
 from holdfast.config import InferenceConfig
 from holdfast.config.devices import DeviceType
 from holdfast.errors import ConfigError, DataError

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Host, Process
 from holdfast.process.child import is_ignored
 from holdfast.process.scratch import remove_abandoned
@@ -230,7 +231,8 @@ class Supervisor:
             if child.process.wait(max(0.0, deadline - time.monotonic())) is None:
                 # With its group: ranks and engines would live on.
                 child.process.kill()
-                child.process.wait(STOP_TIMEOUT_S)
+                # As long as a host may be mute: then it is lost, and no later attempt takes this for one that runs.
+                child.process.wait(hosts.CALL_TIMEOUT_S + STOP_TIMEOUT_S)
         for child in asked:
             # A child that died left its own children (ranks, an engine) in its session.
             child.process.kill()

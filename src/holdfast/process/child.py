@@ -44,6 +44,7 @@ def die_with_parent(sig: int = signal.SIGKILL, *, parent: int | None = None) -> 
 
 
 _END_S = 30.0
+"""For a process that has closed its connection."""
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 

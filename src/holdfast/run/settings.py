@@ -38,10 +38,13 @@ def read_settings(path: Path) -> dict[str, Any]:
         checked.check_last_line(data)
         return tomli.loads(data.decode())
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
-        raise CheckpointError(
-            f"{path} is damaged: {error}. Bring it back from a copy. A run continues without it if it is removed, with "
-            "--ckpt.resume-step auto and the settings of the command."
-        ) from None
+        way_out = "Bring it back from a copy."
+        if path.parent.parent.name == "configs":  # a checkpoint without its settings is none
+            way_out += (
+                " A run continues without it if it is removed, with --ckpt.resume-step auto and the settings of the "
+                "command."
+            )
+        raise CheckpointError(f"{path} is damaged: {error}. {way_out}") from None
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

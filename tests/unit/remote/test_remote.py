@@ -344,7 +344,7 @@ class TestFetch:
         third = RunDir(tmp_path / "third")
         assert fetch(url, third, "latest") == 1 and third.rewinds() == [2, 1]
 
-    @pytest.mark.parametrize("damage", [b"{", b'{"run_id": "another"}'])
+    @pytest.mark.parametrize("damage", [b"{", b'{"run_id": "another"}', b'{"run_id": "run", "check": "0"}'])
     def test_an_identity_of_somebody_else_is_left_out_loud(
         self, url: str, empty: RunDir, tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
     ) -> None:

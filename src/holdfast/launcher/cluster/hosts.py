@@ -379,7 +379,7 @@ class RemoteProcess:
         if cleared is None:
             return
         try:
-            cleared.result(2 * timeout_s)
+            cleared.result(max(CALL_TIMEOUT_S, timeout_s))
         except TimeoutError:
             self._lose(self._wire.lose())
         except Exception:  # noqa: BLE001, S110 - of whichever class the wire has; `wait` meets it again

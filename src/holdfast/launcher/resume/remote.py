@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from typing import Any, Literal
-
-import msgspec
+from typing import Literal
 
 from holdfast.errors import CheckpointError, RunDirError, StorageError
 from holdfast.launcher.resume.resume_step import set_aside
 from holdfast.remote.checkpoints import RemoteCheckpoints
-from holdfast.run import atomic, manifest
+from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import newest_intact
 from holdfast.run.manifest import Verification
 from holdfast.run.run_dir import RunDir
@@ -171,14 +168,14 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
         return
     files = remote.read_identity()
     try:
-        theirs = msgspec.json.decode(files["run.json"], type=dict[str, Any]).get("run_id") if files else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        theirs = checked.decode(files["run.json"]).get("run_id") if files else None
+    except ValueError:
         theirs = "a damaged file"
     if theirs != run_id:
         if theirs is not None:
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
         identity = {"run_id": run_id, "created_unix_s": int(time.time())}
-        files = {"run.json": json.dumps(identity, indent=1).encode()}
+        files = {"run.json": checked.encode(identity)}
     # Last what makes it the directory of a run.
     for name in sorted(files, reverse=True):
         path = run_dir.path / name

@@ -33,7 +33,7 @@ from typing import Any, Protocol, get_type_hints, runtime_checkable
 
 import pydantic
 
-from holdfast.chat.tool_formats import tool_format_of
+from holdfast.chat.template import tool_format_of
 from holdfast.errors import ConfigError, nearest
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)

@@ -35,7 +35,6 @@ _HINT = (
 _PLAYER = Path(__file__).with_name("verifiers_player.py")
 _MOST_DEATHS = 3
 _MOST_LINE = 1 << 30
-"""For a process that has closed its connection."""
 
 
 @dataclass(frozen=True)

@@ -74,15 +74,16 @@ def powers_up_to(num_samples: int) -> list[int]:
 def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
     """Return the mean of one value per task with a confidence interval.
 
-    The interval is Wilson's where every value is 0 or 1, or all are the same from 0 to 1. Else it is that of Student's
-    t without its skewness, within 0 and 1 where the values are. On 30 hard tasks, of which most score 0, intervals of
-    95 % hold the mean in 93 % of cases or more, and those of the percentile bootstrap in 87 %.
+    The interval is Wilson's where every value is 0 or 1, or all are the same from 0 to 1. If all are the same outside
+    of that, such as -1, nothing says how far others may be: there is none. Else it is that of Student's t without its
+    skewness, within 0 and 1 where the values are. On 30 hard tasks, of which most score 0, intervals of 95 % hold the
+    mean in 93 % of cases or more, and those of the percentile bootstrap in 87 %.
     """
     number = len(values)
     value = math.fsum(values) / number
-    if number == 1:
-        return Estimate(value, None, None)
     are_shares = min(values) >= 0.0 and max(values) <= 1.0
+    if number == 1 or (min(values) == max(values) and not are_shares):
+        return Estimate(value, None, None)
     if are_shares and (min(values) == max(values) or all(one in (0.0, 1.0) for one in values)):
         return Estimate(value, *wilson(value, number, confidence=confidence))
     low, high = without_skewness(values, confidence=confidence)
@@ -113,7 +114,7 @@ def without_skewness(values: Sequence[float], *, confidence: float) -> tuple[flo
     """
     number, mean = len(values), math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1))
-    if max(values) == min(values):
+    if std**3 == 0:  # also of values that are as good as equal
         return mean, mean
     skewness = math.fsum((value - mean) ** 3 for value in values) / number / std**3
     third, quantile = skewness / 3, student_quantile(number - 1, confidence=confidence) / math.sqrt(number)

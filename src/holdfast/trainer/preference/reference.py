@@ -178,17 +178,22 @@ class ReferenceWork(Generic[P]):
             self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
-        """Return the table of the checkpoint; where it is damaged, that of the run if it is the same, or an empty one.
+        """Return the table of the checkpoint; if it is not whole, that of the run if it is the same, else an empty one.
 
         Raises:
-            CheckpointError: it is about other pairs, is not there, or damaged and from who knows which weights.
+            CheckpointError: it is about other pairs, or not whole and from who knows which weights.
         """
+        table, damage = None, None
         try:
             table = read_saved(self._saved)
-        except CheckpointError as damage:
+        except CheckpointError as error:
+            damage = error
+        # One rank alone may read damage, from the memory of its machine; what follows is done by all of them.
+        told = next(filter(None, self.mesh.gather("" if damage is None else str(damage))), "")
+        if told or table is None:
             place = self._saved.with_name(REFERENCE_MODEL_NAME)
-            if not (self._saved.exists() and place.exists()):
-                raise
+            if not place.exists():
+                raise damage or CheckpointError(told)
             unknown_P2 = np.full((len(self.preferences), 2), np.nan)
             table = ReferenceTable(unknown_P2, **json.loads(place.read_bytes()))
             kept, self._is_damaged = self._kept, True
@@ -197,7 +202,7 @@ class ReferenceWork(Generic[P]):
             else:
                 source = "what it says is computed anew"
             if self.mesh.is_main:
-                report(f"WARNING: {damage}: {source}")
+                report(f"WARNING: {told}: {source}")
         _refuse_other_pairs(self._saved, table, fingerprint)
         return table
 
@@ -353,7 +358,7 @@ class ReferenceWork(Generic[P]):
         else:
             why = f"max_steps = {config.max_steps} reaches pairs that it has not seen"
             if self._is_damaged:
-                why = f"{self._saved.name} is damaged"
+                why = f"{self._saved.name} is damaged or missing"
             now = f"{why}: these weights are needed once more, and model.name = '{config.model.name}' has {digest}"
         return CheckpointError(
             f"{self._saved} holds log-probabilities under {was}, and {now}: going on would change what the policy "

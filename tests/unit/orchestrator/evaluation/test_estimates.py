@@ -55,7 +55,9 @@ def test_intervals_of_many_tasks_are_normal_and_of_one_there_are_none() -> None:
     assert paired_difference([0.5], [0.75], confidence=0.95).difference == Estimate(0.25, None, None)
     equal = mean_over_tasks([0.5] * 10, confidence=0.95)
     assert (equal.low, equal.high) == pytest.approx((0.2366, 0.7634), abs=1e-4), "as of 5 tasks of 10"
-    assert mean_over_tasks([2.0, 2.0], confidence=0.95) == Estimate(2.0, 2.0, 2.0)
+    assert mean_over_tasks([-1.0] * 30, confidence=0.95) == Estimate(-1.0, None, None), "a point would be too sure"
+    nearly = mean_over_tasks([0.0, 1e-200, 0.0], confidence=0.95)
+    assert nearly.low == nearly.high == nearly.value
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0, 0.0, 1.0, 5.0], [-3.0, 2.0, 2.0, 2.5], [0.1, 0.5, 0.9]])
@@ -78,6 +80,7 @@ SCORES: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], float]
     "two kinds of tasks": (lambda random, n: random.binomial(8, random.beta(0.5, 0.5, n)) / 8, 0.5),
     "lopsided rewards": (lambda random, n: random.exponential(size=n), 1.0),
     "hard tasks, points": (lambda random, n: 10 * random.binomial(8, random.beta(0.2, 3, n)) / 8 - 5, 2 / 3.2 - 5),
+    "hard tasks, 1 or -1": (lambda random, n: 2.0 * random.binomial(1, 0.05, n) - 1, -0.9),
     "rewards": (lambda random, n: random.normal(size=n), 0.0),
 }
 

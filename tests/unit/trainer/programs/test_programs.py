@@ -118,15 +118,18 @@ def test_a_damaged_reference_is_made_again_by_the_weights_that_made_it(
     run_dir = RunDir(output)
     table, own = run_dir.checkpoint(HALF) / "trainer" / REFERENCE_NAME, output / REFERENCE_NAME
     table.write_bytes(table.read_bytes()[:-9])
-    for word in ("is the same", "is computed anew"):
+    for fault, word in (("damaged", "is the same"), ("damaged", "is computed anew"), ("missing", "is the same")):
+        if fault == "missing":
+            table.unlink()
         again = train("dpo", output, settings, until=STEPS, resume=HALF)
         assert differing(end_state(again), programs.whole("dpo")) == []
-        (*_, said) = [line for line in caplog.messages if line.startswith(f"WARNING: {table} is damaged")]
+        (*_, said) = [line for line in caplog.messages if line.startswith(f"WARNING: {table} is {fault}")]
         assert word in said
-        own.write_bytes(b"")
+        if word == "is the same":
+            own.write_bytes(b"")
         shutil.rmtree(run_dir.checkpoint(STEPS))
     other = programs.settings("dpo, adapters, another reference")["loss"]["reference_model"]
-    with pytest.raises(CheckpointError, match=f"is damaged: these weights are needed once more, and .*{other}"):
+    with pytest.raises(CheckpointError, match=f"or missing: these weights are needed once more, and .*{other}"):
         train("dpo", output, settings | {"model": {"name": other}}, until=STEPS, resume=HALF)
 
 
