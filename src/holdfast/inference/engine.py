@@ -34,8 +34,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.chat.template import tool_format_of
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import InferenceConfig
 from holdfast.config.devices import DeviceType
 from holdfast.errors import ConfigError, DataError
