@@ -38,7 +38,7 @@ def test_the_readme(tmp_path: Path) -> None:
     for checkout in (whole, killed):
         checkout.save_files(ROOT / "README.md")
     for command in filter(can_be_started, commands(ROOT / "README.md")):
-        short = ["--max-steps", "3"] if "outputs/addition" in command.words else []
+        short = ["--max-steps", "3"] if "outputs/last_letters" in command.words else []
         printed[tuple(command.words[:3])] = whole.start(command, *short)
         if is_run(command):
             killed.start_and_kill(command, *short, printed=printed[tuple(command.words[:3])])
