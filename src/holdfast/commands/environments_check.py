@@ -217,6 +217,15 @@ def _report(
     states = {name: "FAILED" if problems[name] else "OK" for name in CHECKS}
     if first.is_plain:
         notes["prompts"] = "well formed; whether they fit is not known without a model's template"
+    counts = {
+        "prompts": len(first.lengths),
+        "template": sum(map(len, first.sessions.values())),
+        "sessions": sum(map(len, first.sessions.values())),
+        "scores": len(first.scores),
+    }
+    for name, count in counts.items():
+        if count == 0 and not problems[name]:
+            states[name], notes[name] = "not checked", "no task got this far"
     if request.model is None and not problems["template"]:
         states["template"], notes["template"] = "not checked", "needs --model.name"
     rows = [(name, states[name], "" if problems[name] else notes[name]) for name in CHECKS]

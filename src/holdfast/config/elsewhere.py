@@ -16,7 +16,8 @@ _SIMILAR = 0.75
 
 @cache
 def names_elsewhere() -> dict[str, Any]:
-    """Return the name of a setting in another system -> `settings` here, and what is `said` without any of them."""
+    """Return the name of a setting in another system -> `settings` here, what is `said` without any of them,
+    and in some what is said `beside` the one that is there."""
     return tomli.loads(_FILE.read_text())
 
 
@@ -36,7 +37,8 @@ def hint(name: str, known: Iterable[str]) -> str:
             continue
         said = entry["said"]
         found = next((one for one in entry["settings"] if one in keys and one != given), None)
-        return f" Did you mean '{_as_given(found, name)}'?" if found else f" Here {said}." if said else ""
+        beside = f" {entry['beside']}." if "beside" in entry else ""
+        return f" Did you mean '{_as_given(found, name)}'?{beside}" if found else f" Here {said}." if said else ""
     by_end = sorted((one for one in keys if one.rpartition(".")[2] == parts[-1]), key=lambda one: (len(one), one))
     if by_end:
         return f" Did you mean {' or '.join(repr(_as_given(one, name)) for one in by_end[:3])}?"

@@ -97,6 +97,7 @@ def _is_hidden(key: str, hidden: Sequence[str]) -> bool:
 
 def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], width: int) -> str:
     by_key = {one["key"]: one for table in sections.values() for one in table["settings"]}
+    off = {one["key"] for table in sections.values() if table["is_off"] for one in table["settings"]}
     lines = [
         f"usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--section.key VALUE ...]",
         "",
@@ -108,7 +109,9 @@ def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], wid
     for key in first(command)["settings"]:
         if key in by_key:
             one = by_key[key]
-            default = "" if one["default"] == "unset" else f" ({_plain(one['default'])})"
+            value = "" if one["default"] == "unset" else _plain(one["default"])
+            # Of a section that is off, the default is that of a bare `--section`.
+            default = f" ({'off; ' if key in off else ''}{value})" if value else ""
             begin = f"{_INDENT}{_flag(key)}{default}"
             lines.append(_cut(f"{begin:<46} {_first_sentence(one['text'])}", width))
     counts = [f"{name or '(top)'} {len(table['settings'])}" for name, table in sections.items() if name]

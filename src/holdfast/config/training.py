@@ -29,7 +29,7 @@ class LoraConfig(Section):
     """Low-rank adapters: the model stays as it is, and A and B of W + alpha / rank * B A are trained."""
 
     rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B."""
+    """LoRA: rank of the adapters. A has so many rows, and B so many columns."""
 
     alpha: float = Field(default=32.0, gt=0)
     """The product of B and A counts alpha / rank times."""

@@ -130,6 +130,20 @@ def tool_parser_of(tokenizer_dir: Path) -> str | None:
         return None
 
 
+def tools_in_words(config: InferenceConfig, args: Namespace, tokenizer_dir: Path) -> str:
+    """Return which parser reads calls of tools, or that the chat template is why none does; empty if neither is so."""
+    if args.enable_auto_tool_choice:
+        return f"tools by {args.tool_call_parser}"
+    given = {name.replace("_", "-") for name in config.engine.args}
+    if given & {"tool-call-parser", "enable-auto-tool-choice", "chat-template"}:
+        return ""
+    try:
+        has_template = load_tokenizer(str(tokenizer_dir)).has_template
+    except (ConfigError, DataError):  # as above
+        return ""
+    return "no tools: the chat template shows no form of calls that is known" if has_template else ""
+
+
 def _flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"

@@ -40,6 +40,7 @@ from holdfast.inference.engine import (
     generate_one_token,
     parse_arguments,
     running_engine,
+    tools_in_words,
     vllm_arguments,
 )
 from holdfast.inference.metrics import ServerMetrics
@@ -151,8 +152,9 @@ async def _serve(
         vllm_app.state.server = server
         ready = ""
         if owner is None:
-            tools = f", tools by {args.tool_call_parser}" if args.enable_auto_tool_choice else ""
-            ready = f'ready: {config.server.url}/v1, model "{config.server.model_name or config.model.name}"{tools}'
+            name = config.server.model_name or config.model.name
+            tools = tools_in_words(config, args, preflight.tokenizer_dir)
+            ready = ", ".join(filter(None, [f"ready: {config.server.url}/v1", f'model "{name}"', tools]))
         return await _run(server, engine, sock=preflight.sock, signals=signals, ready=ready)
 
 

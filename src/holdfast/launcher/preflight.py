@@ -293,8 +293,9 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
     rate = f"lr {optim.lr:g} {optim.schedule}, warm-up {optim.warmup_steps} steps"
     if isinstance(config, SupervisedCommand):
         data = config.data
+        micro = min(data.micro_batch_size, data.batch_size)
         yield (
-            f"steps: {config.max_steps:,} of {data.batch_size} (micro-batches of {data.micro_batch_size}), at most "
+            f"steps: {config.max_steps:,} of {data.batch_size} (micro-batches of {micro}), at most "
             f"{data.seq_len} tokens each; {rate}"
         )
     if orchestrator is not None:

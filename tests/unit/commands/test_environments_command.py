@@ -96,6 +96,11 @@ class NoTask(Sound):
         return super().make_task(seed)
 
 
+class NoTasks(Sound):
+    def make_task(self, seed):
+        raise ValueError("no task at all")
+
+
 class Tasteless(Sound):
     def make_task(self, seed):
         return task.answer if (task := super().make_task(seed)) and seed.index == 1 else task
@@ -294,6 +299,14 @@ def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: s
     assert code == 1
     state, problems = checks[part]
     assert state == "FAILED" and any(message in line for line in problems), problems
+
+
+@pytest.mark.usefixtures("here_alone")
+def test_what_no_task_came_to_is_not_checked(environments: Command) -> None:
+    code, out, _ = environments("check", "faults:NoTasks", "--num-tasks", "4", "--model.name", BASE)
+    states = {line.split()[0]: line.split(maxsplit=1)[1].split("  ")[0] for line in out.splitlines()[1:6]}
+    assert code == 1 and states == {"tasks": "FAILED", **dict.fromkeys(environments_check.CHECKS[1:], "not checked")}
+    assert "scores    not checked  no task got this far\n" in out
 
 
 @pytest.mark.usefixtures("here_alone")

@@ -68,6 +68,12 @@ def test_help_of_a_section_a_setting_and_of_nothing() -> None:
     assert help.text("rl", SUMMARY, ["--help", "@", "x.toml"]) == help.text("rl", SUMMARY, ["-h"])
 
 
+def test_defaults_of_sections_that_are_off_do_not_read_as_if_they_were_on() -> None:
+    text = help.text("rl", SUMMARY, ["--help"])
+    assert "--trainer.model.lora.rank (off; 16) " in text and " LoRA: rank of the adapters\n" in text
+    assert "--trainer.optim.lr (" in text and "--trainer.optim.lr (off" not in text
+
+
 def test_help_imports_no_settings() -> None:
     code = (
         "import sys; sys.argv = ['rl', '--help']\nfrom holdfast import cli\ntry: cli.rl()\nexcept SystemExit: pass\n"

@@ -136,6 +136,8 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert "30 of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
     assert lines[5] == "checkpoints: every 5 steps, the newest 2 are kept"
     assert lines[6].startswith("memory: about 9.72 MB a rank")
+    small = summary(sft(tmp_path, max_steps=3, data={"name": "x.jsonl", "batch_size": 4}), None)
+    assert "steps: 3 of 4 (micro-batches of 4)" in small
     adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
     assert "LoRA of rank 16" in adapters and "about 2.43 MB a rank for weights;" in adapters
     rl = RlConfig.model_validate({"model": {"name": MODEL}, "orchestrator": {"environments": ENVIRONMENTS}})

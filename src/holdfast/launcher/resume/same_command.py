@@ -72,7 +72,12 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
             + "       Give the settings of that run to go on with it, add --ckpt.resume-step auto to go on with these, "
             f"{elsewhere}."
         )
-    print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
+    # A store may have what is not here.
+    elsewhere_too = run_dir.forked_from() is not None or (trainer.ckpt is not None and trainer.ckpt.dir is not None)
+    if run_dir.entries() or run_dir.published_batches() or elsewhere_too:
+        print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
+    else:
+        print(f"{run_dir.path} holds an unfinished run with these settings, which saved no step: it begins again")
 
 
 def _changes(

@@ -414,7 +414,10 @@ def _refuse_for_text(row: Row) -> None:
 
 
 def _from_messages(row: Row, _: Tokenizer) -> list[Example]:
-    return [_chat(row, row.get("messages"))]
+    if row.get("messages") is None:
+        there = ", ".join(f"`{name}`" for name, value in row.items() if value is not None)
+        raise DataError(f"it has no `messages`; it has {there or 'nothing else'}")
+    return [_chat(row, row["messages"])]
 
 
 def _answered(row: Row, prompt: object, answer: object, *, columns: str) -> Example:

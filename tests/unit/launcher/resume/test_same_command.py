@@ -78,7 +78,7 @@ def test_a_killed_run_without_a_checkpoint_begins_anew(run: RunDir, capsys: pyte
     attempt = _start(_sft(run, max_steps=120, keep_attempts=5))  # neither changes what a step computes
     assert (attempt.number, attempt.resume_step) == (2, None)
     said = capsys.readouterr().out
-    assert "going on with it" in said and "starting afresh" in said
+    assert "which saved no step: it begins again" in said and "starting afresh" in said
     assert run.metrics.read_text() == "" and list(run.discarded(2).iterdir()) == [run.discarded(2) / "metrics.jsonl"]
 
 
@@ -93,7 +93,9 @@ def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
         (run.batch(step) / "batch.msgpack").write_bytes(encode_batch(batch))
         commit(run.batch(step), "batch", step, policy_version=batch.policy_version)
     assert start_rl(config).resume_step is None
-    assert "batches 1 to 3 are in the journal: they are trained again, not made again" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "batches 1 to 3 are in the journal: they are trained again, not made again" in said
+    assert "these settings: going on with it" in said and "begins again" not in said
     assert run.published_batches() == [1, 2, 3]
 
 

@@ -118,6 +118,13 @@ def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tok
     assert "a.jsonl, row 1: " in message and said in message
 
 
+def test_a_chat_without_messages_says_what_it_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"messages": [USER, HELLO]}, {"messages": None, "prompt": "a", "completion": "b"}, {"messages": None}]
+    said = refused(write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert "row 2: it has no `messages`; it has `prompt`, `completion`" in said
+    assert "row 3: it has no `messages`; it has nothing else" in said
+
+
 def test_calls_of_share_gpt_are_those_of_messages() -> None:
     template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
