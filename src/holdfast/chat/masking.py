@@ -32,6 +32,9 @@ from holdfast.errors import ConfigError, DataError
 
 TrainOn = Literal["all", "last", "template"]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_EMPTY = "an answer that is trained is empty, so that the model learns to end at once"
+_MOST_OF_NOTHING = 32
+"""Tokens of an empty turn: its end, white space, and empty thoughts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
     Neither is added to a text that has it already.
     """
     ids = _ended(tokenizer.text_prompt(text), tokenizer)
-    return Encoded(ids, [True] * len(ids))
+    return Encoded(ids, [True] * len(ids), () if text.strip() else (_EMPTY,))
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
@@ -98,7 +101,8 @@ def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Enc
             )
         whole_ids = apart_ids
     ids = _ended(whole_ids, tokenizer)
-    return Encoded(ids, [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids)))
+    mask = [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
+    return Encoded(ids, mask, () if completion.strip() else (_EMPTY,))
 
 
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -358,20 +362,30 @@ class _Rendering:
         found += [f"messages have the role `{role}`, which is none of {', '.join(sorted(_ROLES))}" for role in unknown]
         roles = roles_left_out(self._messages, self.text)
         found += [f"the chat template leaves out what messages of role `{role}` say" for role in roles]
-        if not self._ends(mask):
+        trained = self._trained(mask)
+        if any(self._is_empty(ids) for ids in trained):
+            found.append(_EMPTY)
+        stops = {*self._tokenizer.stop_token_ids}
+        if any(stops.isdisjoint(ids) for ids in trained):
             found.append("a trained turn has no token that ends a turn, so that the model does not learn to stop there")
         return tuple(found)
 
-    def _ends(self, mask: Sequence[bool]) -> bool:
-        """Whether all trained stretches hold a token that ends a turn."""
-        stops = {*self._tokenizer.stop_token_ids}
-        trained_to = 0
+    def _trained(self, mask: Sequence[bool]) -> list[list[int]]:
+        """Return the ids of each stretch that is trained."""
+        found, trained_to = list[list[int]](), 0
         while True in mask[trained_to:]:
             start = mask.index(True, trained_to)
             trained_to = mask.index(False, start) if False in mask[start:] else len(mask)
-            if stops.isdisjoint(self.ids[start:trained_to]):
-                return False
-        return True
+            found.append(self.ids[start:trained_to])
+        return found
+
+    def _is_empty(self, ids: Sequence[int]) -> bool:
+        """Whether trained tokens say nothing: a turn's end, white space and empty thoughts alone."""
+        if len(ids) > _MOST_OF_NOTHING:
+            return False
+        stops = self._tokenizer.stop_token_ids
+        said = self._tokenizer.decode([one for one in ids if one not in stops], skip_special_tokens=False)
+        return not squeezed(re.sub(r"</?think\w*>", "", said))
 
 
 def _nth(number: int) -> str:

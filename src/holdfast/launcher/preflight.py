@@ -48,6 +48,7 @@ from holdfast.run.inputs import (
     data_line,
     in_short,
     steps_of,
+    too_few_for_a_step,
 )
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Grid, print_parts, size
@@ -287,6 +288,8 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
     yield f"model: {config.model.name}{count}, {config.model.compute_dtype}{adapters}"
     if survey is not None and isinstance(config, SupervisedCommand):
         yield data_line(config, survey)
+        if told := too_few_for_a_step(config, survey):
+            yield f"  {told}"
         yield from (f"  {note}" for note in survey.notes)
         yield from (f"  first {side} {text}" for side, text in survey.first.items())
     optim = config.optim

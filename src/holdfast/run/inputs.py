@@ -483,3 +483,14 @@ def data_line(config: SupervisedCommand, survey: Survey) -> str:
         f"data: {config.data.name}: {survey.samples:,} {survey.kind}{held_out}, {in_short(survey.tokens)} tokens, "
         f"{steps:,.4g} steps an epoch; this run: {epochs_of(config, survey)} epochs"
     )
+
+
+def too_few_for_a_step(config: SupervisedCommand, survey: Survey) -> str | None:
+    """Return what to say where one step trains some of the data more than once."""
+    size = config.data.batch_size
+    if size <= survey.samples:
+        return None
+    return (
+        f"data.batch_size = {size} exceeds the {survey.samples:,} {survey.kind}: a step trains some of them twice or "
+        "more, and epochs are rounded up to whole steps; lower data.batch_size"
+    )

@@ -1,11 +1,13 @@
 """Warns when training diverges or learns nothing, by the metrics of its steps.
 
-The three conditions are the same for every program. Each is told once, and again if it comes back after it has ended.
+Each condition is told once, and again if it comes back after it has ended.
 An attempt begins without a memory: what is told changes nothing that is computed.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -13,6 +15,10 @@ from collections.abc import Mapping
 _JUMP = 1000.0
 _RECENT_STEPS = 50
 _ZERO_STEPS = 3
+_HIGH_STEPS = 3
+_HIGH_SHARE = 1.5
+_HIGH_NATS = 1.0
+_MISMATCH_KL = 1.0
 
 
 class DivergenceWatch:
@@ -21,11 +27,20 @@ class DivergenceWatch:
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._num_zeros = 0
+        self._lowest = math.inf
+        self._highest = -math.inf
+        self._high: list[float] = []
         self._lasting: set[str] = set()
 
     def check(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return what is to be warned of after a step; what lasts since an earlier one is left out."""
-        found = {"jump": self._jump(metrics), "zero": self._zero(metrics), "cut": _all_cut(metrics)}
+        found = {
+            "jump": self._jump(metrics),
+            "zero": self._zero(metrics),
+            "high": self._high_loss(metrics),
+            "cut": _all_cut(metrics),
+            "mismatch": _disagree(metrics),
+        }
         new = [text for name, text in found.items() if text is not None and name not in self._lasting]
         self._lasting = {name for name, text in found.items() if text is not None}
         return new
@@ -54,6 +69,40 @@ class DivergenceWatch:
             f"the gradient is exactly 0 for {_ZERO_STEPS} steps: nothing is learned any more. Perhaps {why}, or "
             "optim.lr was too high and has spoilt the weights"
         )
+
+    def _high_loss(self, metrics: Mapping[str, float | None]) -> str | None:
+        loss = metrics.get("loss")
+        if loss is None or "mismatch_kl" in metrics:  # the loss of `rl` says little
+            return None
+        if loss > max(_HIGH_SHARE * self._lowest, self._lowest + _HIGH_NATS, self._highest):
+            self._high.append(loss)
+        else:
+            # What is lower ends the row, and counts with it for what was seen before the next one.
+            self._highest = max(self._highest, loss, *self._high)
+            self._lowest = min(self._lowest, loss)
+            self._high.clear()
+        if len(self._high) < _HIGH_STEPS:
+            return None
+        return (
+            f"the loss is {loss:.3g}, {self._lowest:.3g} was its best, and for {_HIGH_STEPS} steps it is above all "
+            "before them: the model gets worse. Lower optim.lr, or add optim.warmup_steps, and go on from an earlier "
+            "checkpoint"
+        )
+
+
+def in_short(warning: str) -> str:
+    """Return what a warning found, without what it means and what to do."""
+    return re.split(r"[:.] ", warning, maxsplit=1)[0]
+
+
+def _disagree(metrics: Mapping[str, float | None]) -> str | None:
+    mismatch_kl = metrics.get("mismatch_kl")
+    if mismatch_kl is None or mismatch_kl <= _MISMATCH_KL:
+        return None
+    return (
+        f"mismatch_kl is {mismatch_kl:.3g} nats a token: the policy that is trained is far from the one that sampled. "
+        "Lower optim.lr or async_level, and go on from an earlier checkpoint"
+    )
 
 
 def _all_cut(metrics: Mapping[str, float | None]) -> str | None:

@@ -25,7 +25,7 @@ from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.checkpoint.state import State, seed_everything
 from holdfast.trainer.data.samples import load_tokenizer
-from holdfast.trainer.divergence import DivergenceWatch
+from holdfast.trainer.divergence import DivergenceWatch, in_short
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
@@ -68,6 +68,7 @@ class Session(Generic[M]):
     metrics: MetricsWriter | None
     profiler: Profiler | None = None
     watch: DivergenceWatch = field(default_factory=DivergenceWatch)
+    warned: dict[str, int] = field(default_factory=dict)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of `step`, on rank 0, and warn where training diverges.
@@ -78,6 +79,7 @@ class Session(Generic[M]):
             self.metrics.write(step, metrics)
             for warning in self.watch.check(metrics):
                 report(f"WARNING: {warning}", step=step)
+                self.warned[in_short(warning)] = step
 
     def publish_last(self) -> None:
         """Publish the weights of the step that training ended with, as the only ones. Collective."""
@@ -104,6 +106,8 @@ class Session(Generic[M]):
             self.metrics.close()
         # The early end of one rank would be taken for the end of all.
         self.mesh.barrier()
+        for warning, step in self.warned.items():
+            report(f"WARNING at step {step}: {warning}")
         report("finished", step=self.progress.step)
 
 

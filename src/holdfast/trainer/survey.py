@@ -28,7 +28,7 @@ from holdfast.config.training import SupervisedCommand
 from holdfast.errors import printable
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.events import report
-from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch
+from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch, too_few_for_a_step
 from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS, Sample
 from holdfast.trainer.data.samples import load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples
@@ -89,6 +89,8 @@ def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> No
         steps_per_epoch=f"{steps:,.4g}",
         epochs=epochs_of(config, survey),
     )
+    if told := too_few_for_a_step(config, survey):
+        report(told)
     for side, text in survey.first.items():
         report(f"first {side}", text=text)
 

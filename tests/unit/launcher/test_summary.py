@@ -150,6 +150,14 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
 
 
+def test_a_step_of_more_than_all_samples_is_told(tmp_path: Path) -> None:
+    for size, is_told in ((60, False), (61, True)):
+        data = {"name": DATA, "batch_size": size}
+        lines = summary(sft(tmp_path, max_steps=2, data=data), SURVEY).splitlines()
+        assert lines[2].startswith("  data.batch_size = 61 exceeds the 60 samples: ") is is_told
+        assert ("lower data.batch_size" in lines[2]) is is_told
+
+
 def test_how_far_the_reading_of_data_is_is_said(tmp_path: Path) -> None:
     events, said = tmp_path / "events.jsonl", SimpleQueue[str]()
     for done in (500, 1000):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.trainer.divergence import DivergenceWatch
+from holdfast.trainer.divergence import DivergenceWatch, in_short
 
 
 def warned(name: str, values: Sequence[float], *, of: str) -> list[int]:
@@ -38,3 +38,33 @@ def test_a_gradient_of_zero_is_told_at_its_third_step() -> None:
 def test_a_batch_of_which_every_answer_was_cut_is_told_until_one_ends_by_itself() -> None:
     for named in ("orchestrator.sampling.max_tokens", "orchestrator.seq_len", "trainer.rewards.truncated"):
         assert warned("rollout/truncated", [0.9, 1.0, 1.0, 0.99, 1.0], of=named) == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("losses", "at"),
+    [
+        ([6.85, 8.15, 33.9, 118.5, 95.8, 120.0], [5]),
+        ([2.0, 0.5, 2.1, 2.2, 2.1], [5]),
+        ([2.0, 0.5, 1.9, 1.9, 1.9, 1.9], []),  # no worse than it was
+        ([2.0, 0.5, 2.4, 2.5, 1.0, 2.4, 2.5, 2.4], []),  # batches differ
+        ([0.4, 0.1, 1.0, 1.0, 1.0], []),  # within a nat
+        ([25.0, 20.0, 29.0, 29.0, 29.0], []),  # within a half
+        ([-1.0, -2.0, -0.5, -0.4, -0.3], [5]),
+    ],
+)
+def test_a_loss_that_stays_above_all_before_is_told_once(losses: list[float], at: list[int]) -> None:
+    assert warned("loss", losses, of="the model gets worse") == at
+
+
+def test_trainer_and_engine_far_apart_are_told_and_the_loss_of_a_policy_is_not() -> None:
+    assert warned("mismatch_kl", [0.9, 1.1, 2.0, 0.5, 3.0], of="far from the one that sampled") == [2, 5]
+    watch = DivergenceWatch()
+    assert not any(watch.check({"loss": loss, "mismatch_kl": 0.1}) for loss in (0.1, 5.0, 5.0, 5.0))
+
+
+def test_a_warning_in_short_is_what_was_found() -> None:
+    watch = DivergenceWatch()
+    (said,) = [text for norm in (2.5, 5000.0) for text in watch.check({"grad_norm": norm})]
+    assert in_short(said) == "the gradient norm is 5e+03, and 2.5 was usual"
+    (said,) = DivergenceWatch().check({"rollout/truncated": 1.0})
+    assert in_short(said) == "all answers of the batch ended at a token limit, none by itself"

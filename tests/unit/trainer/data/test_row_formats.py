@@ -254,6 +254,29 @@ def test_roles_that_no_template_knows_are_counted(
 
 
 @pytest.mark.parametrize(
+    ("empty", "full"),
+    [
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, {"messages": [USER, HELLO]}),
+        ({"messages": [USER, {"role": "assistant", "content": " "}, USER, HELLO]}, {"messages": [USER, HELLO]}),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n"}]},
+            {"messages": [USER, {"role": "assistant", "content": "<yes>"}]},
+        ),
+        ({"prompt": "ab", "completion": ""}, {"prompt": "ab", "completion": "c"}),
+        ({"text": ""}, {"text": "a"}),
+    ],
+)
+def test_rows_with_an_empty_answer_are_counted(
+    empty: dict[str, Any], full: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(write(tmp_path / "a.jsonl", [full, empty, full, empty]), tokenizer)
+    assert "an answer that is trained is empty, so that the model learns to end at once (2 rows)" in caplog.text
+    caplog.clear()
+    load(write(tmp_path / "b.jsonl", [full] * 3), tokenizer)
+    assert "empty" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("a.jsonl", '{"text": "a"}\n[1]\n', "row 2 is list, expected an object with columns"),

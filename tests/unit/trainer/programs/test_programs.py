@@ -62,6 +62,8 @@ def test_a_run_that_diverges_is_warned_of_once(
     norms = column(run_dir, "grad_norm")
     assert caplog.text.count("training diverges") == any(norm > 1000 * norms[0] for norm in norms)
     assert norms[-3:] == [0, 0, 0] and caplog.text.count("nothing is learned any more") == 1
+    said = [message.split(": ", 1)[1] for message in caplog.messages if message.startswith("WARNING at step ")]
+    assert said.count("the gradient is exactly 0 for 3 steps") == 1
 
 
 def test_a_critic_whose_loss_breaks_ends_the_step_unpublished_and_unsaved(programs: Programs, tmp_path: Path) -> None:
