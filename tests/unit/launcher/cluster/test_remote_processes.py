@@ -211,18 +211,20 @@ def test_a_frozen_agent_that_is_to_clear_up_is_lost(
         os.kill(wire._process.pid, signal.SIGCONT)
 
 
+@pytest.mark.usefixtures("restored_signals")
 def test_who_is_stopped_on_a_mute_host_is_lost_and_runs_in_no_next_attempt(
     wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = tmp_path / "a.log"
-    process, supervisor = started(wire, log), Supervisor()
-    supervisor.children.append(Child("other", process, log, False, SERVES, {}))
+    process = started(wire, log)
     monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.01)
     os.kill(wire._process.pid, signal.SIGSTOP)
     try:
-        supervisor.stop(0.01)
-        assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
+        with Supervisor() as supervisor:
+            supervisor.children.append(Child("other", process, log, False, SERVES, {}))
+            supervisor.stop(0.01)
+            assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
     finally:
         os.kill(wire._process.pid, signal.SIGCONT)
 
