@@ -180,19 +180,19 @@ def scores_of(environment: object, task: object, *sessions: object) -> list[floa
     return [score.reward for score in asyncio.run(environment.score(task, sessions))]  # type: ignore[attr-defined]
 
 
-def test_the_environment_of_the_readme_adds_different_numbers(documented: Checkout) -> None:
-    from addition import Addition  # type: ignore[import-not-found]
+def test_the_environment_of_the_readme_asks_for_the_last_letters_backwards(documented: Checkout) -> None:
+    from last_letters import LastLetters  # type: ignore[import-not-found]
 
     from holdfast.orchestrator.env.interface import TaskSeed
 
-    tasks = [Addition().make_task(TaskSeed(0, "addition", index)) for index in range(50)]
-    sums = [[int(number) for number in task.prompt[0].content.rstrip("=").split("+")] for task in tasks]
-    assert sum(a != b for a, b in sums) > 40, "the same number twice"
-    assert len({tuple(pair) for pair in sums}) > 40, "the same task again and again"
-    assert all(str(a + b) == task.answer for (a, b), task in zip(sums, tasks, strict=True))
-    task, wrong = play(Addition(), 7, ["1000"])
-    _, right = play(Addition(), 7, [f" {task.answer} "])  # type: ignore[attr-defined]
-    assert scores_of(Addition(), task, right, wrong) == [1.0, 0.0]
+    tasks = [LastLetters().make_task(TaskSeed(0, "last_letters", index)) for index in range(50)]
+    words = [task.prompt[0].content for task in tasks]
+    assert len(set(words)) > 40, "the same task again and again"
+    assert [task.answer for task in tasks] == ["".join(reversed(word))[:3] for word in words]
+    word = LastLetters().make_task(TaskSeed(0, "documented", 7)).prompt[0].content
+    task, whole = play(LastLetters(), 7, [word[::-1]])
+    _, right = play(LastLetters(), 7, [word[::-1][:3]])
+    assert scores_of(LastLetters(), task, right, whole) == [1.0, 2 * 3 / 9]
 
 
 def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from holdfast.errors import ConfigError, DataError, RunDirError
-from holdfast.run import atomic
+from holdfast.run import atomic, checked
 
 _log = logging.getLogger("evaluation")
 
@@ -210,7 +210,7 @@ def claim_directory(directory: Path, identity: dict[str, object]) -> None:
                 f"{directory} holds {ROLLOUTS_NAME} of an evaluation that is not known: {IDENTITY_NAME} is missing. "
                 "Bring it back, choose another directory with --output-dir, or remove what is there with --clean."
             )
-        atomic.write_file(path, msgspec.json.format(msgspec.json.encode(wanted), indent=1))
+        atomic.write_file(path, checked.encode(wanted))
         return
     found = read_identity(directory)
     if found != wanted:
@@ -231,10 +231,10 @@ def read_identity(directory: Path) -> dict[str, Any]:
     """
     path = directory / IDENTITY_NAME
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict)
+        found = checked.decode(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{directory} holds no evaluation: it has no {IDENTITY_NAME}. `evaluate` makes one.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from None
     if found.get("format") != FORMAT:
         raise DataError(f"{path} has format {found.get('format')}; this version reads format {FORMAT}")
