@@ -307,11 +307,9 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
                 atomic.remove_directory(entry)
             else:
                 entry.unlink(missing_ok=True)
-    if is_ours:
+    if is_ours and directory.holds_run():
         try:
             directory.identity()
-        except FileNotFoundError:
-            pass
         except RunDirError as damage:  # it says who the owner of its server is, and no more
             print(f"WARNING: {str(damage).split(': ')[0]}: the evaluation gets another id", flush=True)
             (path / "run.json").unlink()

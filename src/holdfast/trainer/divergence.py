@@ -90,7 +90,7 @@ class DivergenceWatch:
         )
 
 
-def in_short(warning: str) -> str:
+def finding_of(warning: str) -> str:
     """Return what a warning found, without what it means and what to do."""
     return re.split(r"[:.] ", warning, maxsplit=1)[0]
 

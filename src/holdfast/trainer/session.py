@@ -25,7 +25,7 @@ from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.checkpoint.state import State, seed_everything
 from holdfast.trainer.data.samples import load_tokenizer
-from holdfast.trainer.divergence import DivergenceWatch, in_short
+from holdfast.trainer.divergence import DivergenceWatch, finding_of
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
@@ -79,7 +79,7 @@ class Session(Generic[M]):
             self.metrics.write(step, metrics)
             for warning in self.watch.check(metrics):
                 report(f"WARNING: {warning}", step=step)
-                self.warned[in_short(warning)] = step
+                self.warned[finding_of(warning)] = step
 
     def publish_last(self) -> None:
         """Publish the weights of the step that training ended with, as the only ones. Collective."""

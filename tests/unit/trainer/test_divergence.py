@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.trainer.divergence import DivergenceWatch, in_short
+from holdfast.trainer.divergence import DivergenceWatch, finding_of
 
 
 def warned(name: str, values: Sequence[float], *, of: str) -> list[int]:
@@ -65,6 +65,6 @@ def test_trainer_and_engine_far_apart_are_told_and_the_loss_of_a_policy_is_not()
 def test_a_warning_in_short_is_what_was_found() -> None:
     watch = DivergenceWatch()
     (said,) = [text for norm in (2.5, 5000.0) for text in watch.check({"grad_norm": norm})]
-    assert in_short(said) == "the gradient norm is 5e+03, and 2.5 was usual"
+    assert finding_of(said) == "the gradient norm is 5e+03, and 2.5 was usual"
     (said,) = DivergenceWatch().check({"rollout/truncated": 1.0})
-    assert in_short(said) == "all answers of the batch ended at a token limit, none by itself"
+    assert finding_of(said) == "all answers of the batch ended at a token limit, none by itself"

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib.metadata import version
@@ -378,12 +379,9 @@ class RemoteProcess:
         cleared = self._post("clear", timeout_s)
         if cleared is None:
             return
-        try:
-            cleared.result(max(CALL_TIMEOUT_S, timeout_s))
-        except TimeoutError:
+        # An error of the call itself is met again by `wait`.
+        if futures.wait([cleared], max(CALL_TIMEOUT_S, timeout_s)).not_done:
             self._lose(self._wire.lose())
-        except Exception:  # noqa: BLE001, S110 - of whichever class the wire has; `wait` meets it again
-            pass
         self.wait(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
