@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from examples.smollm2.make_model import TARGET
 from holdfast.config import DpoConfig, OrchestratorConfig, RewardTrainingConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.load import parse_command_line
 from holdfast.config.rl import hand_down_shared
@@ -258,6 +259,8 @@ class Checkout:
         assert '__name__ == "__main__"' in source, f"{command.where}: {name} is no program"
         for flag in (word for word in command.words[3:] if word.startswith("--")):
             assert f'"{flag}"' in source, f"{command.where}: {name} has no {flag}"
+        if name == "examples.smollm2.make_model":  # a small model in its place, for the commands that follow
+            shutil.copytree(self.path / _MODEL, self.path / TARGET)
 
 
 def _smaller(words: Sequence[str]) -> tuple[str, ...]:

@@ -45,15 +45,21 @@ def _compare(argv: list[str]) -> int:
     parser = Parser(prog="evaluate", allow_abbrev=False, description="Show two evaluations of the same tasks.")
     parser.add_argument(_COMPARE, nargs=2, type=Path, metavar=("A", "B"), required=True, help="their directories")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
+    parser.add_argument(
+        "--answers", type=int, default=0, metavar="N", help="show what both said to N tasks of each environment (0)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     arguments = parser.parse_args(argv)
     if not 0.5 < arguments.confidence < 1:
         parser.error(f"--confidence {arguments.confidence:g} is not between 0.5 and 1")
+    if arguments.answers < 0:
+        parser.error(f"--answers {arguments.answers} is below 0")
     from holdfast.commands.evaluated_policy import comparison_report
     from holdfast.orchestrator.evaluation.statistics import compare
 
     first, second = arguments.compare
-    report = comparison_report(compare(first, second, confidence=arguments.confidence), first, second)
+    found = compare(first, second, confidence=arguments.confidence, answers=arguments.answers)
+    report = comparison_report(found, first, second)
     report.print(as_json=arguments.json)
     return 0
 

@@ -14,7 +14,7 @@ from holdfast.commands.ckpt_export import export
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
-from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, printable
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
 from holdfast.launcher.engines import release_all, reserve_first_free
 from holdfast.launcher.exit_reasons import death_of
@@ -24,7 +24,7 @@ from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
-from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME
+from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout
 from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.process.gpus import find_gpus, require_vllm
@@ -226,6 +226,7 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
         parts.append(f"they differ in {key}: A {_plain(one)}, B {_plain(other)}")
     if comparison.skipped:
         parts.append(f"{comparison.skipped} tasks are left out, which one of them has no rollouts of")
+    parts += [part for pair in comparison.answers for part in _said(*pair)]
     document = {
         "first": str(first),
         "second": str(second),
@@ -233,8 +234,19 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
         "differing": {key: list(values) for key, values in comparison.differing.items()},
         "skipped": comparison.skipped,
         "lines": msgspec.to_builtins(comparison.lines),
+        "answers": msgspec.to_builtins(comparison.answers),
     }
     return Report(document, parts)
+
+
+def _said(first: EvaluatedRollout, second: EvaluatedRollout) -> list[str]:
+    """Return the lines about one task: its prompt, and what each of the two policies made of it."""
+    prompt = "".join(turn.text for turn in first.turns[:1] if not turn.sampled)
+    lines = ["", f"{first.environment}, task {first.task}: {printable(prompt)}"]
+    for name, rollout in (("A", first), ("B", second)):
+        text = "".join(turn.text for turn in rollout.turns[bool(prompt) :])
+        lines.append(f"  {name}  reward {number(rollout.reward)}  {printable(text)}")
+    return lines
 
 
 def interval_of(estimate: Estimate) -> str:

@@ -15,8 +15,9 @@ from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import CheckpointError, DataError
+from holdfast.errors import CheckpointError, DataError, printable
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
+from holdfast.orchestrator.evaluation.statistics import read_evaluation
 from holdfast.run.manifest import file_digest
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit, write_checkpoint
@@ -72,6 +73,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
         (("--compare", "a"), "expected 2 arguments"),
         (("--compare", "a", "b"), "a holds no evaluation"),
         (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
+        (("--compare", "a", "b", "--answers", "-1"), "--answers -1 is below 0"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(
@@ -201,3 +203,13 @@ def test_two_evaluations_are_shown_side_by_side(run_command: RunCommand, tmp_pat
     code, out, _ = run_command("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--json")
     document = json.loads(out)
     assert [line["name"] for line in document["lines"]] == ["avg@4", "pass@1", "pass@2", "pass@4"]
+    assert not document["answers"] and "task 0" not in out
+    code, out, _ = run_command("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--answers", "2")
+    shown = out.splitlines()[-8:]
+    assert code == 0 and [line[:16] for line in shown[1::4]] == ["letters, task 0:", "letters, task 1:"]
+    rollouts = {path: read_evaluation(tmp_path / path)[1]["letters", 1][0] for path in ("a", "b")}
+    for line, name in zip(shown[6:], rollouts, strict=True):
+        rollout = rollouts[name]
+        text = "".join(turn.text for turn in rollout.turns[1:])
+        assert text and line == f"  {name.upper()}  reward {rollout.reward:.5g}  {printable(text)}"
+    assert shown[5].endswith(f": {printable(rollouts['a'].turns[0].text)}")

@@ -31,7 +31,7 @@ from holdfast.config.resolved import fingerprint
 from tests.conftest import ROOT
 
 COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
-CONFIGS = ROOT / "configs"
+SHIPPED = sorted(path for name in ("configs", "examples") for path in (ROOT / name).rglob("*.toml"))
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -85,12 +85,13 @@ def kind_of(path: Path) -> type[Command]:
 
     Those in algorithms/ are laid over one of rl.
     """
-    kinds = {"sft": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig, "train": TrainerConfig,
-             "orch": OrchestratorConfig, "infer": InferenceConfig, "evaluate": EvaluateConfig}  # fmt: skip
+    kinds = {"sft": SftConfig, "lora": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig,
+             "train": TrainerConfig, "orch": OrchestratorConfig, "infer": InferenceConfig,
+             "evaluate": EvaluateConfig}  # fmt: skip
     return RlConfig if path.parent.name == "algorithms" else kinds[path.stem.split("_")[0]]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_shipped_config_is_valid(path: Path) -> None:
     command = kind_of(path)
     default = command(model=ModelConfig()) if command is EvaluateConfig else command()  # type: ignore[call-arg]

@@ -396,16 +396,21 @@ class Comparison:
         differing: settings in which they differ, both values of each; the tasks are the same.
         lines: by environment and number.
         skipped: tasks that one of them has dropped.
+        answers: the first rollout of both, for the first tasks of each environment.
     """
 
     policies: tuple[dict[str, Any], dict[str, Any]]
     differing: dict[str, tuple[Any, Any]]
     lines: list[Line]
     skipped: int
+    answers: list[tuple[EvaluatedRollout, EvaluatedRollout]]
 
 
-def compare(first: Path, second: Path, *, confidence: float = 0.95) -> Comparison:
+def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int = 0) -> Comparison:
     """Compare two finished evaluations.
+
+    Args:
+        answers: for how many tasks of each environment `Comparison.answers` holds rollouts.
 
     Raises:
         DataError: a directory holds none, or one that is not finished.
@@ -414,18 +419,20 @@ def compare(first: Path, second: Path, *, confidence: float = 0.95) -> Compariso
     identities, tasks = zip(*(read_evaluation(directory) for directory in (first, second)), strict=True)
     _require_same_tasks(identities, tasks, (first, second))
     lines: list[Line] = []
+    said: list[tuple[EvaluatedRollout, EvaluatedRollout]] = []
     skipped = 0
     for name in identities[0]["environments"]:
         pairs = [(tasks[0][key], tasks[1][key]) for key in sorted(tasks[0]) if key[0] == name]
         both = [pair for pair in pairs if not pair[0][0].dropped and not pair[1][0].dropped]
         skipped += len(pairs) - len(both)
+        said += [(one[0], other[0]) for one, other in both[:answers]]
         if both:
             lines += _lines(name, both, [identity["samples_per_task"] for identity in identities], confidence)
     settings = ("samples_per_task", "sampling", "seq_len")
     differing = {
         key: (identities[0][key], identities[1][key]) for key in settings if identities[0][key] != identities[1][key]
     }
-    return Comparison((identities[0]["policy"], identities[1]["policy"]), differing, lines, skipped)
+    return Comparison((identities[0]["policy"], identities[1]["policy"]), differing, lines, skipped, said)
 
 
 def _lines(

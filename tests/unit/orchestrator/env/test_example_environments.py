@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from examples.environments.addition import right_digits, working_of
 from examples.environments.ledger import Books
+from examples.smollm2 import make_data
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError
@@ -26,11 +29,19 @@ TASKS = 200
 HOSTILE = ("", " ", "\x00", "é" * 50, "9" * 10_000, "-1", "1e3", "٣", "²", "{letters}", "1\n2", "a" * 10_000)
 
 
-CLASSES = {"sort_letters": "SortLetters", "addition": "Addition", "guess_number": "GuessNumber", "ledger": "Ledger"}
+PLACES = {
+    "sort_letters": "environments.sort_letters:SortLetters",
+    "addition": "environments.addition:Addition",
+    "guess_number": "environments.guess_number:GuessNumber",
+    "ledger": "environments.ledger:Ledger",
+    "sums": "smollm2.tasks:Sums",
+    "boxes": "smollm2.tasks:Boxes",
+    "to_json": "smollm2.tasks:ToJson",
+}
 
 
 def load(name: str, **args: Any) -> Environment:
-    where = f"examples.environments.{name}:{CLASSES[name]}" if name in CLASSES else name
+    where = f"examples.{PLACES[name]}" if name in PLACES else name
     return load_environment(EnvironmentConfig(id=where, args=args), key="environments[0]")
 
 
@@ -69,7 +80,7 @@ def play(environment: Environment, task: Task, *turns: str, seq_len: int = 256) 
     return session
 
 
-@pytest.mark.parametrize("name", ["reverse_text", "sort_letters", "addition", "guess_number", "ledger"])
+@pytest.mark.parametrize("name", ["reverse_text", *PLACES])
 def test_tasks_are_a_pure_function_of_their_seed(name: str) -> None:
     tasks = tasks_of(load(name))
     assert tasks == tasks_of(load(name)), "made again by another object"
@@ -80,7 +91,7 @@ def test_tasks_are_a_pure_function_of_their_seed(name: str) -> None:
     assert sum(one != other for one, other in zip(tasks, others, strict=True)) > TASKS * 0.8
 
 
-@pytest.mark.parametrize("name", ["reverse_text", "sort_letters", "addition", "guess_number"])
+@pytest.mark.parametrize("name", ["reverse_text", *(name for name in PLACES if name != "ledger")])
 def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
     environment = load(name)
     for task in tasks_of(environment, count=20):
@@ -108,6 +119,8 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
         ("ledger", {"max_amount": 0}, "max_amount = 0; allowed are whole numbers from 1"),
         ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
         ("ledger", {"prompt": "Sum?"}, r"leaves out {accounts}"),
+        ("sums", {"terms": 4}, "terms = 4, largest = 9; allowed are 2 or 3 terms and 5 <= largest <= 50"),
+        ("sums", {"largest": 4}, "terms = 2, largest = 4; allowed"),
     ],
 )
 def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any], said: str) -> None:
@@ -248,3 +261,69 @@ def test_accounts_are_looked_up_and_wrong_calls_cost(template: str, parser: str)
     wasted = [look_up("nothing"), look_up(3), look_up(other), look_up(first), look_up(first), look_up(second)]
     wasteful = scored(*wasted, right)
     assert wasteful.reward == pytest.approx(1.0 - 0.4) and wasteful.metrics == {"exact": 1.0, "wrong_calls": 4.0}
+
+
+def contents(task: Task) -> set[str]:
+    """Return what a task of smollm2 is about: its numbers in any order, or its name and its city."""
+    if task.answer.startswith("{"):
+        person = json.loads(task.answer)
+        return {person["name"], person["city"]}
+    return {" ".join(sorted(re.findall(r"[0-9]+", asked(task))))}
+
+
+@pytest.mark.parametrize(("name", "args"), [("sums", {}), ("sums", {"terms": 3}), ("boxes", {}), ("to_json", {})])
+def test_what_is_held_out_is_in_no_task_of_training(name: str, args: dict[str, Any]) -> None:
+    environment = load(name, **args)
+    number = environment.num_tasks or TASKS
+    held_out = [environment.make_task(TaskSeed(7, "env", index, held_out=True)) for index in range(number)]
+    seen = {content for task in tasks_of(environment, count=2000) for content in contents(task)}
+    asked_for = {content for task in held_out for content in contents(task)}
+    assert asked_for and not asked_for & seen
+    if environment.num_tasks:
+        assert len({asked(task) for task in held_out}) == number, "none is asked twice"
+    assert len(asked_for) * 2 < len(seen), "most of it is for training"
+
+
+def test_a_number_alone_earns_all_and_in_words_half() -> None:
+    task = Task(prompt="", answer="12")
+    said = ("12", " 12\n", "The answer is 12.", "7 + 5 = 12", "12 is 7 + 5", "112", "-12", "12.5", "")
+    assert rewards(load("sums"), task, *said) == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_an_object_alone_earns_all_and_right_values_of_another_half() -> None:
+    task = Task(prompt="", answer='{"name": "Mia", "age": 34, "city": "Oslo"}')
+    said = {
+        '{\n "city": "Oslo", "age": 34, "name": "Mia"\n}': 1.0,
+        f"```json\n{task.answer}\n```": 0.5,
+        task.answer.replace("}", ', "country": "Norway"}'): 0.5,
+        task.answer.replace("}", ', "age": 34}'): 0.5,
+        task.answer.replace("34", '"34"'): 0.5 * 2 / 3,
+        task.answer.replace("34", "34.0"): 0.5 * 2 / 3,
+        task.answer.replace("Oslo", "Paris").replace("Mia", "Ben"): 0.5 / 3,
+        f"[{task.answer}]": 0.5,
+        "{}": 0.0,
+        '{"name": "Mia", "age": 34, "city": "Oslo"': 0.0,
+        "{" * 5000: 0.0,
+    }
+    found = scores(load("to_json"), task, *said)
+    assert [score.reward for score in found] == pytest.approx(list(said.values()))
+    assert [score.metrics["exact"] for score in found] == [1.0] + [0.0] * (len(said) - 1)
+
+
+def test_the_data_are_of_tasks_of_training_and_their_answers_earn_what_they_should(in_root: Path) -> None:
+    lines = {kind: Path(f"examples/smollm2/{kind}.jsonl").read_text().splitlines() for kind in make_data.NUMBERS}
+    rows = {kind: [json.loads(line) for line in lines[kind]] for kind in lines}
+    assert rows["sft"] == make_data.make_rows("to_json", make_data.NUMBERS["sft"], seed=0)
+    assert rows["preferences"] == make_data.make_pairs("to_json", make_data.NUMBERS["preferences"], seed=0)
+    for name in make_data.TASKS:
+        environment = load(name)
+        for row in make_data.make_pairs(name, 30, seed=1):
+            chosen, rejected = (row[side][0]["content"] for side in ("chosen", "rejected"))
+            task = Task(prompt=[Message(**row["prompt"][0])], answer=chosen)
+            better, worse = rewards(environment, task, chosen, rejected)
+            assert better == 1.0 and worse <= 0.5
+        held_out = [environment.make_task(TaskSeed(0, "env", index, held_out=True)) for index in range(20)]
+        trained = {content for row in make_data.make_rows(name, 300, seed=1) for content in contents(
+            Task(prompt=[Message(**row["prompt"][0])], answer=row["completion"][0]["content"])
+        )}  # fmt: skip
+        assert not trained & {content for task in held_out for content in contents(task)}
