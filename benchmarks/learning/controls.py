@@ -21,6 +21,11 @@ def permuted_rewards(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     return [_normalised([group[place - len(group) // 2].reward for place in range(len(group))]) for group in groups]
 
 
+def zero_advantages(groups: list[list[ScoredRollout]]) -> list[list[float]]:
+    """Return nothing to learn from."""
+    return [[0.0 for _ in group] for group in groups]
+
+
 def negated_advantages(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     """Return GRPO's advantages with the other sign."""
     return [[-one for one in _normalised([rollout.reward for rollout in group])] for group in groups]

@@ -33,6 +33,7 @@ class Run:
         seed: of the run.
         before, after: by NUMBERS, on held-out tasks.
         curve: meanwhile.
+        step_s: median of the seconds of a step; None of runs that were made before this was measured.
     """
 
     task: str
@@ -41,10 +42,11 @@ class Run:
     before: dict[str, Estimate]
     after: dict[str, Estimate]
     curve: Curve
+    step_s: float | None = None
 
 
 def write_runs(folder: Path, runs: Iterable[Run]) -> None:
-    """Write `estimates.csv` and `curves.csv`; of two runs of one task, variant and seed the first."""
+    """Write `estimates.csv`, `curves.csv` and `seconds.csv`; of two runs of one task, variant and seed the first."""
     kept: dict[tuple[str, str, int], Run] = {}
     for run in runs:
         kept.setdefault((run.task, run.variant, run.seed), run)
@@ -64,6 +66,11 @@ def write_runs(folder: Path, runs: Iterable[Run]) -> None:
         for run in ordered:
             rows.writerows([run.task, run.variant, run.seed, step, f"{value:.5g}"] for step, value in run.curve.items())
 
+    with (folder / "seconds.csv").open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["task", "variant", "seed", "step_s"])
+        rows.writerows([run.task, run.variant, run.seed, f"{run.step_s:.5g}"] for run in ordered if run.step_s)
+
 
 def read_runs(folder: Path) -> list[Run]:
     """Return what `write_runs` wrote, by task, variant and seed; nothing where nothing was written."""
@@ -72,13 +79,16 @@ def read_runs(folder: Path) -> list[Run]:
     curves: dict[tuple[str, str, int], Curve] = {}
     for row in _rows(folder / "curves.csv"):
         curves.setdefault(_key(row), {})[int(row["step"])] = float(row["exact"])
+    seconds = {}
+    if (folder / "seconds.csv").exists():
+        seconds = {_key(row): float(row["step_s"]) for row in _rows(folder / "seconds.csv")}
     runs = []
     for key, rows in groupby(_rows(folder / "estimates.csv"), key=_key):
         found: dict[str, dict[str, Estimate]] = {"before": {}, "after": {}}
         for row in rows:
             estimate = Estimate(*(float(row[name]) for name in ("value", "low", "high")))
             found[row["when"]][row["number"]] = estimate
-        runs.append(Run(*key, found["before"], found["after"], curves[key]))
+        runs.append(Run(*key, found["before"], found["after"], curves[key], seconds.get(key)))
     return runs
 
 

@@ -6,8 +6,10 @@ Whatever is finished in the folder of a run stays: the commands go on where they
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,14 @@ from typing import Any
 from benchmarks.learning.commands import RECIPES, environment_of, free_port, held_out_environment_of, recipe, run
 from benchmarks.learning.preferences import write_pairs
 from benchmarks.learning.results import Curve, Estimate, Run
+from benchmarks.learning.tasks import TASKS
+from examples.smollm2.make_data import NUMBERS, make_pairs, make_rows
 from holdfast import read_metrics
 
-CONTROLS = ("permuted_rewards", "negated_advantages", "inverted_ratio", "shifted_logprobs")
+TRL_SECONDS = "seconds.json"
+"""Of each step of TRL, in the directory of its run."""
+
+CONTROLS = ("permuted_rewards", "zero_advantages", "negated_advantages", "inverted_ratio", "shifted_logprobs")
 """The variants that must not learn."""
 STALE = ("bf16_stale_1", "bf16_stale_4", "bf16_stale_4_truncated", "bf16_stale_4_uncorrected")
 """The variants in bfloat16 whose batches are made by weights one or four steps old."""
@@ -38,9 +45,13 @@ OVERLAYS = {
 }
 """What is laid over the recipe of a task, by the variant's name; None: nothing, it is GRPO."""
 TRL = "trl"
-"""TRL's GRPOTrainer, on `sort_letters`."""
+"""TRL's GRPOTrainer, on tasks of one turn."""
 DPO = "dpo"
-"""`dpo` on the start's own answers."""
+"""`dpo` on the start's own answers; of a pretrained model on pairs of examples/smollm2."""
+SUPERVISED = {"sft": "sft", "lora": "sft", DPO: "dpo"}
+"""The command of each variant that trains on data; of a pretrained model with the settings of examples/smollm2."""
+_EXAMPLE = Path("examples/smollm2")
+_DATA = {"sft": "sft", "dpo": "preferences"}
 
 _SAMPLES = 8
 # Words of which `dpo` has answers; the seeds of their evaluation are none that judges a run.
@@ -70,6 +81,8 @@ class Settings:
 
     def steps_of(self, task: str, variant: str) -> int:
         """Return how many optimizer steps a run has."""
+        if variant in SUPERVISED and TASKS[task].is_pretrained:
+            return self.steps or tomllib.loads((_EXAMPLE / f"{variant}.toml").read_text())["max_steps"]
         return self.steps or recipe("algorithms/dpo" if variant == DPO else task)["max_steps"]
 
 
@@ -81,10 +94,21 @@ def measure(task: str, variant: str, seed: int, start: Path, settings: Settings)
     # The start is the same for all runs of a task.
     before = estimates(task, start, settings.folder / task / "before", settings)
     train = {TRL: _train_trl, DPO: _train_dpo}.get(variant, _train)
+    if variant in SUPERVISED and TASKS[task].is_pretrained:
+        train = _train_on_data
     curve, weights = train(task, variant, seed, start, folder, steps, settings)
     after = estimates(task, weights, folder / "after", settings)
     curve = {0: before["pass@1"].value, **curve, steps: after["pass@1"].value}
-    return Run(task, variant, seed, before, after, dict(sorted(curve.items())))
+    return Run(task, variant, seed, before, after, dict(sorted(curve.items())), _step_s(folder / "run"))
+
+
+def _step_s(run_dir: Path) -> float | None:
+    """Return the median of the seconds of a step, without the first, which waits for the engine."""
+    if (of_trl := run_dir / TRL_SECONDS).exists():
+        seconds = json.loads(of_trl.read_text())
+    else:
+        seconds = [line["time/step"] for line in read_metrics(run_dir / "metrics.jsonl") if "time/step" in line]
+    return statistics.median(seconds[1:]) if len(seconds) > 1 else None
 
 
 def estimates(
@@ -143,6 +167,8 @@ def _train(
     weights = weights_of(task, variant, folder, steps)
     if not weights.exists():
         overlay = OVERLAYS[variant]
+        if TASKS[task].is_pretrained and (own := RECIPES / "smollm2" / f"{variant}.toml").exists():
+            overlay = own
         run(
             "rl", "@", RECIPES / f"{task}.toml", *([] if overlay is None else ["@", overlay]), "--model.name", start,
             "--seed", seed, "--max-steps", steps, "--inference.server.port", free_port(), "--output-dir", run_dir,
@@ -167,22 +193,48 @@ def _train_dpo(
             "--eval.environments", json.dumps([held_out_environment_of(task)]), "--seed", seed, "--max-steps", steps,
             "--output-dir", run_dir,
         )  # fmt: skip
+    return _evaluated(task, run_dir), weights
+
+
+def _train_on_data(
+    task: str, variant: str, seed: int, start: Path, folder: Path, steps: int, _: Settings
+) -> tuple[Curve, Path]:
+    """Train a pretrained model on demonstrations or pairs of a task; return as `_train`."""
+    command, data = SUPERVISED[variant], folder / "data.jsonl"
+    weights = weights_of(task, variant, folder, steps)
+    if not weights.exists():
+        kind = _DATA[command]
+        make = {"sft": make_rows, "preferences": make_pairs}[kind]
+        data.write_text("".join(json.dumps(row) + "\n" for row in make(task, NUMBERS[kind], seed=_PAIRED_SEED + seed)))
+        sections = json.dumps([held_out_environment_of(task)])
+        told = recipe(task)
+        run(
+            command, "@", _EXAMPLE / f"{variant}.toml", "--model.name", start, "--data.name", data, "--seed", seed,
+            "--max-steps", steps, "--eval.environments", sections, "--eval.interval", told["eval"]["interval"],
+            "--eval.num-tasks", told["eval"]["num_tasks"], "--eval.seq-len", told["orchestrator"]["seq_len"],
+            "--eval.sampling.max-tokens", told["orchestrator"]["sampling"]["max_tokens"],
+            "--output-dir", folder / "run",
+        )  # fmt: skip
+    return _evaluated(task, folder / "run"), weights
+
+
+def _evaluated(task: str, run_dir: Path) -> Curve:
+    """Return what the evaluations beside a run on data found, by step."""
     curve = {}
     for evaluated in (run_dir / "evaluations").glob("step_*"):
         found = json.loads((evaluated / "summary.json").read_text())["environments"][task]["estimates"]
         curve[int(evaluated.name.removeprefix("step_"))] = found["pass@1"]["value"]
-    return curve, weights
+    return curve
 
 
 def _train_trl(
     task: str, variant: str, seed: int, start: Path, folder: Path, steps: int, settings: Settings
 ) -> tuple[Curve, Path]:
     """Run TRL's trainer; return held-out exact match of the weights that it saved, and the last of them."""
-    assert task == "sort_letters"
     save_every = max(1, steps // settings.trl_points)
     weights = weights_of(task, variant, folder, steps)
     if not weights.exists():
-        told = {"model": str(start), "folder": str(folder / "run"), "seed": seed, "steps": steps,
+        told = {"task": task, "model": str(start), "folder": str(folder / "run"), "seed": seed, "steps": steps,
                 "save_every": save_every}  # fmt: skip
         program = [sys.executable, "-m", "benchmarks.learning.trl_grpo", json.dumps(told)]
         done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -2,7 +2,7 @@
 
 A tokenizer has one token per printable character, as that of the quick start, and one for each phrase of the task, so
 that answers of a few tokens can hold JSON or Python. The chat template writes tools by their names, and their calls in
-the form of Hermes.
+the form of Hermes. Tasks of a model that people know begin with that of examples/smollm2.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def make_start(task: str, folder: Path) -> Path:
 
     What is there already stays, so that it is made once.
     """
+    if TASKS[task].is_pretrained:
+        from examples.smollm2.make_model import make  # its package is installed by a group of its own
+
+        make(folder / "model")
+        return folder / "model"
     steps = TASKS[task].sft_steps
     weights = folder / "sft" / "weights" / f"step_{steps}"
     if weights.exists():

@@ -38,12 +38,14 @@ class LearningTask:
         sft_steps: steps of `sft`, of 64 demonstrations each, before reinforcement learning begins.
         phrases_of: what of a task is one token each.
         shown_by: the task whose demonstrations it is begun with; empty: its own.
+        is_pretrained: it begins with the model of examples/smollm2 as it is, and has no `sft` before.
     """
 
     show: Callable[[Task, int], Row]
     sft_steps: int
     phrases_of: Callable[[Task], Iterator[str]] = lambda _: iter(())
     shown_by: str = ""
+    is_pretrained: bool = False
 
     @property
     def has_answers(self) -> bool:
@@ -135,4 +137,6 @@ TASKS = {
     "python_code": LearningTask(_answered, sft_steps=14, phrases_of=_lines_of_code),
     "spell_backward": LearningTask(_answered, sft_steps=100),
     "verifiers_sort": LearningTask(_answered, sft_steps=22, shown_by="sort_letters"),
+    "sums": LearningTask(_answered, sft_steps=0, is_pretrained=True),
+    "to_json": LearningTask(_answered, sft_steps=0, is_pretrained=True),
 }
