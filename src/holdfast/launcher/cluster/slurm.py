@@ -12,7 +12,7 @@ import subprocess
 
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, agent_command
+from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, agent_command, close_all
 
 _COMMAND_TIMEOUT_S = 60.0
 
@@ -91,8 +91,7 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
 
     def close(self) -> None:
         """End the agents, with what they started."""
-        for wire in self._wires.values():
-            wire.close()
+        close_all(self._wires.values())
 
 
 def step_command(node: str) -> list[str]:  # untested: needs SLURM (pytest -m slurm)
