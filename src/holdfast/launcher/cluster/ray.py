@@ -21,6 +21,7 @@ from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, Place, Rem
 from holdfast.process.heartbeat import awake_s
 
 _CONNECT_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 # Waiting for the end of a process takes one of its threads, a call another.
 _CALLS_AT_ONCE = 4
 
@@ -60,6 +61,11 @@ class RayWire:
         if self._posted and awake_s() > self._posted[0][1]:
             raise self.lose()
         return None
+
+    @property
+    def asked(self) -> list[Any]:
+        """The calls that may not be answered yet."""
+        return [call for call, _ in self._posted]
 
     def lose(self) -> HostLost:
         """Give the actor up."""
@@ -167,6 +173,10 @@ class RayCluster:
 
     def close(self) -> None:
         """End the actors, with what runs in them, and leave the cluster."""
+        if asked := [call for wire in self._wires.values() for call in wire.asked]:
+            # Before the actors go: a `kill` is of a whole group, and the kernel ends what is ours of it alone.
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_TIMEOUT_S)
         for wire in self._wires.values():
             self._ray.kill(wire.actor)
         if self._group is not None:
