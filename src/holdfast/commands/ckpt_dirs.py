@@ -23,7 +23,16 @@ from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports, report_error
 from holdfast.run import manifest
 from holdfast.run.atomic import TEMPORARY_PREFIX
-from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Kind, describe_found, kind_of, list_entries
+from holdfast.run.checkpoints import (
+    TRAINER_DIR,
+    BestMetric,
+    Entry,
+    Kind,
+    describe_found,
+    file_size,
+    kind_of,
+    list_entries,
+)
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
@@ -142,7 +151,7 @@ def occupied(output_dir: Path) -> dict[str, int]:
     seen: set[tuple[int, int]] = set()
     sizes: dict[str, int] = {}
     for path in sorted(output_dir.iterdir()):
-        size = size_of(path, seen) if path.is_dir() else path.stat().st_size
+        size = size_of(path, seen) if path.is_dir() else file_size(path)
         if size:
             sizes[path.name] = size
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
@@ -241,6 +250,8 @@ def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Repo
         directories += [path for path in dirs.export_directories() if not is_temporary(path)]
     started = time.monotonic()
     lines = [_verify_one(directory, how) for directory in directories]
+    if not steps:
+        lines = [line for line in lines if line.ok or Path(line.path).is_dir()]  # the others have just gone
     seconds = time.monotonic() - started
     num_bytes, num_ok = sum(line.size_bytes for line in lines), sum(line.ok for line in lines)
     rows = [(Path(line.path).name, "OK" if line.ok else "damaged", size(line.size_bytes)) for line in lines]

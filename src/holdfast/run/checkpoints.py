@@ -67,6 +67,13 @@ class Kind(StrEnum):
 
 def kind_of(path: Path) -> Kind:
     """Tell what `path` holds from the names of its files alone."""
+    try:
+        return _kind_of(path)
+    except FileNotFoundError:  # it has gone meanwhile
+        return Kind.UNKNOWN
+
+
+def _kind_of(path: Path) -> Kind:
     if path.is_file():
         if path.suffix in _PICKLES:
             return Kind.PICKLED
@@ -108,10 +115,11 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         """Size of all files that can be looked at; a step may be removed meanwhile."""
-        return sum(_file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
+        return sum(file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
 
 
-def _file_size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes; 0 where it has gone, or cannot be looked at."""
     try:
         return path.stat().st_size
     except OSError:
@@ -144,7 +152,8 @@ def _entry(path: Path) -> Entry | None:
     try:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
-        return Entry(step, path, "damaged", None, str(error))
+        # Removed since it was listed, it is not damaged.
+        return Entry(step, path, "damaged", None, str(error)) if path.is_dir() else None
     except ReadError as error:
         return Entry(step, path, "unreadable", None, str(error))
     if listing.step != step:

@@ -371,7 +371,7 @@ class CheckpointWatch:
         self._known = {step: self._known[step] for step in there if step in self._known}
         saved = {step: time for step, (_, time) in self._known.items() if time is not None}
         good = max(saved, default=None)
-        others = [step for step in there if step not in saved and (good is None or step > good)]
+        others = [step for step in there if step not in saved and (good is None or step > good) and self._has(step)]
         self.last = Checkpoints(
             good,
             None if good is None else saved[good],
@@ -381,6 +381,10 @@ class CheckpointWatch:
             tuple(saved),
         )
         return self.last
+
+    def _has(self, step: int) -> bool:
+        """Whether a step without a whole manifest is there still; removed since it was listed, it is not damaged."""
+        return (self._directory / f"step_{step}").is_dir()
 
     def _read(self, step: int) -> None:
         """Learn when `step` was committed, or that it is damaged; what is known stays where it cannot be read."""
