@@ -1,7 +1,8 @@
 """The inside of the sandbox: a script of the standard library alone, run by `python_code.py` with a bare interpreter.
 
 Three processes: this one, the first of new namespaces, which builds the file system, gives up its rights and waits,
-and the program. When one of the first two dies, whoever killed it, the kernel ends all that the program started.
+and the program. When one of the first two dies, whoever killed it, the kernel ends all that the program started. A
+program that is killed counts as one that ended: it can kill itself, and must not have its rollout played again by that.
 """
 
 from __future__ import annotations
