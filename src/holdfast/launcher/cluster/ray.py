@@ -82,7 +82,8 @@ class RayWire:
         try:
             return self._ray.get(reference, timeout=CALL_TIMEOUT_S)
         except errors.RayTaskError as error:
-            if isinstance(error.cause, HoldfastError):
+            # As it was raised: one of Ray's has no number that says that a disk is full.
+            if isinstance(error.cause, HoldfastError | OSError):
                 raise error.cause from None
             raise
         except errors.RayError as error:
