@@ -19,7 +19,7 @@ import sys
 from typing import Any, NoReturn
 
 SETUP_FAILED = 71  # EX_OSERR of sysexits.h; `python_code.py` knows it
-KILLED = 72  # the first process of the namespaces was killed, which nothing inside can do; `python_code.py` knows it
+KILLED = 72  # a process of the sandbox's own was killed, which nothing inside can do; `python_code.py` knows it
 _NOBODY = 65534
 # Of linux/sched.h, linux/mount.h, linux/prctl.h and fcntl.h.
 _NAMESPACES = {"mount": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "user": 0x10000000, "PID": 0x20000000,
@@ -95,6 +95,8 @@ def _enter_namespaces() -> None:
     _, status = os.waitpid(writer, 0)
     if status:
         code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            os._exit(KILLED)
         raise OSError(code, f"writing the map of users: {os.strerror(code)}")
     # Taking on the rights inside has reset it.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
