@@ -23,16 +23,7 @@ from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports, report_error
 from holdfast.run import manifest
 from holdfast.run.atomic import TEMPORARY_PREFIX
-from holdfast.run.checkpoints import (
-    TRAINER_DIR,
-    BestMetric,
-    Entry,
-    Kind,
-    describe_found,
-    file_size,
-    kind_of,
-    list_entries,
-)
+from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Kind, describe_found, kind_of, list_entries
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
@@ -151,10 +142,9 @@ def occupied(output_dir: Path) -> dict[str, int]:
     seen: set[tuple[int, int]] = set()
     sizes: dict[str, int] = {}
     for path in sorted(output_dir.iterdir()):
-        size = size_of(path, seen) if path.is_dir() else file_size(path)
-        if size:
-            sizes[path.name] = size
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        with contextlib.suppress(FileNotFoundError):  # temporary files come and go
+            sizes[path.name] = size_of(path, seen) if path.is_dir() else path.stat().st_size
+    return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
 
 
 def size_of(directory: Path, seen: set[tuple[int, int]] | None = None) -> int:

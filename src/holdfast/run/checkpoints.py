@@ -115,11 +115,10 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         """Size of all files that can be looked at; a step may be removed meanwhile."""
-        return sum(file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
+        return sum(_file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
 
 
-def file_size(path: Path) -> int:
-    """Return the size of a file in bytes; 0 where it has gone, or cannot be looked at."""
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

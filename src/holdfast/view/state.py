@@ -371,20 +371,17 @@ class CheckpointWatch:
         self._known = {step: self._known[step] for step in there if step in self._known}
         saved = {step: time for step, (_, time) in self._known.items() if time is not None}
         good = max(saved, default=None)
-        others = [step for step in there if step not in saved and (good is None or step > good) and self._has(step)]
+        others = [step for step in there if step not in saved and (good is None or step > good)]
         self.last = Checkpoints(
             good,
             None if good is None else saved[good],
-            tuple(step for step in others if step in self._known),
+            # Removed since it was listed, a step is not damaged. Not by pathlib, which raises where the storage fails.
+            tuple(step for step in others if step in self._known and os.path.isdir(self._directory / f"step_{step}")),  # noqa: PTH112
             tuple(step for step in others if step not in self._known),
             max(saving, default=None),
             tuple(saved),
         )
         return self.last
-
-    def _has(self, step: int) -> bool:
-        """Whether a step without a whole manifest is there still; removed since it was listed, it is not damaged."""
-        return (self._directory / f"step_{step}").is_dir()
 
     def _read(self, step: int) -> None:
         """Learn when `step` was committed, or that it is damaged; what is known stays where it cannot be read."""
