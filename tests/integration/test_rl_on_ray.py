@@ -96,10 +96,14 @@ def test_who_is_killed_last_is_killed_with_its_group_and_a_full_disk_is_one(
     while not (log.exists() and log.read_bytes().endswith(b"\n")):
         assert process.poll() is None
     actor = psutil.Process(psutil.Process(process.pid).ppid())
+    real, is_waited_for = cluster._ray.wait, threading.Event()
+    monkeypatch.setattr(cluster._ray, "wait", lambda *asked, **how: is_waited_for.set() or real(*asked, **how))
     actor.suspend()  # so that it comes to the kill later than `close`
     process.kill()
     closing = threading.Thread(target=cluster.close)
     closing.start()
+    while closing.is_alive() and not is_waited_for.wait(0.1):
+        continue
     actor.resume()
     closing.join()
     assert ends(int(log.read_text()))
