@@ -101,6 +101,7 @@ def test_a_process_that_ends_by_itself_costs_one_answer(monkeypatch: pytest.Monk
     assert asyncio.run(judge()) == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.clock
 def test_an_answer_may_cost_so_much_of_memory_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does meanwhile: the clock on the wall decides no reward."""
     program = tmp_path / "python"
