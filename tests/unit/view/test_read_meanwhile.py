@@ -97,6 +97,11 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
                 change()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _looks() -> None:
+    sys.addaudithook(_hook)
+
+
 _MAY_DIFFER = ("age_s", "occupied_bytes", "seconds", "size_bytes", "best", "ledger", "num_checkpoints")
 
 
@@ -114,7 +119,6 @@ def _told(found: Any) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("name", READERS)
 def test_what_goes_away_meanwhile_is_not_there(name: str, run_dir: RunDir, tmp_path: Path) -> None:
     read = READERS[name]
-    sys.addaudithook(_hook)
     case = tmp_path / "case"
     before = _plain(read(Path(shutil.copytree(run_dir.path, case))))
     _goes_on(RunDir(case))
