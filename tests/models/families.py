@@ -18,6 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.model.policy import Policy
+from holdfast.trainer.rl.batch import plan_shared_prompts
 
 VOCABULARY = 97
 _BASE = {
@@ -89,6 +90,18 @@ def random_samples(lengths: Sequence[int], *, seed: int) -> list[Sample]:
     return [Sample(generator.integers(3, VOCABULARY, n).astype(np.int32), generator.random(n) < 0.7) for n in lengths]
 
 
+def group_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Return three answers to each of two prompts, one behind the other and mixed, of the tokens of the samples."""
+    first, second, *answers = (sample.token_ids for sample in samples)
+    found = []
+    for place, (prompt, own) in enumerate(zip([first, second] * 3, (answers * 2)[:6], strict=True)):
+        tokens = np.concatenate([prompt, own[place // 4 :]])
+        mask = np.arange(len(tokens)) >= len(prompt)
+        mask[len(prompt) + 1 :: 3] = False  # as where a tool or a user speaks in between
+        found.append(Sample(tokens, mask))
+    return found
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Mean cross-entropy over all targets, and its gradient by parameter."""
@@ -126,21 +139,26 @@ def reference_outcome(
     return Outcome(float(loss.detach()), _gradients(model))
 
 
-def trainer_outcome(policy: Policy, samples: Sequence[Sample], *, pack: bool, budget: int) -> Outcome:
+def trainer_outcome(
+    policy: Policy, samples: Sequence[Sample], *, pack: bool, budget: int, share: bool = False
+) -> Outcome:
     """Return what the trainer's forward passes give."""
     policy.zero_grad(set_to_none=True)
     arrangement = policy.layout.arrangement(pack=pack)
     total, loss_sum = sum(sample.num_targets for sample in samples), 0.0
-    (plan,) = plan_rows(
-        [len(sample.token_ids) for sample in samples],
-        arrangement=arrangement,
-        budget=budget,
-        rows_per_micro_batch=3,
-        world_size=1,
-    )
+    if share:
+        (plan,) = plan_shared_prompts(samples, row_tokens=budget, layout=policy.layout, num_ranks=1)
+    else:
+        (plan,) = plan_rows(
+            [len(sample.token_ids) for sample in samples],
+            arrangement=arrangement,
+            budget=budget,
+            rows_per_micro_batch=3,
+            world_size=1,
+        )
     for indices in plan:
         device = next(policy.parameters()).device
-        micro = build_micro_batch(samples, indices, pack=arrangement == "packed", device=device)
+        micro = build_micro_batch(samples, indices, pack=arrangement == "packed", share=share, device=device)
         logprobs_N, *_ = policy(
             micro.input_ids_BL,
             micro.position_ids_BL,

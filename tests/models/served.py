@@ -23,10 +23,14 @@ torch.set_num_threads(1)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write_model(directory: Path, *, seed: int, tied: bool, weights: bool = True) -> Path:
-    """Write a 0.2M-parameter Qwen3 with weights from `seed`, far from uniform, and return its directory."""
+def write_model(directory: Path, *, seed: int, tied: bool, weights: bool = True, width: int = 128) -> Path:
+    """Write a 0.2M-parameter Qwen3 with weights from `seed`, far from uniform, and return its directory.
+
+    Args:
+        width: of the hidden layers of its MLPs.
+    """
     fields = json.loads((BASE / "config.json").read_text())
-    smaller = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    smaller = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     config = Qwen3Config(**(fields | smaller))
     if weights:
         torch.manual_seed(seed)

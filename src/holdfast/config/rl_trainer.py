@@ -233,6 +233,10 @@ class TrainerConfig(TrainingCommand):
     """Token budget of one forward pass of one rank: a packed row, or with a model that cannot be packed
     (docs/models.md) rows of one sample each, with their padding."""
 
+    share_prompts: bool = True
+    """Whether the answers to one prompt share its tokens in a row, which computes the prompt once for all of them, if
+    the model allows it (docs/models.md). Losses and gradients stay the same up to rounding."""
+
     async_level: int = Field(default=1, ge=0)
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
 

@@ -86,8 +86,25 @@ def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
     return flattened
 
 
+def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return vLLM's matrix product on CPUs, into which a single row goes twice.
+
+    For one row oneDNN has another kernel, which adds up more than 1,024 products in float32 in another order. An answer
+    that is the last of its batch would have other bits than beside others, and so would a run that was killed there.
+    """
+
+    def multiplied(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.numel() != x.shape[-1]:
+            return multiply(handler, x, bias)
+        twice = x.reshape(1, -1).expand(2, -1).contiguous()
+        return multiply(handler, twice, bias)[0].reshape(*x.shape[:-1], -1)
+
+    return multiplied
+
+
 if current_platform.is_cpu():
     _custom_ops.rotary_embedding = _rotate_flattened(_custom_ops.rotary_embedding)
+    _custom_ops.onednn_mm = _never_one_row(_custom_ops.onednn_mm)
 
 
 @register_model_loader(LOAD_FORMAT)

@@ -126,6 +126,7 @@ def start_session(
     build: Build[M],
     *,
     pack: bool,
+    share: bool = False,
     components: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
     data_fingerprint: str = "",
     older_weights: int = 0,
@@ -135,6 +136,7 @@ def start_session(
     Args:
         build: makes the model.
         pack: whether rows are to hold several samples.
+        share: whether samples of a row are to share the tokens of their prompt.
         components: makes what else is in the state, and the further optimizers that change it, from the
             model with the weights that a new run begins with.
         data_fingerprint: of the training data, where the trainer has them.
@@ -171,7 +173,7 @@ def start_session(
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
     # After loading: what is compared are the weights that are trained.
     passed, dtype = PassedChecks(config), config.model.compute_dtype
-    check_model(policy, mesh, name=config.model.name, pack=pack, dtype=dtype, passed=passed)
+    check_model(policy, mesh, name=config.model.name, pack=pack, share=share, dtype=dtype, passed=passed)
     if ckpt is not None:
         checkpointer.reserve()
         if mesh.is_main:

@@ -22,7 +22,15 @@ from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
 from holdfast.trainer.model.parity_check import check_model
 from holdfast.trainer.model.policy import Policy, build_policy
 from tests.conftest import ROOT
-from tests.models.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
+from tests.models.families import (
+    FAMILIES,
+    Family,
+    group_samples,
+    random_samples,
+    reference_outcome,
+    trainer_outcome,
+    write_model,
+)
 from tests.models.per_sample import PerSample
 from tests.pages.families import Row, page
 
@@ -44,7 +52,7 @@ def rows() -> dict[str, Row]:
 
 def build(family: Family, directory: Path, mesh: Mesh) -> Policy:
     policy = build_policy(TrainedModelConfig(name=str(directory), logits_chunk_tokens=16), mesh, seed=0)
-    check_model(policy, mesh, name=family.name, pack=True, dtype="float32")
+    check_model(policy, mesh, name=family.name, pack=True, share=True, dtype="float32")
     return policy.eval()
 
 
@@ -65,10 +73,18 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
     for pack in (True, False):
         loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
         assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}: {policy.layout}, own head: {not policy.has_plain_head}"
+    groups = group_samples(samples)
+    expected_of_groups = reference_outcome(directory, groups) if policy.layout.shares else None
+    if expected_of_groups is not None:
+        found = trainer_outcome(policy, groups, pack=True, share=True, budget=128)
+        assert max(found.difference(expected_of_groups)) < 1e-5, f"prompts are shared: {policy.layout}"
     kernel = PerSample()
     monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.float32}), 256))
     loss, gradient = trainer_outcome(policy, samples, pack=True, budget=64).difference(expected)
     assert loss < 1e-5 and gradient < 1e-5, "by the route of GPUs"
+    if expected_of_groups is not None:
+        found = trainer_outcome(policy, groups, pack=True, share=True, budget=128)
+        assert max(found.difference(expected_of_groups)) < 1e-5, "prompts are shared, by the route of GPUs"
     assert (kernel.calls > 0) == (policy.layout.attention == "packed" and family.kind not in WITHOUT_KERNEL)
     norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
     assert norms.max() > 1e-3

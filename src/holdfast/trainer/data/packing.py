@@ -4,8 +4,12 @@ Every rank computes the same plan from the same samples, so ranks need no messag
 so ranks work in rounds of one micro-batch each, and a round takes as long as its costliest micro-batch. So the plan has
 as few rounds as the token budget allows, and balances the cost of samples over all micro-batches.
 
+Samples may share a prompt: answers of one group that lie one behind the other in a packed row. The prompt's tokens lie
+in the row once, before the first answer. Each answer attends to the prompt and to itself, and its positions go on from
+the prompt's, so it is computed as in a row of its own.
+
 Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded batch
-of its samples: S samples, L tokens of the longest.
+of its sequences: S sequences, L tokens of the longest; E tokens of all sequences of a row, shared ones once for each.
 """
 
 from __future__ import annotations
@@ -30,38 +34,58 @@ _FILLED = 0.75
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """How the tokens of a packed row lie in padded batches, each of samples of about the same length.
+    """How the tokens of a packed row lie in padded batches, each of sequences of about the same length.
 
     Attributes:
         gather_SL: of each padded batch, for each of its places, the token of the row (0 for padding).
         scatter_T: for each token of the row, its place in the padded batches, flattened one after the other.
-        cu_seqlens: borders of the samples in the row, one more than there are samples, int32.
-        max_len: the longest sample.
+        cu_seqlens: borders of the sequences one behind the other, one more than there are sequences, int32.
+        max_len: the longest sequence.
+        tokens_E: the tokens of the row that these sequences hold; None: all tokens, once and in order.
+        places_T: for each token of the row, a place in `tokens_E`; None where that is.
     """
 
     gather_SL: tuple[Tensor, ...]
     scatter_T: Tensor
     cu_seqlens: Tensor
     max_len: int
+    tokens_E: Tensor | None = None
+    places_T: Tensor | None = None
 
     @classmethod
     def from_lengths(cls, lengths: list[int], *, device: torch.device) -> PackedIndex:
-        """Return the index of a row that holds samples of these lengths in this order."""
+        """Return the index of a row that holds sequences of these lengths in this order."""
         borders = np.cumsum([0, *lengths])
-        gather_SL, scatter_T, places = [], np.empty(borders[-1], dtype=np.int64), 0
+        return cls.from_sequences([np.arange(begin, end) for begin, end in pairwise(borders)], device=device)
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequence[np.ndarray], *, device: torch.device) -> PackedIndex:
+        """Return the index of a row whose sequences hold these tokens of it; those at the beginning may be shared.
+
+        A shared token sees the same in every sequence. What attention says of it is taken from one of them.
+        """
+        lengths = [len(tokens) for tokens in sequences]
+        tokens_E = np.concatenate(sequences)
+        length = int(tokens_E.max()) + 1
+        gather_SL, scatter_T, places = [], np.empty(length, dtype=np.int64), 0
         for members in _by_length(lengths):
             lengths_S = np.array([lengths[member] for member in members])
-            columns_L = np.arange(lengths_S.max())
-            valid_SL = columns_L < lengths_S[:, None]
-            tokens_SL = borders[members][:, None] + columns_L
+            valid_SL = np.arange(lengths_S.max()) < lengths_S[:, None]
+            tokens_SL = np.zeros(valid_SL.shape, dtype=np.int64)
+            tokens_SL[valid_SL] = np.concatenate([sequences[member] for member in members])
             scatter_T[tokens_SL[valid_SL]] = places + np.flatnonzero(valid_SL)
-            gather_SL.append(to_device(torch.from_numpy(np.where(valid_SL, tokens_SL, 0)), device))
+            gather_SL.append(to_device(torch.from_numpy(tokens_SL), device))
             places += valid_SL.size
+        is_shared = len(tokens_E) > length
+        places_T = np.empty(length, dtype=np.int64)
+        places_T[tokens_E] = np.arange(len(tokens_E))
         return cls(
             gather_SL=tuple(gather_SL),
             scatter_T=to_device(torch.from_numpy(scatter_T), device),
-            cu_seqlens=to_device(torch.from_numpy(borders.astype(np.int32)), device),
+            cu_seqlens=to_device(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)), device),
             max_len=max(lengths),
+            tokens_E=to_device(torch.from_numpy(tokens_E), device) if is_shared else None,
+            places_T=to_device(torch.from_numpy(places_T), device) if is_shared else None,
         )
 
 
@@ -110,25 +134,31 @@ class MicroBatch:
     packed_index: PackedIndex | None
 
 
-def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device) -> MicroBatch:
-    """Return the micro-batch of these samples; with no samples, one that trains on nothing."""
+def build_micro_batch(
+    samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device, share: bool = False
+) -> MicroBatch:
+    """Return the micro-batch of these samples; with no samples, one that trains on nothing.
+
+    Args:
+        share: whether neighbours with the same prompt share its tokens, in a packed row.
+    """
     if not indices:
         return _empty(samples[0], pack, device)
     chosen = [samples[index] for index in indices]
-    lengths = [length for sample in chosen for length in sample.lengths]
-    row_length = sum(lengths) if pack else max(lengths)
-    starts = [sum(lengths[:k]) for k in range(len(lengths))] if pack else [k * row_length for k in range(len(lengths))]
-    total = row_length if pack else row_length * len(lengths)
-    sequences = zip(starts, lengths, strict=True)
-    input_ids = np.zeros(total, dtype=np.int64)
-    positions = np.zeros(total, dtype=np.int64)
+    sequences = _sequences(chosen, pack=pack, share=share)
+    rows = 1 if pack else len(sequences)
+    total = max(int(tokens[-1]) for tokens in sequences) + 1
+    row_length = total if pack else max(map(len, sequences))
+    input_ids = np.zeros(rows * row_length, dtype=np.int64)
+    positions = np.zeros(rows * row_length, dtype=np.int64)
     predict, targets, owners = [], [], []
     per_token: dict[str, list[np.ndarray]] = {name: [] for name in chosen[0].per_token}
+    remaining = iter(sequences)
     for index, sample in zip(indices, chosen, strict=True):
-        own = list(islice(sequences, len(sample.starts)))
-        places = np.concatenate([np.arange(start, start + length) for start, length in own])
+        own = list(islice(remaining, len(sample.starts)))
+        places = np.concatenate(own)
         input_ids[places] = sample.token_ids
-        positions[places] = np.concatenate([np.arange(length) for _, length in own])
+        positions[places] = np.concatenate([np.arange(len(tokens)) for tokens in own])
         trained = sample.targets
         # The first of a sequence is no target, so the token before is one of the same sequence.
         predict.append(places[trained - 1])
@@ -136,7 +166,6 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
         owners.append(np.full(len(trained), index))
         for name, values in per_token.items():
             values.append(sample.per_token[name][trained])
-    rows = 1 if pack else len(lengths)
 
     def on_device(array: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
@@ -149,8 +178,26 @@ def build_micro_batch(samples: Sequence[Sample], indices: list[int], *, pack: bo
         sample_index_N=on_device(np.concatenate(owners)),
         targets_per_sample=tuple(map(len, owners)),
         per_token={name: on_device(np.concatenate(values).astype(np.float32)) for name, values in per_token.items()},
-        packed_index=PackedIndex.from_lengths(lengths, device=device) if pack else None,
+        packed_index=PackedIndex.from_sequences(sequences, device=device) if pack else None,
     )
+
+
+def _sequences(samples: Sequence[Sample], *, pack: bool, share: bool) -> list[np.ndarray]:
+    """Return the places of each sequence's tokens in the flattened rows."""
+    if not pack:
+        lengths = [length for sample in samples for length in sample.lengths]
+        return [np.arange(length) + row * max(lengths) for row, length in enumerate(lengths)]
+    found: list[np.ndarray] = []
+    used, before = 0, b""
+    for sample in samples:
+        prompt = sample.shared_prompt if share else b""
+        kept = found[-1][: sample.prompt_length] if prompt and prompt == before else np.arange(0)
+        for length in sample.lengths:
+            tokens = np.concatenate([kept, np.arange(used, used + length - len(kept))])
+            used += length - len(kept)
+            found.append(tokens)
+        before = prompt
+    return found
 
 
 def _empty(like: Sample, pack: bool, device: torch.device) -> MicroBatch:

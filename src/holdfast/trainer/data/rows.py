@@ -69,6 +69,16 @@ class Sample:
         """Tokens that are predicted and trained."""
         return int(self.loss_mask[1:].sum())
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first target, which other samples may share; 0 of several sequences, or without targets."""
+        return int(self.targets[0]) if len(self.starts) == 1 and self.loss_mask[1:].any() else 0
+
+    @property
+    def shared_prompt(self) -> bytes:
+        """Those tokens, to compare with those of other samples; empty where there are none."""
+        return self.token_ids[: self.prompt_length].tobytes()
+
     def cut(self, length: int) -> Sample:
         """Return its first `length` tokens."""
         per_token = {name: values[:length] for name, values in self.per_token.items()}

@@ -274,9 +274,14 @@ def packed_attention(
         borders = None if packed_index is None else packed_index.cu_seqlens
         longest = query.shape[2] if packed_index is None else packed_index.max_len
         window = sliding_window
-        return attend_by_kernel(
+        shared = None if packed_index is None else packed_index.tokens_E
+        if shared is not None:
+            query, key, value = (tensor.index_select(2, shared) for tensor in (query, key, value))
+        attended = attend_by_kernel(
             kernel, query, key, value, borders=borders, longest=longest, scaling=scaling, sliding_window=window
-        ), None
+        )
+        places = None if packed_index is None else packed_index.places_T
+        return attended if places is None else attended.index_select(1, places), None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if softcap is None and s_aux is None:

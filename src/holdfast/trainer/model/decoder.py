@@ -59,7 +59,9 @@ class DecoderModel(nn.Module):
                 "config.json) and takes no positions of tokens, so samples of a row cannot be told apart"
             )
         found = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention)
-        self.layout = replace(found, pair_cost=pair_cost(self.hf_model))
+        # Rotary embeddings that turn by the length of a sample turn a prompt's tokens otherwise for each answer.
+        shares = found.packs and found.attention == "packed" and not self._needs_positions
+        self.layout = replace(found, pair_cost=pair_cost(self.hf_model), shares=shares)
 
     def share_rows(self, ranks: SequenceGroup | None) -> None:
         """Have ranks share the rows of every pass from now on. Called behind `prepare`.

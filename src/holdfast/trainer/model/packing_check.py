@@ -50,6 +50,7 @@ class Layout:
         pair_cost: what attention between two tokens of a sample costs, as a share of what one token costs outside of
             attention.
         heads: of queries, and of keys and values, that packed attention is given in some layer.
+        shares: whether samples of a row can share the tokens of their prompt.
     """
 
     packs: bool
@@ -57,6 +58,7 @@ class Layout:
     reason: str = ""
     pair_cost: float = 0.0
     heads: frozenset[tuple[int, int]] = field(default=frozenset(), compare=False)
+    shares: bool = False
 
     def arrangement(self, *, pack: bool) -> Arrangement:
         """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.packing`."""

@@ -3,7 +3,8 @@
 Two short samples go through the trainer's own forward pass together, as in training. Then each goes alone
 through transformers' own forward with eager attention, the plainest there is, and the same weights in the
 same modules. Then the first sample's tokens are changed, and the second must not notice; what it may notice
-is no more than what it does of changes in a sample behind it, which no causal model lets it see.
+is no more than what it does of changes in a sample behind it, which no causal model lets it see. Where answers are to
+share the tokens of their prompt, two that do are compared with two that have it each.
 
 Random generators stay as they are, no gradient is left, and compiled code is not run (it would be compiled for
 these shapes). Collective; all ranks compute the same.
@@ -129,6 +130,7 @@ def check_model(
     name: str,
     pack: bool,
     dtype: DType,
+    share: bool = False,
     passed: PassedChecks | None = None,
 ) -> None:
     """Compare the model with transformers' own forward, unless the run has done so at an earlier start. Collective.
@@ -138,11 +140,13 @@ def check_model(
         name: of the model, for messages.
         pack: whether the run wants several samples in a row.
         dtype: of the forward pass.
+        share: whether the run wants samples of a row to share the tokens of their prompt.
 
     Raises:
         DataError: they differ by more than rounding, or one sample changes another.
     """
-    digest = digest_of_check(model, mesh, name=name, pack=pack, dtype=dtype) if passed else ""
+    share = share and model.layout.shares
+    digest = digest_of_check(model, mesh, name=name, pack=pack, share=share, dtype=dtype) if passed else ""
     if passed and passed.knows(digest, mesh):
         return
     arrangement = model.layout.arrangement(pack=pack)
@@ -163,6 +167,9 @@ def check_model(
         by_sdpa = alone[: samples[0].num_targets]
         if _has_sdpa_of_its_own(model.hf_model):
             by_sdpa = _plain(model, samples[0], mesh.device, attention="sdpa")
+        shared, unshared = (
+            [_answers(model, samples[2], mesh.device, share=one) for one in (True, False)] if share else [alone, alone]
+        )
     if before != [parameter._version for parameter in model.parameters()]:
         raise DataError(
             f"model.name = '{name}': {type(model.hf_model).__name__} changes its own weights in a forward pass that "
@@ -182,6 +189,7 @@ def check_model(
             "sdpa": _apart(by_sdpa, alone[:first], dtype) / scale,
             "leak": _mean(ours[first:], changed[first:]) / scale,
             "noise": noise / scale,
+            "shared": _apart(shared, unshared, dtype) / scale,
         }
     )
     _refuse(model, found, bounds, name=name, packed=packed)
@@ -233,6 +241,12 @@ def _refuse(model: Policy | ScalarModel, found: dict[str, float], bounds: _Bound
             f"{where}: a sample changes what the model says of the sample behind it by {found['leak']:.2g} {unit}; "
             f"rounding explains {allowed:.2g}. {remedy}"
         )
+    if not found["shared"] <= bounds.alone:
+        raise DataError(
+            f"{where}: answers that share the tokens of their prompt are {found['shared']:.2g} {unit} away from "
+            f"answers with a prompt each; rounding explains {bounds.alone:g}. Set trainer.share_prompts = false, "
+            "and report it with the model's config.json."
+        )
     if not found["alone"] <= bounds.alone:
         raise DataError(
             f"{where}: samples trained together are {found['alone']:.2g} {unit} away from what transformers' eager "
@@ -269,6 +283,15 @@ def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
         return hidden_NH if row is None else row.whole(hidden_NH, index_N)
 
     return model.run(hidden_states).float().cpu()
+
+
+def _answers(model: Policy | ScalarModel, sample: Sample, device: torch.device, *, share: bool) -> Tensor:
+    """Return what the trainer computes of two answers to one prompt: the second half of the sample, and its reverse."""
+    half = len(sample.token_ids) // 2
+    prompt, answer = sample.token_ids[:half], sample.token_ids[half:]
+    mask = np.arange(len(sample.token_ids)) >= half
+    pair = [Sample(np.concatenate([prompt, one]), mask) for one in (answer, answer[::-1])]
+    return _own(model, build_micro_batch(pair, [0, 1], pack=True, share=share, device=device))
 
 
 def _has_sdpa_of_its_own(hf_model: PreTrainedModel) -> bool:

@@ -47,6 +47,7 @@ def run(config: TrainerConfig) -> None:
             tokenizer,
             build_policy,
             pack=True,
+            share=config.share_prompts,
             components=components.begin,
             data_fingerprint=pretraining.fingerprint if pretraining else "",
             older_weights=config.async_level,

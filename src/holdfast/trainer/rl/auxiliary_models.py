@@ -19,7 +19,7 @@ from holdfast.config.algorithm import CriticConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, CheckpointError, DataError, TrainingError
 from holdfast.trainer.checkpoint.state import State
-from holdfast.trainer.data.packing import Sample, build_micro_batch
+from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.build import is_classifier, load_model_config
@@ -75,9 +75,7 @@ class Critic:
         num_targets = max(1, minibatch.num_targets)
         losses = Sums("value_loss", "value_clip_fraction")
         for indices in minibatch.micro_batches:
-            micro = build_micro_batch(
-                minibatch.samples, indices, pack=self.model.layout.packs, device=self._mesh.device
-            )
+            micro = minibatch.build(indices, pack=self.model.layout.packs, device=self._mesh.device)
             values_N = predict_values(self.model, micro)
             weights_N = torch.full_like(values_N, 1 / num_targets)
             returns_N = micro.per_token[RETURN]

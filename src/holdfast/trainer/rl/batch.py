@@ -133,15 +133,21 @@ class Minibatch:
     Attributes:
         samples: of all ranks.
         micro_batches: this rank's forward passes, as indices into `samples`.
+        shares: whether samples of a forward pass share the tokens of their prompt.
     """
 
     samples: list[Sample]
     micro_batches: list[list[int]]
+    shares: bool = False
 
     @property
     def num_targets(self) -> int:
         """Tokens trained, on all ranks."""
         return sum(sample.num_targets for sample in self.samples)
+
+    def build(self, indices: list[int], *, pack: bool, device: torch.device) -> MicroBatch:
+        """Return the micro-batch of one of its forward passes."""
+        return build_micro_batch(self.samples, indices, pack=pack, share=self.shares, device=device)
 
 
 def plan_epochs(
@@ -173,7 +179,64 @@ def plan_epochs(
 
 
 def _plan(samples: list[Sample], row_tokens: int, layout: Layout, mesh: Mesh) -> Minibatch:
-    return Minibatch(samples, plan_micro_batches(samples, row_tokens=row_tokens, layout=layout, mesh=mesh))
+    if not layout.shares:
+        return Minibatch(samples, plan_micro_batches(samples, row_tokens=row_tokens, layout=layout, mesh=mesh))
+    shared = plan_shared_prompts(samples, row_tokens=row_tokens, layout=layout, num_ranks=mesh.data_size)
+    return Minibatch(samples, shared[mesh.data_rank], shares=True)
+
+
+def plan_shared_prompts(
+    samples: Sequence[Sample], *, row_tokens: int, layout: Layout, num_ranks: int
+) -> list[list[list[int]]]:
+    """Return each rank's micro-batches, as indices into `samples`; those of one prompt are neighbours that share it.
+
+    Answers of one prompt stay together as far as the ranks can be kept equally busy: of all parts into which each
+    group may be divided, those are taken by which the slowest ranks of all rounds take the least time.
+    """
+    by_prompt: dict[object, list[int]] = {}
+    for index, sample in enumerate(samples):
+        by_prompt.setdefault(sample.shared_prompt or index, []).append(index)
+    most = max(map(len, by_prompt.values()))
+    sizes = [most >> halvings for halvings in range(most.bit_length() if num_ranks > 1 else 1)]
+    plans = []
+    for size in sizes:
+        parts = [part for group in by_prompt.values() for part in _parts(samples, group, size, row_tokens)]
+        costs = [_shared_cost(samples, part, layout) for part in parts]
+        plan = plan_rows(
+            [_shared_tokens(samples, part) for part in parts],
+            costs=costs,
+            arrangement="packed",
+            budget=row_tokens,
+            rows_per_micro_batch=1,
+            world_size=num_ranks,
+        )
+        time = sum(max(sum(costs[part] for part in row) for row in rows) for rows in zip(*plan, strict=True))
+        # Sorted: two parts of one group in a row become neighbours.
+        plans.append(
+            (time, [[[index for part in sorted(row) for index in parts[part]] for row in rank] for rank in plan])
+        )
+    return min(plans, key=lambda found: found[0])[1]
+
+
+def _parts(samples: Sequence[Sample], group: list[int], most: int, row_tokens: int) -> list[list[int]]:
+    """Return the samples of one prompt in parts of at most `most` samples, and `row_tokens` tokens if they have two."""
+    parts: list[list[int]] = []
+    for index in group:
+        if not parts or len(parts[-1]) == most or _shared_tokens(samples, [*parts[-1], index]) > row_tokens:
+            parts.append([])
+        parts[-1].append(index)
+    return parts
+
+
+def _shared_tokens(samples: Sequence[Sample], part: list[int]) -> int:
+    prompt = samples[part[0]].prompt_length
+    return prompt + sum(len(samples[index].token_ids) - prompt for index in part)
+
+
+def _shared_cost(samples: Sequence[Sample], part: list[int], layout: Layout) -> float:
+    # Attention is computed for every sequence by itself, with the prompt in each; the rest of a layer once for a token.
+    pairs = sum(length * length for index in part for length in samples[index].lengths)
+    return _shared_tokens(samples, part) + layout.pair_cost * pairs
 
 
 def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: Layout, mesh: Mesh) -> list[list[int]]:
@@ -222,7 +285,7 @@ def measure_targets(
         found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
         passes = list[Tensor]()
         for indices in minibatch.micro_batches:
-            micro = build_micro_batch(minibatch.samples, indices, pack=pack, device=mesh.device)
+            micro = minibatch.build(indices, pack=pack, device=mesh.device)
             passes.append(torch.stack([values_N.float() for values_N in forward(micro)]))
         order = [index for indices in minibatch.micro_batches for index in indices]
         # To the CPU in one copy, behind all passes: each waits for the device.

@@ -118,6 +118,11 @@ class RlComponents:
         else:
             report(f"WARNING: the checkpoint of step {step} holds no replay buffer: it starts afresh")
 
+    def shares_prompts(self, policy: Policy) -> bool:
+        """Whether answers share the tokens of their prompt in the rows that all models read."""
+        models = [policy, self.reference, self.critic and self.critic.model]
+        return self._config.share_prompts and all(model.layout.shares for model in models if model is not None)
+
     def after_step(self, step: int, policy: Policy) -> None:
         """Take the weights that `step` has made into what follows them."""
         tensors = trained_tensors(policy.hf_model)
@@ -133,12 +138,13 @@ class RlComponents:
             DataError: one differs.
         """
         config, mesh, dtype = self._config, self._mesh, self._config.model.compute_dtype
-        passed = PassedChecks(config)
+        passed, share = PassedChecks(config), config.share_prompts
         if config.kl is not None and self.reference is not None:
-            check_model(self.reference, mesh, name=_reference_name(config), pack=True, dtype=dtype, passed=passed)
+            name = _reference_name(config)
+            check_model(self.reference, mesh, name=name, pack=True, share=share, dtype=dtype, passed=passed)
         if config.critic is not None and self.critic is not None:
             name = config.critic.name or config.model.name
-            check_model(self.critic.model, mesh, name=name, pack=True, dtype=dtype, passed=passed)
+            check_model(self.critic.model, mesh, name=name, pack=True, share=share, dtype=dtype, passed=passed)
         if config.reward_model is not None and self.reward_model is not None:
             name = config.reward_model.name
             check_model(self.reward_model.model, mesh, name=name, pack=True, dtype=dtype, passed=passed)

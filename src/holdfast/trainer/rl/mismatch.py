@@ -28,6 +28,7 @@ from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.parity_check import is_random_in_training
 from holdfast.trainer.model.policy import Policy, predict
 from holdfast.trainer.rl.batch import AGE, OLD_LOGPROB, SAMPLER_LOGPROB, SAMPLING, Minibatch, plan_epochs
@@ -60,10 +61,10 @@ class MismatchCheck:
     first fresh rollouts of the attempt, and no others.
     """
 
-    def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh) -> None:
+    def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh, *, layout: Layout) -> None:
         self._config = config
         self._kind = type(policy.hf_model).__name__
-        self._layout = policy.layout
+        self._layout = layout
         self._mesh = mesh
         self._is_random = is_random_in_training(policy, mesh)
         if self._is_random and mesh.is_main:

@@ -23,7 +23,7 @@ from holdfast.config.base import MODEL_ADVANTAGES
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance
-from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, to_device
+from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.logprobs import Reading
@@ -96,7 +96,7 @@ def policy_step(
     weights_S = to_device(torch.tensor(weights, dtype=torch.float32), mesh.device)
     losses = Sums("loss")
     for indices in minibatch.micro_batches:
-        micro = build_micro_batch(samples, indices, pack=policy.layout.packs, device=mesh.device)
+        micro = minibatch.build(indices, pack=policy.layout.packs, device=mesh.device)
         predicted = predict(policy, micro, reading_of(micro, reading), teacher=teacher)
         logprobs_N, entropy_N = predicted.logprobs_N, predicted.entropy_N
         assert entropy_N is not None  # the reading asks for it
@@ -144,7 +144,8 @@ class Learner:
         self._components = components
         self._pretraining = pretraining
         self._loss = build_policy_loss(config.loss)
-        self._mismatch = MismatchCheck(config, session.policy, session.mesh)
+        self._layout = replace(session.policy.layout, shares=components.shares_prompts(session.policy))
+        self._mismatch = MismatchCheck(config, session.policy, session.mesh, layout=self._layout)
         self._advantage = None if config.advantage in MODEL_ADVANTAGES else build_advantage(config)
         kl = config.kl
         if kl is not None and components.kl is not None and kl.place == "loss" and kl.coef > 0:
@@ -219,7 +220,7 @@ class Learner:
             samples,
             updates,
             row_tokens=config.row_tokens,
-            layout=self._policy.layout,
+            layout=self._layout,
             mesh=self._mesh,
             seed=config.seed,
             step=step,

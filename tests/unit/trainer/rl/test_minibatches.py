@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from holdfast.config.algorithm import UpdatesConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.protocol.rollouts import Sampling
-from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.policy import Policy, build_policy, predict
-from holdfast.trainer.rl.batch import Minibatch, measure_targets, plan_epochs
+from holdfast.trainer.rl.batch import Minibatch, measure_targets, plan_epochs, plan_shared_prompts
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -93,6 +93,64 @@ def test_ranks_share_the_parts_and_deal_out_their_forward_passes(mesh: Mesh, wor
             assert len({len(share) for share in shares}) == 1, "every forward pass is a collective"
             dealt = [index for share in shares for indices in share for index in indices]
             assert sorted(dealt) == list(range(len(part.samples))), "every sample on one rank"
+
+
+def make_groups(sizes: Sequence[int], *, prompt: int, answer: int) -> list[Sample]:
+    """Groups of so many answers to a prompt of their own, of the same lengths."""
+    generator = np.random.default_rng(5)
+    mask, found = np.arange(prompt + answer) >= prompt, []
+    for size in sizes:
+        tokens = generator.integers(5, 100, prompt)
+        answers = (generator.integers(5, 100, answer) for _ in range(size))
+        found += [Sample(np.concatenate([tokens, own]).astype(np.int32), mask) for own in answers]
+    return found
+
+
+SHARES = replace(PACKED, shares=True, pair_cost=0.001)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "tokens"),
+    [
+        ((8,), 1, [36 + 8 * 20]),
+        ((8,), 2, [36 + 4 * 20] * 2),  # one group keeps two ranks busy
+        ((8, 8), 2, [36 + 8 * 20] * 2),
+        ((8, 8, 8), 2, [3 * 36 + 12 * 20] * 2),  # two ranks cannot take three groups whole
+        ((4, 2), 3, [36 + 2 * 20] * 3),
+        ((1, 1), 1, [2 * 56]),
+    ],
+)
+def test_answers_share_their_prompt_as_far_as_ranks_stay_equally_busy(
+    sizes: tuple[int, ...], num_ranks: int, tokens: list[int]
+) -> None:
+    samples = make_groups(sizes, prompt=36, answer=20)
+    plan = plan_shared_prompts(samples, row_tokens=400, layout=SHARES, num_ranks=num_ranks)
+    assert sorted(index for rank in plan for row in rank for index in row) == list(range(len(samples)))
+    rows = [
+        build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu"))
+        for rank in plan
+        for row in rank
+    ]
+    assert [row.input_ids_BL.numel() for row in rows] == tokens
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("row_tokens", [50, 100, 400])
+def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_ranks: int, row_tokens: int) -> None:
+    samples = make_groups((5, 3, 7, 1), prompt=30, answer=12)
+    plan = plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=num_ranks)
+    assert sorted(index for rank in plan for row in rank for index in row) == list(range(len(samples)))
+    assert len({len(rank) for rank in plan}) == 1, "every forward pass is a collective"
+    rounds = []
+    for rows in zip(*plan, strict=True):
+        built = [build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")) for row in rows]
+        rounds.append(max(micro.input_ids_BL.numel() for micro in built))
+    assert max(rounds) <= row_tokens
+    lengths = [len(one.token_ids) for one in samples]
+    apart = plan_rows(
+        lengths, arrangement="packed", budget=row_tokens, rows_per_micro_batch=1, world_size=num_ranks
+    )  # fmt: skip
+    assert sum(rounds) <= sum(max(sum(lengths[i] for i in row) for row in rows) for rows in zip(*apart, strict=True))
 
 
 def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
