@@ -1,7 +1,8 @@
 """The inside of the sandbox: a script of the standard library alone, run by `python_code.py` with a bare interpreter.
 
 Three processes: this one, the first of new namespaces, which builds the file system, gives up its rights and waits,
-and the program. When one of the first two dies, whoever killed it, the kernel ends all that the program started.
+and the program. When one of the first two dies, whoever killed it, the kernel ends all that the program started. A
+program that is killed counts as one that ended: it can kill itself, and must not have its rollout played again by that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from typing import Any, NoReturn
 
 SETUP_FAILED = 71  # EX_OSERR of sysexits.h; `python_code.py` knows it
-KILLED = 72  # the first process of the namespaces was killed, which nothing inside can do; `python_code.py` knows it
+KILLED = 72  # a process of the sandbox's own was killed, which nothing inside can do; `python_code.py` knows it
 _NOBODY = 65534
 # Of linux/sched.h, linux/mount.h, linux/prctl.h and fcntl.h.
 _NAMESPACES = {"mount": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "user": 0x10000000, "PID": 0x20000000,
@@ -94,6 +95,8 @@ def _enter_namespaces() -> None:
     _, status = os.waitpid(writer, 0)
     if status:
         code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            os._exit(KILLED)
         raise OSError(code, f"writing the map of users: {os.strerror(code)}")
     # Taking on the rights inside has reset it.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

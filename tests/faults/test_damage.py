@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -18,10 +19,12 @@ import pytest
 
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.launcher.resume.resume_step import resolve_resume_step
+from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, decode_manifest, encode_manifest, read_manifest, verify
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
+from tests.faults.run_states import checkpoint_state
 from tests.unit.trainer.programs.in_process import train
 
 STEPS = (1, 2, 3)
@@ -309,6 +312,38 @@ def test_every_file_can_be_unreadable(run_dir: RunDir, monkeypatch: pytest.Monke
         finally:
             path.chmod(mode)
         assert str(caught.value) == f"{name} cannot be read: Permission denied"
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("turn", range(2))
+def test_no_damage_in_a_store_is_believed_on_an_empty_machine(
+    run_dir: RunDir, settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], turn: int
+) -> None:
+    """Of each object: the run goes on from the older step, says so, and ends with the bits of an undisturbed one."""
+    uploaded, generator = tmp_path / "uploaded", random.Random(f"{SEED} {turn}")
+    remote = RemoteCheckpoints(f"file://{uploaded}")
+    for step in (OTHER, NEWEST):
+        remote.upload(run_dir.checkpoint(step), step)
+    remote.write_identity(run_dir)
+    undisturbed = checkpoint_state(train("sft", tmp_path / "run", settings, until=NEWEST + 1).checkpoint(NEWEST + 1))
+    objects = sorted(path.relative_to(uploaded) for path in uploaded.rglob("*") if path.is_file())
+    assert {path.parts[0] for path in objects} == {"run", f"step_{OTHER}", f"step_{NEWEST}"}
+    for number, place in enumerate(objects):
+        case = tmp_path / str(number)
+        store = Path(shutil.copytree(uploaded, case / "store"))
+        content = bytearray((store / place).read_bytes())
+        content[position(len(content), generator)] ^= 1 << generator.randrange(8)
+        (store / place).write_bytes(content[: len(content) * 2 // 3] if turn else content)
+        capsys.readouterr()
+        ckpt = {"ckpt": {"interval": 1, "dir": f"file://{store}"}}
+        here = train("sft", case / "run", settings | ckpt, until=NEWEST + 1, resume="latest")
+        said = capsys.readouterr().out
+        brought = OTHER if place.parts[0] == f"step_{NEWEST}" else NEWEST
+        assert f"copied the checkpoint of step {brought} from" in said, (place, said)
+        assert checkpoint_state(here.checkpoint(NEWEST + 1)) == undisturbed, place
+        assert here.run_id() == run_dir.run_id(), place
+        if brought == OTHER or (place.name == "run.json" and turn):
+            assert str(place.parent) in said, (place, said)
 
 
 def test_sizes_alone_find_what_is_cut_or_missing_and_no_more(run_dir: RunDir) -> None:

@@ -25,6 +25,9 @@ from holdfast.errors import HoldfastError, ProcessKilled
 from holdfast.launcher.preflight import check_in_child
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from tests.conftest import ROOT
+from tests.runs.ports import free_port
+from tests.runs.processes import WITH_STUB_ENGINE
+from tests.runs.rl import SMALL_BATCH, RlRun, complete, outcome
 from tests.servers.orchestrator_fakes import played
 from tests.unit.orchestrator.env.test_mcp_tools import STDIO, answers, call, play, settings_of
 
@@ -58,7 +61,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_sandbox.py::test_what_a_killed_process_had_in_a_sandbox_dies_with_it",
     ),
     "examples/environments/sandbox_inside.py _enter_namespaces": (
-        "test_sandbox.py::test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program",
+        "test_sandbox.py::test_a_sandbox_whose_map_of_users_was_not_written_to_its_end_is_no_failure",
     ),
     "examples/environments/sandbox_inside.py _first_process": (
         "test_sandbox.py::test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program",
@@ -68,6 +71,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "commands/environments_check.py _probe_in_process.ask": (HERE,),
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
+        HERE,
         "test_chaos.py::test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one",
         "test_rl_killed.py::test_the_end_is_that_of_the_undisturbed_run",
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
@@ -75,6 +79,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_parts.py::test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more",
     ),
     "trainer/launch.py _launch": (
+        HERE,
         "test_chaos.py::test_two_engines_and_two_ranks_are_hit_one_after_the_other",
         "test_sft_stop.py::test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit",
     ),
@@ -179,6 +184,20 @@ def _probe(_: Path) -> object:
     return environments_check._probe_in_process(Request(settings, 2, 1, seed=0, seq_len=256, model=None), "1")
 
 
+def _run(directory: Path) -> object:
+    both = directory.with_name(f"{directory.name}_path") / "sitecustomize.py"  # Python imports one
+    both.parent.mkdir()
+    places = (WITH_STUB_ENGINE["PYTHONPATH"], str(Path(__file__).with_name("at_function")))
+    both.write_text("import runpy\n" + "".join(f"runpy.run_path('{place}/sitecustomize.py')\n" for place in places))
+    paths = {"PYTHONPATH": str(both.parent)}
+    flags = (*SMALL_BATCH, "--max-steps", "3", "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
+    port = ("--inference.server.port", str(free_port()))
+    with RlRun(directory, *flags, *port, environment=paths, starts_python=True) as run:
+        completed = complete(run)
+    assert completed.exit_code == 0 and not completed.survivors, completed.output
+    return outcome(completed.run_dir, 3)
+
+
 _BOTH = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -221,13 +240,24 @@ VICTIMS = {
             _EXIT,
         ),
     ),
+    "part of a run": Victim(
+        _run,
+        (
+            ("trainer/launch.py", "_launch", 0),
+            ("programs/rl.py", "<module>", 0),
+            ("orchestrator/main.py", "<module>", 0),
+            ("inference/main.py", "<module>", 0),
+            ("distributed_c10d.py", "destroy_process_group", 0),
+        ),
+        signals=(signal.SIGKILL,),  # the other one stops a run
+    ),
     "check of a start": Victim(_check, (("check_functions.py", "<module>", 0), _EXIT), told="Nothing was started"),
     "check of an environment": Victim(
         _probe, (("environments_probe.py", "<module>", 0), ("environments_probe.py", "probe", 0), _EXIT)
     ),
 }
 _CASES = [
-    pytest.param(name, moment, number, id=f"{name}, {moment[1]} {moment[2]}, {number.name}")
+    pytest.param(name, moment, number, id=f"{name}, {moment[0]} {moment[1]} {moment[2]}, {number.name}")
     for name, victim in VICTIMS.items()
     for place, moment in enumerate(victim.moments)
     for number in victim.signals or (_BOTH[place % 2],)

@@ -26,7 +26,7 @@ import pytest
 
 from holdfast.commands.ckpt_dirs import CheckpointDirs
 from holdfast.commands.ckpt_export import prune
-from holdfast.commands.evaluate_follow import _clear_leftovers, _clear_other_tasks
+from holdfast.commands.evaluate_follow import _clear_leftovers, _clear_other_evaluation
 from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
@@ -63,7 +63,7 @@ REMOVALS: dict[str, str] = {
     "commands/ckpt_export.py _prune": "pruned checkpoints",
     "commands/ckpt_export.py _remove": "pruned checkpoints",
     "commands/evaluate_follow.py _clear_leftovers": "evaluations that are followed",
-    "commands/evaluate_follow.py _clear_other_tasks": "evaluations that are followed",
+    "commands/evaluate_follow.py _clear_other_evaluation": "evaluations that are followed",
     "commands/evaluate_follow.py _evaluate_step": "test_sft_evaluated.py",
     "commands/evaluated_policy.py prepare_directory": "an evaluation with --clean",
     "commands/evaluated_policy.py remove_exports": "evaluations that are followed",
@@ -252,7 +252,7 @@ def _followed(case: Path) -> None:
 
 def _follow(case: Path) -> None:
     _clear_leftovers(case / "evaluations")
-    _clear_other_tasks(_evaluation(case / "evaluations/step_4", seed=8), RunDir(case / "evaluations/step_4"))
+    _clear_other_evaluation(_evaluation(case / "evaluations/step_4", seed=8), RunDir(case / "evaluations/step_4"))
 
 
 def _stored(case: Path) -> RemoteCheckpoints:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from holdfast.errors import is_storage_failure
+from holdfast.launcher.cluster.cluster import Need, wait_for_places
+from holdfast.launcher.cluster.ray import RayCluster
+from holdfast.process.imports import module_command
 from tests.runs.processes import WITH_STUB_ENGINE
 from tests.runs.ray_clusters import RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
@@ -64,6 +71,42 @@ def test_a_node_without_our_version_is_refused_by_name(head: RayNodes, tmp_path:
                 refused = complete(run)
         assert refused.exit_code == 2 and reason in refused.output, refused.output
         assert not refused.survivors and not (tmp_path / "run" / "logs").exists()
+
+
+def test_who_is_killed_last_is_killed_with_its_group_and_a_full_disk_is_one(
+    nodes: RayNodes, tmp_path: Path, ends: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody waits for it: the actor must not be gone before it has done so."""
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    log = tmp_path / "a.log"
+    program = "import subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
+    (tmp_path / "starts.py").write_text(program)
+    cluster = RayCluster(nodes.address, "pack")
+    cluster.check([Need("a", 1)])
+    assert wait_for_places(cluster, timeout_s=TIMEOUT_S, pause=lambda s: time.sleep(s), say=print) is None
+
+    def fails() -> int:
+        raise OSError(28, "No space left on device")
+
+    wire = cluster._wires["a"]
+    with pytest.raises(OSError, match="No space left") as full:  # of a node, where a process cannot start
+        wire._get(wire.actor.behind.remote(cluster._ray.remote(fails).options(num_cpus=0).remote(), "about"))
+    assert is_storage_failure(full.value)
+    process = cluster.host("a").start(module_command("starts"), log, {"PYTHONPATH": str(tmp_path)})
+    while not (log.exists() and log.read_bytes().endswith(b"\n")):
+        assert process.poll() is None
+    actor = psutil.Process(psutil.Process(process.pid).ppid())
+    real, is_waited_for = cluster._ray.wait, threading.Event()
+    monkeypatch.setattr(cluster._ray, "wait", lambda *asked, **how: is_waited_for.set() or real(*asked, **how))
+    actor.suspend()  # so that it comes to the kill later than `close`
+    process.kill()
+    closing = threading.Thread(target=cluster.close)
+    closing.start()
+    while closing.is_alive() and not is_waited_for.wait(0.1):
+        continue
+    actor.resume()
+    closing.join()
+    assert ends(int(log.read_text()))
 
 
 def test_a_node_that_is_lost_and_comes_back(nodes: RayNodes, local: CompletedRun, tmp_path: Path) -> None:

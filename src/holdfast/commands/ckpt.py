@@ -138,7 +138,8 @@ def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
     chosen = dirs.metric(metric, saved)
     best = chosen.best(saved) if chosen else None
     name = chosen.name if chosen else ""
-    steps = [_step_line(entry, name, best) for entry in entries]
+    lines = [_step_line(entry, name, best) for entry in entries]
+    steps = [line for line in lines if Path(line.path).is_dir()]  # what a run has removed meanwhile is not damaged
     exports = [_export_line(path) for path in dirs.export_directories()]
     bad = ("damaged", "unreadable")
     problems = [f"step {line.step} is {line.status}: {line.reason}" for line in steps if line.status in bad]

@@ -142,10 +142,9 @@ def occupied(output_dir: Path) -> dict[str, int]:
     seen: set[tuple[int, int]] = set()
     sizes: dict[str, int] = {}
     for path in sorted(output_dir.iterdir()):
-        size = size_of(path, seen) if path.is_dir() else path.stat().st_size
-        if size:
-            sizes[path.name] = size
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        with contextlib.suppress(FileNotFoundError):  # temporary files come and go
+            sizes[path.name] = size_of(path, seen) if path.is_dir() else path.stat().st_size
+    return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
 
 
 def size_of(directory: Path, seen: set[tuple[int, int]] | None = None) -> int:
@@ -241,6 +240,8 @@ def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Repo
         directories += [path for path in dirs.export_directories() if not is_temporary(path)]
     started = time.monotonic()
     lines = [_verify_one(directory, how) for directory in directories]
+    if not steps:
+        lines = [line for line in lines if line.ok or Path(line.path).is_dir()]  # the others have just gone
     seconds = time.monotonic() - started
     num_bytes, num_ok = sum(line.size_bytes for line in lines), sum(line.ok for line in lines)
     rows = [(Path(line.path).name, "OK" if line.ok else "damaged", size(line.size_bytes)) for line in lines]

@@ -85,6 +85,7 @@ def launch(config: EvaluateConfig) -> int:
         with_settings_of_run,
         write_settings,
     )
+    from holdfast.errors import RunDirError
     from holdfast.launcher.supervise import Supervisor
     from holdfast.orchestrator.evaluation.statistics import summary_in
     from holdfast.run.run_dir import RunDir
@@ -104,6 +105,9 @@ def launch(config: EvaluateConfig) -> int:
         print(f"would evaluate {_named(config, step)} in {directory.path}")
         return 0
     directory.lock()
+    place = RunDir(directory.path.parent)
+    if place.is_under_way() and not place.holds_run():
+        raise RunDirError(f"{place.path} is written by `evaluate --follow`. Stop it, or choose another --output-dir.")
     prepare_directory(config, directory)
     if config.run is not None and step is not None:
         try:

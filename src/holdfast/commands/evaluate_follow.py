@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from holdfast.commands.evaluated_policy import (
 from holdfast.config import PROGRAMS
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.inference import ServedModelConfig
 from holdfast.config.load import read_toml
-from holdfast.errors import CheckpointError, ConfigError, DataError
+from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
@@ -182,15 +184,22 @@ def _directory(config: EvaluateConfig, step: int) -> Path:
 def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
     """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
+    if directory.is_under_way():
+        raise RunDirError(f"{directory.path} is evaluated by another `evaluate`. Wait for it, or stop it.")
     if (directory.path / SUMMARY_NAME).exists():
         print(f"{directory.path} is of other weights than step {step} has now: it is evaluated anew", flush=True)
         atomic.remove_directory(directory.path)
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
         one.step = step
+        # Noted before it is exported: it says of which weights the answers are.
+        with contextlib.suppress(FileNotFoundError):  # told below
+            one.inference.model.name = str(directory.path / name_of_export(run.run_dir, step))
     else:
+        assert run.base is not None, "step 0 is due where there is a base"
         one.run, one.model = None, run.base
-    _clear_other_tasks(one, directory)
+        one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
+    _clear_other_evaluation(one, directory)
     prepare_directory(one, directory)
     if step:
         try:
@@ -204,10 +213,8 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
             if isinstance(error, TensorWorkFailed):
                 return error.exit_code
             raise
-        one.inference.model = one.inference.model.model_copy(update={"name": str(weights)})
-    else:
-        assert run.base is not None, "step 0 is due where there is a base"
-        one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
+        if str(weights) != one.inference.model.name:  # trained again in between
+            return 0
     print(f"evaluating step {step} of {run.run_dir.path}", flush=True)
     report("evaluating", step=step)
     with span("evaluate", version=step):
@@ -222,14 +229,16 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     return 0
 
 
-def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
-    """Remove what was begun there with other tasks or sampling: nobody goes on with it."""
+def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
+    """Remove what was begun there with other tasks, sampling or weights: nobody goes on with it."""
     path = directory.path / "config" / "evaluate.toml"
     if not path.exists():
         return
     try:
         before = read_toml(EvaluateConfig, path)
         differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+        if _is_of_others(before.inference.model, config.inference.model, directory.path):
+            differing.append("weights")
     except ConfigError:  # of another version, or damaged
         differing = ["settings"]
     if differing:
@@ -247,10 +256,19 @@ def _clear_other_tasks(config: EvaluateConfig, directory: RunDir) -> None:
         atomic.remove_directory(directory.path)
 
 
+def _is_of_others(before: ServedModelConfig, now: ServedModelConfig, directory: Path) -> bool:
+    """Whether another policy was served; the name of an export holds a digest of its checkpoint."""
+    # By which path the directory is found does not matter. What is unset, the device decides.
+    names = {Path(one.name).name if Path(one.name).parent.name == directory.name else one.name for one in (before, now)}
+    return len(names) > 1 or len({before.dtype, now.dtype} - {None}) > 1 or before.tokenizer != now.tokenizer
+
+
 def _clear_leftovers(place: Path) -> None:
     """Remove what an earlier start left below `place` when it was killed: half exports, and models that have served."""
     atomic.clear_leftovers(place)
     for directory in numbered_paths(place):
+        if RunDir(directory).is_under_way():  # refused later
+            continue
         atomic.clear_leftovers(directory)
         if (directory / SUMMARY_NAME).exists():
             remove_exports(directory)

@@ -338,6 +338,8 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
             batch = read_batch_at(directory)
             ledger, total = _ledger(directory, batch.step)
         except CheckpointError as error:
+            if not directory.is_dir():  # the trainer has just removed it
+                continue
             problems.append(f"{directory.name} is damaged: {error}")
             lines.append({"step": step_of(directory), "path": str(directory), "status": "damaged"})
             rows.append((str(step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Literal
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
@@ -24,31 +21,11 @@ from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
 from holdfast.orchestrator.weight_sync import PublishedWeights
 from holdfast.orchestrator.workers import Workers, play_group
-from holdfast.protocol.rollouts import Dropped, Rollout
+from holdfast.protocol.rollouts import Dropped, Rollout, Signal, has_signal
 from holdfast.run.journal import Counts, dropped_by_reason
 from holdfast.run.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
-
-Signal = Literal["sum", "parts"]
-
-
-def has_signal(outcome: Outcome, signal: Signal) -> bool:
-    """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
-
-    Args:
-        signal: what counts, as in `DynamicSamplingConfig`; rewards of turns and tokens that differ within a rollout do
-            as `parts`.
-    """
-    if isinstance(outcome, Dropped):
-        return False
-    of_parts = [rollout.step_rewards.rewards if rollout.step_rewards else [] for rollout in outcome]
-    rewards = [rollout.reward for rollout in outcome]
-    if signal == "sum":
-        sums = [math.fsum([reward, *parts]) for reward, parts in zip(rewards, of_parts, strict=True)]
-        return min(sums) != max(sums)
-    steps = list(chain.from_iterable(of_parts))
-    return min(rewards) != max(rewards) or (len(steps) > 0 and min(steps) != max(steps))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.config.environments import EnvironmentConfig
-from holdfast.orchestrator.batch_maker import Selection, Signal, has_signal
+from holdfast.orchestrator.batch_maker import Selection
 from holdfast.orchestrator.client.pool import EngineCounts
 from holdfast.orchestrator.episodes import is_solved
 from holdfast.orchestrator.evaluation.statistics import pass_at_k
-from holdfast.protocol.rollouts import DROP_REASONS, Rollout
+from holdfast.protocol.rollouts import DROP_REASONS, Rollout, Signal, zero_variance
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def batch_metrics(
     num_reused: int,
     engines: Sequence[EngineCounts],
     environments: Sequence[EnvironmentConfig],
-    signal: Signal,
+    signal: Signal | None,
 ) -> dict[str, float]:
     """Return metrics by slash-separated name; docs/metrics.md says what each means.
 
@@ -57,7 +57,7 @@ def batch_metrics(
         num_reused: turns that were sampled before a restart.
         engines: what each was asked in the period.
         environments: of the config.
-        signal: what must differ in a group that teaches something.
+        signal: what dynamic sampling looks for; without it the trainer, which knows its advantage, counts the groups.
     """
     groups = [*selection.groups, *selection.unused]
     rollouts = [rollout for group in groups for rollout in group]
@@ -87,8 +87,8 @@ def batch_metrics(
         "time/update_weights": times.update_weights,
         "engine/idle_share": min(1.0, max(0.0, 1.0 - times.busy / times.period)),
     }
-    if compared := [group for group in groups if len(group) > 1]:
-        metrics["groups/zero_variance"] = statistics.fmean([not has_signal(group, signal) for group in compared])
+    if signal is not None:
+        metrics |= zero_variance(groups, signal)
     if any(rollout.step_rewards for rollout in rollouts):
         steps = [rollout.step_rewards.rewards if rollout.step_rewards else () for rollout in rollouts]
         metrics["reward/steps_mean"] = statistics.fmean([math.fsum(own) for own in steps])

@@ -171,7 +171,7 @@ class BatchPipeline:
             num_reused=self._maker.num_reused,
             engines=of_engines,
             environments=self._config.environments,
-            signal=self._config.signal,
+            signal=self._config.signal if self._config.dynamic_sampling else None,
         )
         metrics |= self._maker.curriculum_metrics | evaluated
         batch = Batch(

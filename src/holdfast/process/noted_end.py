@@ -51,10 +51,12 @@ def _run(parent: int, descriptor: str, command: list[str]) -> None:
             sys.stderr.write(f"error: '{command[0]}' cannot be run: {error.strerror}\n")
         finally:
             os._exit(127)
-    # It is sent to the group: the program, which dies with this process, shall have the time to clear up.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # It is sent to the group: the program, which dies with this process, shall have the time to clear up. Many programs
+    # end with 0 then, as if they had come to their end.
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-    os.write(memory, str(code).encode())
+    os.write(memory, str(-stopped[0] if stopped else code).encode())
     os._exit(code if code >= 0 else 128 - code)
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -241,6 +242,34 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     tokens: int
     detail: str = ""
+
+
+Signal = Literal["sum", "parts"]
+ZERO_VARIANCE = "groups/zero_variance"
+
+
+def has_signal(outcome: list[Rollout] | Dropped, signal: Signal) -> bool:
+    """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
+
+    Args:
+        signal: what counts, as in `DynamicSamplingConfig`; rewards of turns and tokens that differ within a rollout do
+            as `parts`.
+    """
+    if isinstance(outcome, Dropped):
+        return False
+    of_parts = [rollout.step_rewards.rewards if rollout.step_rewards else [] for rollout in outcome]
+    rewards = [rollout.reward for rollout in outcome]
+    if signal == "sum":
+        sums = [math.fsum([reward, *parts]) for reward, parts in zip(rewards, of_parts, strict=True)]
+        return min(sums) != max(sums)
+    steps = list(chain.from_iterable(of_parts))
+    return min(rewards) != max(rewards) or (len(steps) > 0 and min(steps) != max(steps))
+
+
+def zero_variance(groups: Sequence[list[Rollout]], signal: Signal) -> dict[str, float]:
+    """Return the metric of that name: the share of the groups of several rollouts that have no signal."""
+    without = [not has_signal(group, signal) for group in groups if len(group) > 1]
+    return {ZERO_VARIANCE: statistics.fmean(without)} if without else {}
 
 
 class Batch(msgspec.Struct, kw_only=True):

@@ -129,10 +129,11 @@ def remove_directory(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a directory with all that is in it, or a file, or a link: where that leads stays, which is somebody's."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+    while path.is_dir() and not path.is_symlink():
+        with contextlib.suppress(FileNotFoundError):  # another process clears it at the same time
+            shutil.rmtree(path)
 
 
 def is_visible(path: Path) -> bool:
@@ -155,6 +156,5 @@ def clear_leftovers(parent: Path) -> list[Path]:
         return []
     leftovers = sorted(parent.glob(f"{TEMPORARY_PREFIX}*"))
     for path in leftovers:
-        with contextlib.suppress(FileNotFoundError):  # another process that clears has been faster
-            _remove(path)
+        _remove(path)
     return leftovers

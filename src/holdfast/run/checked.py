@@ -13,6 +13,8 @@ from typing import Any
 import xxhash
 
 _CHECK = "check"
+_FIRST_LINE = re.compile(rb"# check ([0-9a-f]{16})\n")
+_FIRST_LINE_BYTES = 25
 _LAST_LINE = re.compile(rb"^# check ([0-9a-f]{16})\n\Z", re.MULTILINE)
 
 
@@ -40,18 +42,23 @@ def _digest(values: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(dict(values), sort_keys=True).encode())
 
 
-def with_last_line(text: str) -> bytes:
-    """Return lines of TOML, behind which a comment has their checksum."""
+def with_first_line(text: str) -> bytes:
+    """Return lines of TOML, before which a comment has their checksum: so it is there if the end is cut off."""
     data = text.encode()
-    return data + b"# check %s\n" % xxhash.xxh3_64_hexdigest(data).encode()
+    return b"# check %s\n" % xxhash.xxh3_64_hexdigest(data).encode() + data
 
 
-def check_last_line(data: bytes) -> None:
-    """Compare lines of TOML with their checksum.
+def check_toml(data: bytes) -> None:
+    """Compare lines of TOML with their checksum, which older versions wrote behind them.
 
     Raises:
         ValueError: they are damaged.
     """
-    found = _LAST_LINE.search(data)
-    if found is not None and xxhash.xxh3_64_hexdigest(data[: found.start()]).encode() != found[1]:
+    if data.startswith(b"# check "):
+        found, checked = _FIRST_LINE.match(data), data[_FIRST_LINE_BYTES:]
+    elif found := _LAST_LINE.search(data):
+        checked = data[: found.start()]
+    else:
+        return
+    if found is None or xxhash.xxh3_64_hexdigest(checked).encode() != found[1]:
         raise ValueError("its checksum is wrong")

@@ -67,6 +67,13 @@ class Kind(StrEnum):
 
 def kind_of(path: Path) -> Kind:
     """Tell what `path` holds from the names of its files alone."""
+    try:
+        return _kind_of(path)
+    except FileNotFoundError:  # it has gone meanwhile
+        return Kind.UNKNOWN
+
+
+def _kind_of(path: Path) -> Kind:
     if path.is_file():
         if path.suffix in _PICKLES:
             return Kind.PICKLED
@@ -144,7 +151,8 @@ def _entry(path: Path) -> Entry | None:
     try:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
-        return Entry(step, path, "damaged", None, str(error))
+        # Removed since it was listed, it is not damaged.
+        return Entry(step, path, "damaged", None, str(error)) if path.is_dir() else None
     except ReadError as error:
         return Entry(step, path, "unreadable", None, str(error))
     if listing.step != step:

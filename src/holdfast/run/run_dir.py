@@ -30,6 +30,7 @@ discarded/attempt_K/     what a resume from an older step superseded, and damage
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import socket
@@ -197,8 +198,11 @@ class RunDir:
         Raises:
             OSError: a directory cannot be read.
         """
-        attempts = _numbered(self.path / "logs", _ATTEMPT)
-        return [(attempt, path) for attempt in attempts for path in sorted(self.logs(attempt).glob(pattern))]
+        found: list[tuple[int, Path]] = []
+        for attempt in _numbered(self.path / "logs", _ATTEMPT):
+            with contextlib.suppress(FileNotFoundError):  # a resume has just removed an old attempt
+                found += [(attempt, path) for path in sorted(self.logs(attempt).glob(pattern))]
+        return found
 
     def discarded(self, attempt: int) -> Path:
         """Where attempt `attempt` put what it superseded."""

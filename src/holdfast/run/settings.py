@@ -33,10 +33,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     data = path.read_bytes()
     try:
-        if not data:
+        checked.check_toml(data)
+        if not (settings := tomli.loads(data.decode())):
             raise ValueError("it is empty")
-        checked.check_last_line(data)
-        return tomli.loads(data.decode())
+        return settings
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
         way_out = "Bring it back from a copy."
         if path.parent.parent.name == "configs":  # a checkpoint without its settings is none

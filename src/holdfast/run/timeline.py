@@ -7,6 +7,7 @@ take whole lines only. No result depends on the timeline: if it cannot be writte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -145,7 +146,8 @@ def read_timeline(run_dir: RunDir) -> list[Span]:
     """
     spans: list[Span] = []
     for attempt, path in run_dir.logged("timeline_*.jsonl"):
-        spans += read_spans(path, attempt=attempt)
+        with contextlib.suppress(FileNotFoundError):  # a resume has just removed an old attempt
+            spans += read_spans(path, attempt=attempt)
     return sorted(spans, key=lambda one: one.begin)
 
 

@@ -94,7 +94,7 @@ class ObservedRun:
 
     def _count_restarts_of_nodes(self) -> None:
         """Take in what the launchers of other nodes have started again; what else they say, the first one does, too."""
-        for path in (self._run_dir.path / "logs").glob("attempt_*/events_node_*.jsonl"):
+        for _, path in self._run_dir.logged("events_node_*.jsonl"):
             if path not in self._of_nodes:
                 self._of_nodes[path] = Tail(path, from_end=False)
         for tail in self._of_nodes.values():

@@ -73,7 +73,10 @@ def read_batch_at(directory: Path) -> Batch:
     Raises:
         CheckpointError: it is damaged.
     """
-    return read_batch_in(directory, step=step_of(directory))
+    try:
+        return read_batch_in(directory, step=step_of(directory))
+    except FileNotFoundError as error:  # removed while it was read
+        raise CheckpointError(f"{error.filename} is missing") from None
 
 
 def problems_of(batch: Batch) -> list[list[Rollout]]:

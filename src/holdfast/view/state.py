@@ -375,7 +375,8 @@ class CheckpointWatch:
         self.last = Checkpoints(
             good,
             None if good is None else saved[good],
-            tuple(step for step in others if step in self._known),
+            # Removed since it was listed, a step is not damaged. Not by pathlib, which raises where the storage fails.
+            tuple(step for step in others if step in self._known and os.path.isdir(self._directory / f"step_{step}")),  # noqa: PTH112
             tuple(step for step in others if step not in self._known),
             max(saving, default=None),
             tuple(saved),

@@ -18,14 +18,15 @@ from holdfast.config import OrchestratorConfig, SftConfig, program_config
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml, to_toml
-from holdfast.errors import ConfigError, DataError, ProcessDied
+from holdfast.errors import ConfigError, DataError, ProcessDied, RunDirError
 from holdfast.launcher.devices import place_training
 from holdfast.launcher.launch import check_evaluations, evaluation_gpus, with_evaluations
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.main import load_tasks
-from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, claim_directory
+from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, claim_directory
+from holdfast.run.atomic import TEMPORARY_PREFIX
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import as_json_lines
 from holdfast.view.monitor import ObservedRun
@@ -129,17 +130,65 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
         (run_dir.evaluation(step) / "summary.json").write_text("{}")
     code, out, _ = run_command(*flags)
     assert code == 0 and f"every step that was to be evaluated is; the results are in {run_dir.evaluations}" in out
+    # Two never write into one place; this process is the first one of them still.
+    code, _, err = run_command(*flags)
+    assert code == 2 and f"{run_dir.evaluations} is in use by another run" in err
+    code, _, err = run_command("evaluate", "--model.name", MODEL, *asked, "--output-dir", run_dir.evaluation(10))
+    assert code == 2 and f"{run_dir.evaluations} is written by `evaluate --follow`" in err
+    RunDir(run_dir.evaluation(5)).lock()
+    half = run_dir.evaluation(5) / f"{TEMPORARY_PREFIX}model_step_5_ab-1"
+    half.touch()
+    evaluate_follow._clear_leftovers(run_dir.evaluations)
+    assert half.exists()
+    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
+    with pytest.raises(RunDirError, match="step_5 is evaluated by another `evaluate`"):
+        evaluate_follow._evaluate_step(config, FollowedRun.read(run_dir.path), 5, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
 
 
 def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "step_5")
     config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
-    evaluate_follow._clear_other_tasks(config, directory)
+    evaluate_follow._clear_other_evaluation(config, directory)
     prepare_directory(config, directory)
-    evaluate_follow._clear_other_tasks(config.model_copy(update={"max_concurrency": 3}), directory)
+    evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
     assert directory.path.exists()
-    evaluate_follow._clear_other_tasks(config.model_copy(update={"num_tasks": 5}), directory)
+    evaluate_follow._clear_other_evaluation(config.model_copy(update={"num_tasks": 5}), directory)
     assert not directory.path.exists()
+
+
+def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(config: EvaluateConfig, directory: RunDir, _: object) -> int:
+        config.inference.model.dtype = config.inference.model.dtype or "float32"  # as of a CPU
+        write_settings(config, directory.path / "config")
+        return 7
+
+    def weights(_: Path, step: int, path: Path, **__: bool) -> Path:
+        return path / name_of_export(run, step)
+
+    monkeypatch.setattr(evaluate_follow, "weights_of_step", weights)
+    monkeypatch.setattr(evaluate_follow, "run_evaluation", fails)
+    run = run_of(tmp_path / "run", 5)
+    config = EvaluateConfig(run=run.path, follow=True, output_dir=tmp_path / "elsewhere")
+    answers = config.output_dir / "step_5" / ROLLOUTS_NAME
+
+    def goes_on() -> bool:
+        """Evaluate the step, whose process fails; return whether the answers of before are there."""
+        code = evaluate_follow._evaluate_step(config, FollowedRun.read(run.path), 5, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
+        assert code == 7
+        before = answers.exists()
+        claim_directory(answers.parent, {"environments": {}})
+        answers.touch()
+        return before
+
+    assert not goes_on() and goes_on()
+    shutil.rmtree(run.checkpoint(5))
+    write_checkpoint(run, 5, content="trained again")
+    assert not goes_on() and goes_on()
+    assert "step_5 was begun with other weights: it is evaluated anew" in capsys.readouterr().out
+    config.inference.model.dtype = "bfloat16"
+    assert not goes_on() and goes_on()
 
 
 def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
@@ -155,10 +204,10 @@ def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew
     ):
         prepare_directory(config, directory)
         claim_directory(directory.path, load_tasks(config, {}).identity())
-        evaluate_follow._clear_other_tasks(config, directory)
+        evaluate_follow._clear_other_evaluation(config, directory)
         assert directory.path.exists()
         change()
-        evaluate_follow._clear_other_tasks(config, directory)
+        evaluate_follow._clear_other_evaluation(config, directory)
         assert not directory.path.exists()
         data.write_text('{"prompt": "a", "answer": "b"}\n')
 

@@ -11,9 +11,8 @@ import pytest
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import EnvironmentFailure
-from holdfast.orchestrator.batch_maker import has_signal
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.protocol.rollouts import Batch
+from holdfast.protocol.rollouts import Batch, has_signal
 from holdfast.run import journal
 from holdfast.run.journal import Accepted, Counts
 from holdfast.run.run_dir import RunDir

@@ -9,10 +9,20 @@ import pytest
 
 from holdfast.config import RlConfig
 from holdfast.config.rl import hand_down_shared
-from holdfast.orchestrator.batch_maker import Signal, count, has_signal, select
+from holdfast.orchestrator.batch_maker import count, select
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.state import OrchestratorState
-from holdfast.protocol.rollouts import Dropped, Logprobs, LossMask, Rewards, Rollout, StepRewards, TokenIds
+from holdfast.protocol.rollouts import (
+    Dropped,
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    Signal,
+    StepRewards,
+    TokenIds,
+    has_signal,
+)
 from holdfast.run.journal import Counts
 
 

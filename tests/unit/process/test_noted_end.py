@@ -24,7 +24,7 @@ def test_a_program_that_is_asked_to_end_has_the_time_to_clear_up() -> None:
         assert between.stdout is not None and between.stdout.readline() == "ready\n"
         os.killpg(between.pid, signal.SIGTERM)
         assert between.stdout.read() == "cleared up\n"
-    assert between.returncode == 0 and not ending.is_from_outside()
+    assert between.returncode == 0 and ending.is_from_outside(), "it would not have ended by itself"
     ending.close()
 
 

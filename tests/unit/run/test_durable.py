@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,23 @@ def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     assert atomic.clear_leftovers(tmp_path) == [] and atomic.clear_leftovers(tmp_path / "nowhere") == []
     assert names(tmp_path) == ["notes", "step_1"]
+
+
+def test_two_clear_the_same_place_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run that starts and who follows it do: neither fails, and nothing is left."""
+    real = os.unlink
+
+    def second(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(os, "unlink", real)
+        atomic.clear_leftovers(tmp_path)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", second)
+    (tmp_path / "step_5").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "step_5" / name).touch()
+    atomic.remove_directory(tmp_path / "step_5")
+    assert list(tmp_path.iterdir()) == [] and os.unlink is real
 
 
 def test_a_new_directory_is_flushed_into_each_of_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -543,6 +543,8 @@ class PipeWire:
                     if not self._calls:  # they were given up
                         continue
                     answer, _ = self._calls.popleft()
+                if answer is self._started:  # the host may give it the number of one that ended before
+                    self._ends.clear()
                 if "error" in message:
                     number, said = message.get("errno"), message["error"]
                     answer.set_exception(ConfigError(said) if number is None else OSError(number, said))
@@ -550,3 +552,12 @@ class PipeWire:
                     answer.set_result(message["result"])
             errors = [line for line in stderr if "error" in line]
         self._lose(errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})")
+
+
+def close_all(wires: Iterable[PipeWire]) -> None:
+    """End all agents at once: each that is mute is waited for."""
+    threads = [threading.Thread(target=wire.close) for wire in wires]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -21,6 +21,7 @@ from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, Place, Rem
 from holdfast.process.heartbeat import awake_s
 
 _CONNECT_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 # Waiting for the end of a process takes one of its threads, a call another.
 _CALLS_AT_ONCE = 4
 
@@ -61,6 +62,11 @@ class RayWire:
             raise self.lose()
         return None
 
+    @property
+    def asked(self) -> list[Any]:
+        """The calls that may not be answered yet."""
+        return [call for call, _ in self._posted]
+
     def lose(self) -> HostLost:
         """Give the actor up."""
         self._ray.kill(self.actor)
@@ -76,7 +82,8 @@ class RayWire:
         try:
             return self._ray.get(reference, timeout=CALL_TIMEOUT_S)
         except errors.RayTaskError as error:
-            if isinstance(error.cause, HoldfastError):
+            # As it was raised: one of Ray's has no number that says that a disk is full.
+            if isinstance(error.cause, HoldfastError | OSError):
                 raise error.cause from None
             raise
         except errors.RayError as error:
@@ -167,6 +174,10 @@ class RayCluster:
 
     def close(self) -> None:
         """End the actors, with what runs in them, and leave the cluster."""
+        if asked := [call for wire in self._wires.values() for call in wire.asked]:
+            # Before the actors go: a `kill` is of a whole group, and the kernel ends what is ours of it alone.
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_TIMEOUT_S)
         for wire in self._wires.values():
             self._ray.kill(wire.actor)
         if self._group is not None:

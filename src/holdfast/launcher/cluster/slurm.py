@@ -12,7 +12,8 @@ import subprocess
 
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, agent_command
+from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, agent_command, close_all
+from holdfast.process.child import killed_by
 
 _COMMAND_TIMEOUT_S = 60.0
 
@@ -91,8 +92,7 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
 
     def close(self) -> None:
         """End the agents, with what they started."""
-        for wire in self._wires.values():
-            wire.close()
+        close_all(self._wires.values())
 
 
 def step_command(node: str) -> list[str]:  # untested: needs SLURM (pytest -m slurm)
@@ -125,5 +125,9 @@ def _run(argv: list[str]) -> str:
         return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S).stdout
     except FileNotFoundError:
         raise ConfigError(f"cluster = 'slurm' needs SLURM's commands, and '{argv[0]}' is not there") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"`{' '.join(argv)}` has not answered within {_COMMAND_TIMEOUT_S:g} s") from None
     except subprocess.CalledProcessError as error:
-        raise ConfigError(f"`{' '.join(argv)}` failed: {error.stderr.strip()}") from None
+        killed = killed_by(error.returncode)
+        reason = error.stderr.strip() if killed is None else f"it was killed by {killed.name}"
+        raise ConfigError(f"`{' '.join(argv)}` failed: {reason}") from None

@@ -77,7 +77,7 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool,
     path = directory / f"{name}.toml"
     if attempt.inputs and not dry_run:
         atomic.write_file(directory / INPUTS_NAME, checked.encode(attempt.inputs))
-    atomic.write_file(path, checked.with_last_line(to_toml(config)))  # whole, or not at all
+    atomic.write_file(path, checked.with_first_line(to_toml(config)))  # whole, or not at all
     if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)
     return path

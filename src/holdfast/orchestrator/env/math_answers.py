@@ -1,30 +1,46 @@
 """Mathematical answers by their value, as math-verify finds it, in a process of its own.
 
 math-verify bounds its own work by signal alarms, which raise outside of a main thread, and sympy may still take
-forever: the process of `MathAnswers` is killed then, and the next answer gets a new one.
+forever, or all memory: the kernel ends the process of `MathAnswers` then, and the next answer gets a new one. Time is
+that of the processor, so that a busy machine changes no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
+import math
+import resource
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import EnvironmentFailure, ProcessKilled
 from holdfast.process.child import die_with_parent, was_killed
 from holdfast.process.imports import import_extra
 
-_TIMEOUT_S = 30.0
-"""Of one answer; math-verify gives up by itself after 5 s for each of its steps."""
+_CPU_S = 30.0
+"""For one answer; math-verify gives up by itself after 5 s for each of its steps."""
+_WAIT_S = 300.0
+"""For a process that does not get so far."""
+_MEMORY_BYTES = 4 << 30
+"""For answers, on top of what the process has at its start."""
 
 
 class MathAnswers:
-    """A scorer: 1 where an answer has the value of the right one, in LaTeX or plain; one answer after the other."""
+    """A scorer: 1 where an answer has the value of the right one, in LaTeX or plain; one answer after the other.
 
-    def __init__(self, *, timeout_s: float = _TIMEOUT_S) -> None:
+    Args:
+        cpu_s: what an answer may cost.
+        wait_s: after which a process that has not used that up counts as killed.
+    """
+
+    def __init__(self, *, cpu_s: float = _CPU_S, wait_s: float = _WAIT_S) -> None:
         """Start nothing yet.
 
         Raises:
@@ -32,16 +48,16 @@ class MathAnswers:
         """
         self._process: subprocess.Popen[bytes] | None = None
         import_extra("math_verify", extra="math-verify", needed_by="scorer 'math_verify'")
-        self._timeout_s = timeout_s
+        self._cpu_s, self._wait_s = cpu_s, wait_s
         self._turn: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, completion: str, answer: str) -> float:
-        """Return 1 if both have the same value, 0 if not, or if nobody can say so in time.
+        """Return 1 if both have the same value, 0 if not, or if to say so takes too long or too much memory.
 
         Raises:
             EnvironmentFailure: the right answer is no mathematics.
-            ProcessKilled: the process was killed from outside.
+            ProcessKilled: the process was killed from outside, or stands still.
         """
         if self._loop is not asyncio.get_running_loop() or self._turn is None:
             self._loop, self._turn = asyncio.get_running_loop(), asyncio.Lock()
@@ -54,31 +70,31 @@ class MathAnswers:
         return float(reply["equal"])
 
     async def _ask(self, line: bytes) -> dict[str, Any] | None:
-        """Return the process's answer to a line; None where it ends by itself or misses its time.
+        """Return the process's answer to a line; None where it ends by itself.
 
         Raises:
-            ProcessKilled: it was killed from outside, which says nothing about the answer.
+            ProcessKilled: it was killed from outside, or stands still, which says nothing about the answer.
         """
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
             # From the thread of the event loop: the kernel ends it when the thread that started it ends.
-            command = [sys.executable, "-m", "holdfast.orchestrator.env.math_answers"]
+            command = [sys.executable, "-m", "holdfast.orchestrator.env.math_answers", str(self._cpu_s)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process = self._process
         exchange = asyncio.ensure_future(asyncio.to_thread(_exchange, process, line))
         try:
-            reply = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
-            is_killed = not reply and await asyncio.to_thread(was_killed, process)
+            reply = await asyncio.wait_for(asyncio.shield(exchange), self._wait_s)
+            reason = "was killed from outside" if not reply and await asyncio.to_thread(was_killed, process) else ""
         except TimeoutError:
-            reply, is_killed = b"", False
+            reply, reason = b"", f"gave no answer for {self._wait_s:g} s, in which it hardly got to work"
         finally:
             if not exchange.done():
                 process.kill()
                 await asyncio.wait([exchange])
-        if is_killed:
+        if reason:
             self.close()
-            raise ProcessKilled("the process of scorer 'math_verify' was killed from outside")
+            raise ProcessKilled(f"the process of scorer 'math_verify' {reason}")
         if not reply:
             self.close()
             return None
@@ -124,11 +140,34 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
     return {"equal": bool(verify(right, parse(completion)))}
 
 
+def _bound() -> None:
+    """Bound memory, and let the alarms of math-verify count the time of the processor."""
+    importlib.import_module("math_verify")  # its memory is not that of an answer
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    _limit(resource.RLIMIT_DATA, data_pages * resource.getpagesize() + _MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    alarm: Any = lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)  # noqa: E731
+    signal.alarm = alarm
+    signal.signal(signal.SIGPROF, _ring)
+
+
+def _ring(number: int, frame: Any) -> None:
+    if callable(handler := signal.getsignal(signal.SIGALRM)):
+        handler(number, frame)
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def _main() -> None:
     die_with_parent()
     replies = sys.stdout.buffer
     sys.stdout = sys.stderr
+    _bound()
     for line in sys.stdin.buffer:
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(sys.argv[-1])))
         replies.write(json.dumps(_compare(*json.loads(line))).encode() + b"\n")
         replies.flush()
 

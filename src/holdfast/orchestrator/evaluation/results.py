@@ -9,10 +9,11 @@ evaluated: rollouts of another policy, or of other tasks, never get into the sam
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import xxhash
 
 from holdfast.errors import ConfigError, DataError, RunDirError
 from holdfast.run import atomic, checked
+from holdfast.run.settings import flat_settings, without_secrets
 
 _log = logging.getLogger("evaluation")
 
@@ -214,9 +216,7 @@ def claim_directory(directory: Path, identity: dict[str, object]) -> None:
         return
     found = read_identity(directory)
     if found != wanted:
-        differing = "; ".join(
-            f"{key}: {found.get(key)} there, {wanted.get(key)} here" for key in _differing(found, wanted)
-        )
+        differing = "; ".join(f"{key}: {there} there, {here} here" for key, there, here in differences(found, wanted))
         raise ConfigError(
             f"{directory} holds another evaluation ({differing:.600}). Choose another directory with --output-dir, or "
             "remove what is there with --clean."
@@ -241,8 +241,17 @@ def read_identity(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    return [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what differs between two identities: the dotted key, and both values as text."""
+    # An empty table is none: its settings are told one by one.
+    old, new = ({key: value for key, value in flat_settings(table).items() if value != {}} for table in (one, other))
+    keys = [key for key in old | new if old.get(key) != new.get(key)]
+    old, new = without_secrets(old), without_secrets(new)
+    return [(key, _shown(old.get(key)), _shown(new.get(key))) for key in keys]
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def read_tasks(path: Path, *, samples_per_task: int) -> FoundTasks:

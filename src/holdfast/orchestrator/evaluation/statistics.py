@@ -22,6 +22,7 @@ from holdfast.orchestrator.evaluation.results import (
     ROLLOUTS_NAME,
     EvaluatedRollout,
     FoundTasks,
+    differences,
     read_identity,
     read_tasks,
 )
@@ -461,12 +462,13 @@ def _lines(
 def _require_same_tasks(
     identities: Sequence[Mapping[str, Any]], tasks: Sequence[Tasks], places: Sequence[Path]
 ) -> None:
-    for key in ("seed", "environments"):
-        if identities[0][key] != identities[1][key]:
-            raise ConfigError(
-                f"--compare: {places[0]} and {places[1]} did not ask the same tasks: {key} = {identities[0][key]} and "
-                f"{identities[1][key]}. Evaluate both with the same seed, environments and num_tasks."
-            )
+    asked = [{key: identity[key] for key in ("seed", "environments")} for identity in identities]
+    if asked[0] != asked[1]:
+        differing = "; ".join(f"{key}: {one} and {other}" for key, one, other in differences(*asked))
+        raise ConfigError(
+            f"--compare: {places[0]} and {places[1]} did not ask the same tasks ({differing:.600}). Evaluate both with "
+            "the same seed, environments and num_tasks."
+        )
     for key, group in tasks[0].items():
         prompts = [group[0].prompt, tasks[1][key][0].prompt]
         if all(prompts) and prompts[0] != prompts[1]:

@@ -22,7 +22,7 @@ from holdfast.config.algorithm import UpdatesConfig
 from holdfast.config.base import MODEL_ADVANTAGES
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
-from holdfast.protocol.rollouts import Batch, Rollout
+from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.fsdp import reshard
@@ -210,6 +210,8 @@ class Learner:
             # Behind the draw: a step never replays its own groups.
             components.replay.add(step, fresh)
             metrics["replay/groups"] = float(len(old))
+        if ZERO_VARIANCE not in batch.metrics:  # dynamic sampling counts the groups that it leaves out, too
+            metrics |= zero_variance(fresh, "parts" if config.tells_tokens_apart else "sum")
         return metrics
 
     def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[Minibatch]]:

@@ -80,7 +80,8 @@ def sample_rollouts(run: RunData) -> tuple[list[SampleRollout], list[str]]:
         try:
             batch = read_batch(run.run_dir, step)
         except (HoldfastError, OSError) as error:  # the trainer of a run that goes on has removed it, or it is damaged
-            notes.append(f"batch {step} is left out: {error}")
+            if run.run_dir.batch(step).is_dir():
+                notes.append(f"batch {step} is left out: {error}")
             continue
         found += _of_batch(batch, text)
     return found, notes

@@ -179,9 +179,10 @@ def read_run(path: Path) -> RunData:
         summaries=_read_summaries(run_dir, notes),
         checkpoints=[
             CheckpointLine(
-                one.step, one.status, one.size_bytes, one.manifest.created_unix_s if one.manifest is not None else None
+                one.step, one.status, size_bytes, one.manifest.created_unix_s if one.manifest is not None else None
             )
-            for one in shown
+            for one, size_bytes in [(one, one.size_bytes) for one in shown]
+            if one.path.is_dir()  # asked last: a removed one has no size
         ],
         num_checkpoints=len(entries),
         failure=failure,
@@ -260,9 +261,10 @@ def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], note
     for number, time in [*((one.attempt, one.time) for one in events), *((one.attempt, one.begin) for one in spans)]:
         begins[number] = min(time, begins.get(number, time))
     attempts = [
-        Attempt(number, _resume_step(run_dir.configs(number)), begins.get(number))
+        Attempt(number, step, begins.get(number))
         for number in range(1, run_dir.next_attempt())
-        if run_dir.configs(number).is_dir()
+        # In this order: one that goes meanwhile is not there.
+        if (step := _resume_step(run_dir.configs(number))) is not None and run_dir.configs(number).is_dir()
     ]
     if attempts and attempts[0].number > 1:
         notes.append(f"{_earlier(attempts[0].number - 1)}: settings were removed (keep_attempts)")
@@ -273,8 +275,12 @@ def _earlier(last: int) -> str:
     return "attempt 1 is not shown" if last == 1 else f"attempts 1 to {last} are not shown"
 
 
-def _resume_step(configs: Path) -> int:
-    for path in sorted(configs.glob("*.toml")):
+def _resume_step(configs: Path) -> int | None:
+    try:
+        paths = sorted(configs.glob("*.toml"))
+    except FileNotFoundError:
+        return None
+    for path in paths:
         try:
             step = (read_settings(path).get("ckpt") or {}).get("resume_step")
         except (CheckpointError, ConfigError, OSError, ValueError):
@@ -290,7 +296,8 @@ def _read_summaries(run_dir: RunDir, notes: list[str]) -> dict[int | None, Summa
         try:
             found[version] = summary_in(path)
         except (DataError, OSError) as error:
-            notes.append(f"an evaluation is left out: {error}")
+            if path.is_dir():  # else a resume has just set it aside
+                notes.append(f"an evaluation is left out: {error}")
     return found
 
 

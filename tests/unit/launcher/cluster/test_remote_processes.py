@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -183,6 +184,28 @@ def test_a_full_disk_of_another_host_is_a_full_disk(tmp_path: Path) -> None:
         process.wait()
     assert is_storage_failure(full.value) and process.wait() == STORAGE_FAILED and process.loss is None
     wire.close()
+
+
+def test_a_process_with_the_number_of_an_earlier_one_has_not_ended(tmp_path: Path) -> None:
+    code = 'input(); print(\'{"result": 7}\\n{"ended": -9, "pid": 7}\', flush=True); input()'
+    wire = PipeWire([sys.executable, "-c", f"{code}; print('{{\"result\": 7}}', flush=True); input()"])
+    host = RemoteHost("other", "127.0.0.1", wire)
+    assert host.start(SERVES, tmp_path / "a.log", {}).wait() == -signal.SIGKILL
+    again = host.start(SERVES, tmp_path / "b.log", {})
+    while not again.pid:
+        assert again.poll() is None
+    assert again.poll() is None and wire._ends == {}
+    wire.close()
+
+
+def test_all_agents_are_ended_at_once(wire: PipeWire) -> None:
+    """One that does not end by itself holds up none of the others."""
+    mute = PipeWire(["sleep", "600"])
+    closing = threading.Thread(target=hosts.close_all, args=([mute, wire],))
+    closing.start()
+    assert wire._process.wait(HANG_S) == 0 and closing.is_alive() and mute._process.poll() is None
+    mute._process.kill()
+    closing.join()
 
 
 def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(wire: PipeWire, tmp_path: Path) -> None:

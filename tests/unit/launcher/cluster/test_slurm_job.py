@@ -14,6 +14,7 @@ from holdfast.config import RlConfig, SftConfig, SupervisedCommand, program_conf
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.load import parse_command_line, read_toml
 from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.launch import launch_rl, launch_training
 
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -217,6 +218,17 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         patch.setattr("holdfast.launcher.cluster.slurm_job._SUBMIT_TIMEOUT_S", 0.1)
         with pytest.raises(ConfigError, match=r"sbatch has not answered within 0 s: see by squeue"):
             launch_training(sft)
+    names = submitter.with_name("scontrol")  # of the launcher within a job
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    for does, timeout_s, how in (
+        ("kill -KILL $$", 60.0, "failed: it was killed by SIGKILL"),
+        (f"read -r < {tmp_path}/nobody", 0.1, "has not answered within 0.1 s"),
+    ):
+        monkeypatch.setattr("holdfast.launcher.cluster.slurm._COMMAND_TIMEOUT_S", timeout_s)
+        names.write_text(f"#!/bin/bash\n{does}\n")
+        names.chmod(0o755)
+        with pytest.raises(ConfigError, match=rf"`scontrol show hostnames node\[1-2\]` {how}"):
+            SlurmCluster()
     submitter.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs SLURM's sbatch, which is not on this machine. The script is "):

@@ -109,7 +109,7 @@ def test_an_evaluation_with_other_data_is_another_evaluation(tmp_path: Path, dat
     claim_directory(tmp_path, identity())
     claim_directory(tmp_path, identity())
     data.write_text("other")
-    with pytest.raises(ConfigError, match=r"holds another evaluation \(files: \{'args.path': "):
+    with pytest.raises(ConfigError, match=r"holds another evaluation \(files.args.path: \"\w+\" there"):
         claim_directory(tmp_path, identity())
 
 

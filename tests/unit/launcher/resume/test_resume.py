@@ -696,6 +696,6 @@ def test_old_attempts_leave_nothing_behind_but_the_settings_that_a_start_compare
     start(config.model_copy(update={"keep_attempts": "all"}))
     assert new.logs(6).exists()
     # The launchers of the attempts since may all have been killed before they started anything.
-    (new.configs(6) / "sft.toml").write_bytes(checked.with_last_line("max_steps = 3\n"))
+    (new.configs(6) / "sft.toml").write_bytes(checked.with_first_line("max_steps = 3\n"))
     start(config.model_copy(update={"keep_attempts": 1}))
     assert new.configs(6).exists() and new.configs(7).exists()

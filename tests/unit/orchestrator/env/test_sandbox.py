@@ -342,6 +342,18 @@ def test_a_cancelled_program_is_gone() -> None:
     psutil.wait_procs(inside(os.getpid()), timeout=HANG_S)
 
 
+def test_a_sandbox_whose_map_of_users_was_not_written_to_its_end_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The process that writes it is killed: it lives for a moment only."""
+    script, writes = python_code._INSIDE.read_text(), "os._exit(_write_maps(parent, uid, gid))"
+    assert writes in script
+    (tmp_path / "inside.py").write_text(script.replace(writes, "os.kill(os.getpid(), signal.SIGKILL)"))
+    monkeypatch.setattr(python_code, "_INSIDE", tmp_path / "inside.py")
+    with pytest.raises(ProcessKilled, match="its sandbox was killed from outside"):
+        asyncio.run(run_python("print('word')", PATIENT))
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["the outer process", "the first process inside"])
 def test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program(victim: int) -> None:
     async def killed() -> None:

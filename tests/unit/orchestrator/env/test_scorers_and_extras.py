@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.environments import EnvironmentConfig
-from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Task, TaskSeed
 from holdfast.orchestrator.env.math_answers import MathAnswers
@@ -83,22 +83,60 @@ def test_mathematics_counts_by_its_value(questions: Path) -> None:
         scores(environment, Task(prompt="", answer="!"), "1")
 
 
-def test_a_process_that_ends_by_itself_or_takes_too_long_costs_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_by_itself_costs_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def judge() -> list[float]:
-        patient, hasty = MathAnswers(), MathAnswers(timeout_s=0.0)
-        rewards = [await patient("1", "1"), await hasty("1", "1")]
-        assert hasty._process is None and patient._process is not None
-        patient._process.kill()
-        patient._process.wait()
-        rewards.append(await patient("1", "1"))  # by another one, as nothing was asked
-        patient.close()
-        patient.close()
+        scorer = MathAnswers()
+        rewards = [await scorer("1", "1")]
+        assert scorer._process is not None
+        scorer._process.kill()
+        scorer._process.wait()
+        rewards.append(await scorer("1", "1"))  # by another one, as nothing was asked
+        scorer.close()
+        scorer.close()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", "/bin/false")
-            rewards.append(await patient("1", "1"))
+            rewards.append(await scorer("1", "1"))
         return rewards
 
-    assert asyncio.run(judge()) == [1.0, 0.0, 1.0, 0.0]
+    assert asyncio.run(judge()) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.clock
+def test_an_answer_may_cost_so_much_of_memory_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does meanwhile: the clock on the wall decides no reward."""
+    program = tmp_path / "python"
+    program.write_text(f"""#!{sys.executable}
+import itertools, json, signal, sys, time
+sys.modules["math_verify"] = json  # takes no second
+from holdfast.orchestrator.env import math_answers
+
+def compare(completion, _):
+    if completion == "memory":
+        bytes(math_answers._MEMORY_BYTES * 2)  # which nobody touches
+    elif completion == "processor":
+        for _ in itertools.repeat(0): pass
+    elif completion == "alarm":
+        signal.alarm(5)
+        return {{"equal": signal.getitimer(signal.ITIMER_REAL)[0] == 0 < signal.getitimer(signal.ITIMER_PROF)[0]}}
+    elif completion == "stands still":
+        time.sleep(600)
+    return {{"equal": True}}
+
+math_answers._compare = compare
+math_answers._main()
+""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    async def judge() -> list[float]:
+        scorer = MathAnswers(cpu_s=0.2)
+        rewards = [await scorer(asked, "1") for asked in ("cheap", "alarm", "memory", "cheap", "processor", "cheap")]
+        scorer.close()
+        with pytest.raises(ProcessKilled, match=r"gave no answer for 0.01 s, in which it hardly got to work"):
+            await MathAnswers(wait_s=0.01)("stands still", "1")
+        return rewards
+
+    assert asyncio.run(judge()) == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import CheckpointError, ConfigError, DataError, TrainingError
-from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan
+from holdfast.protocol.rollouts import (
+    Batch,
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    Sampling,
+    StepRewards,
+    TokenIds,
+    VersionSpan,
+)
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
@@ -135,6 +145,22 @@ def test_a_steered_bonus_acts_below_its_target_and_resumes_exactly(start: Start,
     resumed.learn(3)
     assert resumed.learn(4) == last
     assert resumed.parts.entropy is not None and resumed.parts.entropy.values() == run.parts.entropy.values()
+
+
+@pytest.mark.parametrize(("advantage", "share"), [("dr_grpo", 2 / 3), ("grpo_process", 1 / 3)])
+def test_groups_without_signal_are_counted_by_what_the_advantage_learns_from(
+    start: Start, advantage: str, share: float
+) -> None:
+    run, batch = start(advantage=advantage), make_batch(1)
+    for number, rollout in enumerate(batch.rollouts[: 2 * GROUP_SIZE]):
+        # All sums are equal; in the second group the turns earn them differently.
+        turns = [1.0, 1.0] if number < GROUP_SIZE else [2.0 * (number % 2), 2.0 - 2.0 * (number % 2)]
+        rollout.token_ids, rollout.loss_mask = TokenIds(range(5, 11)), LossMask([0, 0, 1, 1, 1, 1])
+        rollout.logprobs, rollout.versions = Logprobs([0, 0, -4, -4, -4, -4]), [VersionSpan(version=0, start=2, end=6)]
+        rollout.reward, rollout.step_rewards = 0.5, StepRewards(TokenIds([3, 5]), Rewards(turns))
+    assert run.learn_from(batch)["groups/zero_variance"] == pytest.approx(share)
+    batch.metrics["groups/zero_variance"] = 0.25  # as dynamic sampling has counted it
+    assert "groups/zero_variance" not in run.learn_from(batch)
 
 
 def test_a_step_without_trained_tokens_steers_no_entropy(start: Start) -> None:
