@@ -29,7 +29,9 @@ _CPU_S = 30.0
 _WAIT_S = 300.0
 """For a process that does not get so far."""
 _MEMORY_BYTES = 4 << 30
-"""For answers, on top of what the process has at its start."""
+"""For one answer, on top of what the process has by then."""
+_KEPT_SHARE = 0.25
+"""Of that, what answers may leave in the process, as sympy's caches do, before the next one gets another process."""
 
 
 class MathAnswers:
@@ -98,7 +100,10 @@ class MathAnswers:
         if not reply:
             self.close()
             return None
-        return json.loads(reply)
+        said = json.loads(reply)
+        if said.pop("is_full"):
+            self.close()
+        return said
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -140,11 +145,9 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
     return {"equal": bool(verify(right, parse(completion)))}
 
 
-def _bound() -> None:
-    """Bound memory, and let the alarms of math-verify count the time of the processor."""
-    importlib.import_module("math_verify")  # its memory is not that of an answer
-    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
-    _limit(resource.RLIMIT_DATA, data_pages * resource.getpagesize() + _MEMORY_BYTES)
+def _prepare() -> None:
+    """Import what takes memory that is not an answer's, and let math-verify's alarms count the processor's time."""
+    importlib.import_module("math_verify")
     _limit(resource.RLIMIT_CORE, 0)
     alarm: Any = lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)  # noqa: E731
     signal.alarm = alarm
@@ -156,19 +159,32 @@ def _ring(number: int, frame: Any) -> None:
         handler(number, frame)
 
 
-def _limit(kind: int, most: int) -> None:
+def _data_bytes() -> int:
+    """Return what the kernel holds against RLIMIT_DATA."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+
+
+def _limit(kind: int, most: int) -> int:
+    """Set a limit, within the one that this process was given; return it."""
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (soft, hard))
+    return soft
 
 
 def _main() -> None:
     die_with_parent()
     replies = sys.stdout.buffer
     sys.stdout = sys.stderr
-    _bound()
+    _prepare()
+    begin = _data_bytes()
+    most_bytes = begin + _KEPT_SHARE * (_limit(resource.RLIMIT_DATA, begin + _MEMORY_BYTES) - begin)
     for line in sys.stdin.buffer:
+        # From here on: what earlier answers have cost must not decide this one.
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(sys.argv[-1])))
-        replies.write(json.dumps(_compare(*json.loads(line))).encode() + b"\n")
+        _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
+        said = _compare(*json.loads(line))
+        replies.write(json.dumps(said | {"is_full": _data_bytes() > most_bytes}).encode() + b"\n")
         replies.flush()
 
 

@@ -109,10 +109,15 @@ def test_an_answer_may_cost_so_much_of_memory_and_processor(tmp_path: Path, monk
 import itertools, json, signal, sys, time
 sys.modules["math_verify"] = json  # takes no second
 from holdfast.orchestrator.env import math_answers
+kept = []
 
 def compare(completion, _):
     if completion == "memory":
         bytes(math_answers._MEMORY_BYTES * 2)  # which nobody touches
+    elif completion == "keeps memory":
+        kept.append(bytes(math_answers._MEMORY_BYTES // 16 * 3))
+    elif completion == "much memory":
+        bytes(math_answers._MEMORY_BYTES // 16 * 15)
     elif completion == "processor":
         for _ in itertools.repeat(0): pass
     elif completion == "alarm":
@@ -131,6 +136,9 @@ math_answers._main()
     async def judge() -> list[float]:
         scorer = MathAnswers(cpu_s=0.2)
         rewards = [await scorer(asked, "1") for asked in ("cheap", "alarm", "memory", "cheap", "processor", "cheap")]
+        # What an answer leaves behind is not held against the next one, and goes when it is too much.
+        for is_full, asked in [(False, "keeps memory"), (False, "much memory"), (True, "keeps memory")]:
+            assert await scorer(asked, "1") == 1 and (scorer._process is None) == is_full
         scorer.close()
         with pytest.raises(ProcessKilled, match=r"gave no answer for 0.01 s, in which it hardly got to work"):
             await MathAnswers(wait_s=0.01)("stands still", "1")
