@@ -85,7 +85,6 @@ def launch(config: EvaluateConfig) -> int:
         with_settings_of_run,
         write_settings,
     )
-    from holdfast.errors import RunDirError
     from holdfast.launcher.supervise import Supervisor
     from holdfast.orchestrator.evaluation.statistics import summary_in
     from holdfast.run.run_dir import RunDir
@@ -104,10 +103,10 @@ def launch(config: EvaluateConfig) -> int:
         print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
         print(f"would evaluate {_named(config, step)} in {directory.path}")
         return 0
+    # Before it is locked, too: nothing of a refused one is left behind, and who follows the run waits for no lock.
+    _refuse_followed(directory.path.parent)
     directory.lock()
-    place = RunDir(directory.path.parent)
-    if place.is_under_way() and not place.holds_run():
-        raise RunDirError(f"{place.path} is written by `evaluate --follow`. Stop it, or choose another --output-dir.")
+    _refuse_followed(directory.path.parent)
     prepare_directory(config, directory)
     if config.run is not None and step is not None:
         try:
@@ -124,6 +123,19 @@ def launch(config: EvaluateConfig) -> int:
     if code == 0:
         tell_result(summary_in(directory.path), directory.path, step=step)
     return code
+
+
+def _refuse_followed(place: Path) -> None:
+    """Refuse a step's directory of evaluations that follow a run, which are made by one process."""
+    from holdfast.errors import RunDirError
+    from holdfast.run.run_dir import RunDir
+
+    directory = RunDir(place)
+    if directory.is_under_way() and not directory.holds_run():
+        raise RunDirError(
+            f"{place} is written by `evaluate --follow`, or by a run that evaluates its steps (eval). Choose another "
+            "--output-dir, or wait for it."
+        )
 
 
 def _named(config: EvaluateConfig, step: int | None) -> str:

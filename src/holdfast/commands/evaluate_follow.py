@@ -30,7 +30,7 @@ from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.inference import ServedModelConfig
 from holdfast.config.load import read_toml
-from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
@@ -139,14 +139,18 @@ def follow(config: EvaluateConfig) -> int:
     _clear_leftovers(config.output_dir)
     if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
         start_timeline(run.run_dir.newest_logs(), "evaluation")
+    busy: list[int] = []
     with Supervisor() as supervisor:
         while True:
             # In this order: a checkpoint that came in between is seen by the next look.
             is_over, missing = run.is_over(), _missing(config, run)
-            if missing:
-                if code := _evaluate_step(config, run, missing[0], supervisor):
+            told, busy = busy, [step for step in missing if RunDir(_directory(config, step)).is_under_way()]
+            for step in (step for step in busy if step not in told):
+                print(f"{_directory(config, step)} is evaluated by another `evaluate`, which is waited for", flush=True)
+            if free := [step for step in missing if step not in busy]:
+                if code := _evaluate_step(config, run, free[0], supervisor):
                     return code
-            elif is_over:
+            elif is_over and not missing:
                 print(f"every step that was to be evaluated is; the results are in {config.output_dir}")
                 return 0
             elif (number := supervisor.pause(_LOOK_S, lambda: None)) is not None:
@@ -184,8 +188,6 @@ def _directory(config: EvaluateConfig, step: int) -> Path:
 def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
     """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
-    if directory.is_under_way():
-        raise RunDirError(f"{directory.path} is evaluated by another `evaluate`. Wait for it, or stop it.")
     if (directory.path / SUMMARY_NAME).exists():
         print(f"{directory.path} is of other weights than step {step} has now: it is evaluated anew", flush=True)
         atomic.remove_directory(directory.path)
@@ -267,7 +269,7 @@ def _clear_leftovers(place: Path) -> None:
     """Remove what an earlier start left below `place` when it was killed: half exports, and models that have served."""
     atomic.clear_leftovers(place)
     for directory in numbered_paths(place):
-        if RunDir(directory).is_under_way():  # refused later
+        if RunDir(directory).is_under_way():  # waited for
             continue
         atomic.clear_leftovers(directory)
         if (directory / SUMMARY_NAME).exists():

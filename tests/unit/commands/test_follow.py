@@ -18,7 +18,7 @@ from holdfast.config import OrchestratorConfig, SftConfig, program_config
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml, to_toml
-from holdfast.errors import ConfigError, DataError, ProcessDied, RunDirError
+from holdfast.errors import ConfigError, DataError, ProcessDied
 from holdfast.launcher.devices import place_training
 from holdfast.launcher.launch import check_evaluations, evaluation_gpus, with_evaluations
 from holdfast.launcher.plan import Plan
@@ -133,16 +133,34 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     # Two never write into one place; this process is the first one of them still.
     code, _, err = run_command(*flags)
     assert code == 2 and f"{run_dir.evaluations} is in use by another run" in err
-    code, _, err = run_command("evaluate", "--model.name", MODEL, *asked, "--output-dir", run_dir.evaluation(10))
+    code, _, err = run_command("evaluate", "--model.name", MODEL, *asked, "--output-dir", run_dir.evaluation(15))
     assert code == 2 and f"{run_dir.evaluations} is written by `evaluate --follow`" in err
+    assert not run_dir.evaluation(15).exists(), "whoever follows would end by its lock"
     RunDir(run_dir.evaluation(5)).lock()
     half = run_dir.evaluation(5) / f"{TEMPORARY_PREFIX}model_step_5_ab-1"
     half.touch()
     evaluate_follow._clear_leftovers(run_dir.evaluations)
     assert half.exists()
-    config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
-    with pytest.raises(RunDirError, match="step_5 is evaluated by another `evaluate`"):
-        evaluate_follow._evaluate_step(config, FollowedRun.read(run_dir.path), 5, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
+
+
+def test_a_step_that_another_evaluates_is_waited_for(
+    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = run_of(tmp_path / "run", 5, model={"name": MODEL, "init": "random"})
+    RunDir(run_dir.evaluation(5)).lock()
+    looks: list[float] = []
+
+    def pause(_: Supervisor, seconds: float, __: object) -> int | None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            (run_dir.evaluation(5) / "summary.json").write_text("{}")
+        return None
+
+    monkeypatch.setattr(Supervisor, "pause", pause)
+    flags = ("--environments", json.dumps(ENVIRONMENTS), "--follow")
+    code, out, _ = run_command("evaluate", "--run", run_dir.path, *flags)
+    said = f"{run_dir.evaluation(5)} is evaluated by another `evaluate`, which is waited for\n"
+    assert code == 0 and out.count(said) == 1 and len(looks) == 2
 
 
 def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
