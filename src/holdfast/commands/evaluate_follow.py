@@ -262,7 +262,8 @@ def _is_of_others(before: ServedModelConfig, now: ServedModelConfig, directory: 
     """Whether another policy was served; the name of an export holds a digest of its checkpoint."""
     # By which path the directory is found does not matter. What is unset, the device decides.
     names = {Path(one.name).name if Path(one.name).parent.name == directory.name else one.name for one in (before, now)}
-    return len(names) > 1 or len({before.dtype, now.dtype} - {None}) > 1 or before.tokenizer != now.tokenizer
+    computed = [(one.fp32_lm_head, one.tokenizer) for one in (before, now)]
+    return len(names) > 1 or len({before.dtype, now.dtype} - {None}) > 1 or computed[0] != computed[1]
 
 
 def _clear_leftovers(place: Path) -> None:

@@ -207,6 +207,8 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     assert "step_5 was begun with other weights: it is evaluated anew" in capsys.readouterr().out
     config.inference.model.dtype = "bfloat16"
     assert not goes_on() and goes_on()
+    config.inference.model.fp32_lm_head = True
+    assert not goes_on() and goes_on()
 
 
 def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:

@@ -120,9 +120,12 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         )
         sampler = Sampler(client, log, weights_digest=digest, stop_token_ids=tokenizer.stop_token_ids)
         asked_by = xxhash.xxh3_128_hexdigest(tokenizer.identity().encode())
+        policy = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
+        if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
+            policy["fp32_lm_head"] = True
         await evaluate(
             tasks,
-            Policy({"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}, tokenizer),
+            Policy(policy, tokenizer),
             sampler,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,

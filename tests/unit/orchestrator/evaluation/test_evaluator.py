@@ -198,6 +198,10 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: P
             ConfigError, match=r"holds another evaluation \(policy.tokenizer: \"\w+\" there, \"\w+\" he"
         ):
             asyncio.run(main.run(changed))
+        changed = config_of(tmp_path, engine)
+        changed.inference.model.fp32_lm_head = True
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.fp32_lm_head: unset there, tru"):
+            asyncio.run(main.run(changed))
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy.digest: \"\w+\" there, \"others\" here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine)))
