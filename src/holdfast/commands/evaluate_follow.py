@@ -31,12 +31,14 @@ from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.inference import ServedModelConfig
 from holdfast.config.load import read_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError
+from holdfast.launcher.devices import choose_inference, this_machine
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
 from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.process.child import die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.events import report
+from holdfast.process.gpus import find_gpus
 from holdfast.run import atomic
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings
@@ -201,6 +203,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         assert run.base is not None, "step 0 is due where there is a base"
         one.run, one.model = None, run.base
         one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
+    choose_inference(one.inference, this_machine(find_gpus()))  # the dtype is part of what is evaluated
     _clear_other_evaluation(one, directory)
     prepare_directory(one, directory)
     if step:
@@ -260,10 +263,10 @@ def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
 
 def _is_of_others(before: ServedModelConfig, now: ServedModelConfig, directory: Path) -> bool:
     """Whether another policy was served; the name of an export holds a digest of its checkpoint."""
-    # By which path the directory is found does not matter. What is unset, the device decides.
+    # By which path the directory is found does not matter.
     names = {Path(one.name).name if Path(one.name).parent.name == directory.name else one.name for one in (before, now)}
-    computed = [(one.fp32_lm_head, one.tokenizer) for one in (before, now)]
-    return len(names) > 1 or len({before.dtype, now.dtype} - {None}) > 1 or computed[0] != computed[1]
+    computed = [(one.dtype, one.fp32_lm_head, one.tokenizer) for one in (before, now)]
+    return len(names) > 1 or computed[0] != computed[1]
 
 
 def _clear_leftovers(place: Path) -> None:

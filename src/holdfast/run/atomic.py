@@ -6,13 +6,13 @@ rename, fsync the directory. Everything durable in the project goes through this
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import uuid
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".tmp-"
+_MOST_TURNS = 100
 
 
 def temporary_sibling(path: Path) -> Path:
@@ -131,9 +131,25 @@ def _remove(path: Path) -> None:
     """Remove a directory with all that is in it, or a file, or a link: where that leads stays, which is somebody's."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+    turns = 0
     while path.is_dir() and not path.is_symlink():
-        with contextlib.suppress(FileNotFoundError):  # another process clears it at the same time
+        turns += 1
+        try:
             shutil.rmtree(path)
+        except FileNotFoundError:  # another process clears it at the same time; or a storage lists what is not there
+            if turns == _MOST_TURNS:
+                raise
+
+
+def is_gone(path: Path) -> bool:
+    """Return whether nothing is at `path`; not so where the storage cannot say."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def is_visible(path: Path) -> bool:

@@ -178,7 +178,6 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(config: EvaluateConfig, directory: RunDir, _: object) -> int:
-        config.inference.model.dtype = config.inference.model.dtype or "float32"  # as of a CPU
         write_settings(config, directory.path / "config")
         return 7
 
@@ -205,7 +204,13 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     write_checkpoint(run, 5, content="trained again")
     assert not goes_on() and goes_on()
     assert "step_5 was begun with other weights: it is evaluated anew" in capsys.readouterr().out
-    config.inference.model.dtype = "bfloat16"
+    for dtype in ("bfloat16", "float32"):
+        config.inference.model.dtype = dtype
+        assert not goes_on() and goes_on()
+    config.inference.model.dtype = None  # the device decides
+    monkeypatch.setattr(
+        evaluate_follow, "choose_inference", lambda inference, _: setattr(inference.model, "dtype", "bfloat16")
+    )
     assert not goes_on() and goes_on()
     config.inference.model.fp32_lm_head = True
     assert not goes_on() and goes_on()

@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from holdfast.errors import HoldfastError
 from holdfast.protocol.rollouts import Batch, Rollout
+from holdfast.run.atomic import is_gone
 from holdfast.run.journal import read_batch
 from holdfast.view.report.columns import Chart, Lanes, Mark, Numbers, Series
 from holdfast.view.report.run_data import RunData, shown_time
@@ -80,7 +81,7 @@ def sample_rollouts(run: RunData) -> tuple[list[SampleRollout], list[str]]:
         try:
             batch = read_batch(run.run_dir, step)
         except (HoldfastError, OSError) as error:  # the trainer of a run that goes on has removed it, or it is damaged
-            if run.run_dir.batch(step).is_dir():
+            if not is_gone(run.run_dir.batch(step)):
                 notes.append(f"batch {step} is left out: {error}")
             continue
         found += _of_batch(batch, text)

@@ -17,6 +17,7 @@ import tomli_w
 from holdfast.config import PROGRAMS
 from holdfast.errors import NOT_SAVED, CheckpointError, ConfigError, DataError
 from holdfast.orchestrator.evaluation.statistics import Summary, summary_in
+from holdfast.run.atomic import is_gone
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings, without_secrets
 from holdfast.run.timeline import Span, read_timeline
@@ -296,7 +297,7 @@ def _read_summaries(run_dir: RunDir, notes: list[str]) -> dict[int | None, Summa
         try:
             found[version] = summary_in(path)
         except (DataError, OSError) as error:
-            if path.is_dir():  # else a resume has just set it aside
+            if not is_gone(path):  # else a resume has just set it aside
                 notes.append(f"an evaluation is left out: {error}")
     return found
 
