@@ -94,6 +94,9 @@ def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch
     """
 
     def multiplied(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # vLLM takes one graph for any number of rows: a question would be asked once
+            rows = x.reshape(-1, x.shape[-1])
+            return multiply(handler, torch.cat([rows, rows[:1]]), bias)[:-1].reshape(*x.shape[:-1], -1)
         if x.numel() != x.shape[-1]:
             return multiply(handler, x, bias)
         twice = x.reshape(1, -1).expand(2, -1).contiguous()
