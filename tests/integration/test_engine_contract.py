@@ -111,11 +111,17 @@ def _in_a_crowd(http: httpx.Client, seeds: list[int], **fields: Any) -> list[dic
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(tmp_path: Path, threads: int) -> None:
-    """oneDNN adds up more than 1,024 products of a row that is alone in another order."""
+@pytest.mark.parametrize(
+    ("threads", "more"),
+    [(1, {}), (2, {}), (1, {"dtype": "bfloat16", "fp32_lm_head": True})],
+    ids=["1", "2", "float32 head"],
+)
+def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
+    tmp_path: Path, threads: int, more: dict[str, Any]
+) -> None:
+    """oneDNN adds up more than 1,024 products of a row that is alone in another order, PyTorch those of a few rows."""
     model = write_model(tmp_path / "model", seed=0, tied=True, width=2304)
-    config = {"model": {"name": str(model), "max_len": MAX_LEN}, "server": {"port": free_port()}}
+    config = {"model": {"name": str(model), "max_len": MAX_LEN} | more, "server": {"port": free_port()}}
     server = start_server(
         "vllm", InferenceConfig.model_validate({**config, "engine": {"threads": threads}}), tmp_path / "inference.log"
     )
