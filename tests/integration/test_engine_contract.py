@@ -11,6 +11,8 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -109,11 +111,17 @@ def _in_a_crowd(http: httpx.Client, seeds: list[int], **fields: Any) -> list[dic
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(tmp_path: Path, threads: int) -> None:
-    """oneDNN adds up more than 1,024 products of a row that is alone in another order."""
+@pytest.mark.parametrize(
+    ("threads", "more"),
+    [(1, {}), (2, {}), (1, {"dtype": "bfloat16", "fp32_lm_head": True})],
+    ids=["1", "2", "float32 head"],
+)
+def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
+    tmp_path: Path, threads: int, more: dict[str, Any]
+) -> None:
+    """oneDNN adds up more than 1,024 products of a row that is alone in another order, PyTorch those of a few rows."""
     model = write_model(tmp_path / "model", seed=0, tied=True, width=2304)
-    config = {"model": {"name": str(model), "max_len": MAX_LEN}, "server": {"port": free_port()}}
+    config = {"model": {"name": str(model), "max_len": MAX_LEN} | more, "server": {"port": free_port()}}
     server = start_server(
         "vllm", InferenceConfig.model_validate({**config, "engine": {"threads": threads}}), tmp_path / "inference.log"
     )
@@ -125,6 +133,28 @@ def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(tmp_pat
     assert server.terminate() == 0
     for expected, choice in zip(alone, crowd, strict=True):
         assert (choice["token_ids"], choice["logprobs"]) == (expected["token_ids"], expected["logprobs"])
+
+
+_COMPILED = """
+import torch
+from holdfast.inference.worker import _never_one_row
+
+multiplied = _never_one_row(lambda _, x, bias: x * x.shape[0] + bias)
+options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # as vLLM
+zeros = torch.zeros(3)
+compiled = torch.compile(lambda x: multiplied(None, x, zeros), backend="eager", fullgraph=True, options=options)
+many, one = torch.ones(5, 3), torch.ones(1, 3)
+torch._dynamo.mark_dynamic(many, 0)
+compiled(many)
+assert compiled(one).tolist() == multiplied(None, one, zeros).tolist() == [[2.0] * 3]
+"""
+
+
+@pytest.mark.engine
+def test_no_product_gets_one_row_in_compiled_engines_either() -> None:
+    """vLLM traces a graph once, with several rows, and takes it for one row as well."""
+    done = subprocess.run([sys.executable, "-c", _COMPILED], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

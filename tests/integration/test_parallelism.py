@@ -65,7 +65,7 @@ def test_offloaded_ranks_have_the_bits_of_those_that_are_not(
 def test_ranks_that_share_rows_measure_as_one_does(
     model_dir: Path, mesh: Mesh, by_rank: list[dict[tuple[str, str], Found]]
 ) -> None:
-    """Policy steps with a teacher, pairs, unpacked rows, scores: what ranks of a group say counts once."""
+    """Policy steps, shared prompts, pairs, unpacked rows, scores: what ranks of a group say counts once."""
     one = measure(model_dir, mesh)
     for rank in by_rank:
         found = rank[MEASURED, "measured"]

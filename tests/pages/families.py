@@ -37,7 +37,8 @@ model when it is built.
   ([gpu.md](gpu.md)). `sdpa` and `eager`, where they are chosen, get one sample a row: several would need a mask of the
   square of the row's length.
 - **Shared prompts.** In `rl` the answers to one prompt share its tokens in a row (`trainer.share_prompts`): the prompt
-  is computed once, forward and backward, and each answer sees the prompt and itself. It needs a packed row and
+  is computed once, forward and backward, and each answer sees the prompt and itself. Attention alone holds it once for
+  each answer, and so a row has no more answers than make four times `trainer.row_tokens`. It needs a packed row and
   `packed` attention; other models are trained with a prompt for each answer. Rotary frequencies that depend on the
   length of a sample exclude it, too. Loss and gradient are held to the same 1e-5, and the check of the real model
   compares two answers that share a prompt with two that do not.

@@ -71,7 +71,8 @@ def measure(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
     samples, config = ragged_samples(), TrainedModelConfig(name=str(model_dir))
     found: dict[str, Any] = {"statistics": statistics_of(mesh)}
     found |= {f"logprob {number}": torch.tensor(one) for number, one in enumerate(measured(model_dir, mesh))}
-    found |= {f"taught {name}": one for name, one in taught(model_dir, mesh).items()}
+    for how, shares in (("taught", False), ("taught of shared prompts", True)):
+        found |= {f"{how} {name}": one for name, one in taught(model_dir, mesh, shares=shares).items()}
     policy = build_policy(config, mesh, seed=0)
     check_model(policy, mesh, name=config.name, pack=True, dtype="float32")
     pairs = PreferenceDataConfig(name="", batch_size=2, seq_len=12, micro_batch_size=1)

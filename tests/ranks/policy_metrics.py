@@ -6,6 +6,7 @@ Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.train_step import policy_step
 from tests.builders.policy_inputs import policy_input
+from tests.models.families import group_samples, random_samples
 from tests.ranks.two import run_on_two_ranks
 
 AGES = (0, 1, 4)
@@ -114,18 +116,31 @@ def tokenised(model_dir: Path, data: Path, mesh: Mesh) -> tuple[str, list[int]]:
     return mix.fingerprint, encoded
 
 
-def taught(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
-    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective."""
+def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Tensor]:
+    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective.
+
+    Args:
+        shares: of answers that share the tokens of their prompts.
+    """
     student, other = (
         build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), mesh, seed=7)
         for init in ("pretrained", "random")
     )
     freeze(other)
-    samples = ragged_samples()
+    samples = group_samples(random_samples((9, 5, 7, 3, 6, 4), seed=4)) if shares else ragged_samples()
     for sample in samples:
         for name in (ADVANTAGE, AGE, SAMPLER_LOGPROB):
             sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    ((minibatch,),) = plan_epochs(samples, UpdatesConfig(), row_tokens=14, mesh=mesh, seed=0, step=1, layout=PACKED)
+    ((minibatch,),) = plan_epochs(
+        samples,
+        UpdatesConfig(),
+        row_tokens=30 if shares else 14,
+        mesh=mesh,
+        seed=0,
+        step=1,
+        layout=replace(PACKED, shares=shares),
+    )
+    assert minibatch.shares == shares
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(build_policy_loss(config), config, 2.0)
     statistics = PolicyStatistics([0], has_reference=False)

@@ -290,7 +290,8 @@ def model_flops(num_parameters: int, num_tokens: int) -> float:
     """Return the floating-point operations of one forward and backward pass: 6 per parameter and token.
 
     Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes that
-    only measure and further epochs do not count: the figure is what the step needs at least.
+    only measure and further epochs do not count. Without shared prompts, which are computed once, and count for each
+    of their answers here, the figure is what the step needs at least.
     """
     return 6.0 * num_parameters * num_tokens
 

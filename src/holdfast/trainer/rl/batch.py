@@ -50,6 +50,10 @@ ADVANTAGE = "advantage"
 """The advantage. Always set before the updates."""
 
 
+_ATTENDED = 4
+"""Most tokens that attention holds of a row, a shared prompt once for each answer, per token of the row's budget."""
+
+
 def assign_targets(sample: Sample, key: str, values_T: Sequence[float] | np.ndarray) -> None:
     """Give every target of a sample its value as `per_token[key]`, 0 elsewhere."""
     sample.per_token[key] = np.zeros(len(sample.token_ids), dtype=np.float32)
@@ -203,7 +207,7 @@ def plan_shared_prompts(
         parts = [part for group in by_prompt.values() for part in _parts(samples, group, size, row_tokens)]
         costs = [_shared_cost(samples, part, layout) for part in parts]
         plan = plan_rows(
-            [_shared_tokens(samples, part) for part in parts],
+            [_room(samples, part) for part in parts],
             costs=costs,
             arrangement="packed",
             budget=row_tokens,
@@ -219,13 +223,19 @@ def plan_shared_prompts(
 
 
 def _parts(samples: Sequence[Sample], group: list[int], most: int, row_tokens: int) -> list[list[int]]:
-    """Return the samples of one prompt in parts of at most `most` samples, and `row_tokens` tokens if they have two."""
+    """Return the samples of one prompt in parts of at most `most` samples, which fit a row if they have two."""
     parts: list[list[int]] = []
     for index in group:
-        if not parts or len(parts[-1]) == most or _shared_tokens(samples, [*parts[-1], index]) > row_tokens:
+        if not parts or len(parts[-1]) == most or _room(samples, [*parts[-1], index]) > row_tokens:
             parts.append([])
         parts[-1].append(index)
     return parts
+
+
+def _room(samples: Sequence[Sample], part: list[int]) -> int:
+    """Return what a part takes of a row's budget: its tokens, or what attention holds of them, if that is more."""
+    attended = sum(len(samples[index].token_ids) for index in part)
+    return max(_shared_tokens(samples, part), -(-attended // _ATTENDED))
 
 
 def _shared_tokens(samples: Sequence[Sample], part: list[int]) -> int:

@@ -153,6 +153,17 @@ def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_rank
     assert sum(rounds) <= sum(max(sum(lengths[i] for i in row) for row in rows) for rows in zip(*apart, strict=True))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_long_prompt_with_short_answers_takes_no_memory_beyond_the_budget(num_ranks: int) -> None:
+    """Attention has queries, keys and values of the prompt for each answer."""
+    samples = make_groups((16, 16, 3), prompt=250, answer=5)
+    plan = plan_shared_prompts(samples, row_tokens=600, layout=SHARES, num_ranks=num_ranks)
+    rows = [row for rank in plan for row in rank if row]
+    assert sorted(index for row in rows for index in row) == list(range(len(samples)))
+    attended = [sum(len(samples[index].token_ids) for index in row) for row in rows]
+    assert 600 < max(attended) <= 4 * 600
+
+
 def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
     return lambda micro: predict(policy, micro, Reading(Sampling(0.7)))[0]
 
