@@ -189,21 +189,24 @@ def _plan(samples: list[Sample], row_tokens: int, layout: Layout, mesh: Mesh) ->
     return Minibatch(samples, shared[mesh.data_rank], shares=True)
 
 
+_PASSES_OF_A_ROW = 16
+"""Passes of nothing that take as long as one full row: parameters are gathered, and kernels started."""
+
+
 def plan_shared_prompts(
     samples: Sequence[Sample], *, row_tokens: int, layout: Layout, num_ranks: int
 ) -> list[list[list[int]]]:
     """Return each rank's micro-batches, as indices into `samples`; those of one prompt are neighbours that share it.
 
-    Answers of one prompt stay together as far as the ranks can be kept equally busy: of all parts into which each
-    group may be divided, those are taken by which the slowest ranks of all rounds take the least time.
+    Answers of one prompt stay together as far as that pays. Whole groups fill rows worse than parts of them do, and
+    keep ranks less equally busy. So each group is divided into parts of the size by which all rounds take the least time.
     """
     by_prompt: dict[object, list[int]] = {}
     for index, sample in enumerate(samples):
         by_prompt.setdefault(sample.shared_prompt or index, []).append(index)
     most = max(map(len, by_prompt.values()))
-    sizes = [most >> halvings for halvings in range(most.bit_length() if num_ranks > 1 else 1)]
     plans = []
-    for size in sizes:
+    for size in (most >> halvings for halvings in range(most.bit_length())):
         parts = [part for group in by_prompt.values() for part in _parts(samples, group, size, row_tokens)]
         costs = [_shared_cost(samples, part, layout) for part in parts]
         plan = plan_rows(
@@ -214,7 +217,8 @@ def plan_shared_prompts(
             rows_per_micro_batch=1,
             world_size=num_ranks,
         )
-        time = sum(max(sum(costs[part] for part in row) for row in rows) for rows in zip(*plan, strict=True))
+        rounds = [max(sum(costs[part] for part in row) for row in rows) for rows in zip(*plan, strict=True)]
+        time = sum(rounds) + len(rounds) * row_tokens / _PASSES_OF_A_ROW
         # Sorted: two parts of one group in a row become neighbours.
         plans.append(
             (time, [[[index for part in sorted(row) for index in parts[part]] for row in rank] for rank in plan])

@@ -134,6 +134,15 @@ def test_answers_share_their_prompt_as_far_as_ranks_stay_equally_busy(
     assert [row.input_ids_BL.numel() for row in rows] == tokens
 
 
+def test_groups_are_divided_where_whole_ones_leave_half_of_their_rows_empty() -> None:
+    samples = make_groups((11, 11, 11), prompt=4, answer=20)
+    (whole, halves) = (
+        plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)[0] for row_tokens in (230, 400)
+    )
+    assert [len(row) for row in whole] == [11] * 3
+    assert len(halves) == 2 and sorted(index for row in halves for index in row) == list(range(33))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("row_tokens", [50, 100, 400])
 def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_ranks: int, row_tokens: int) -> None:
