@@ -56,7 +56,7 @@ def _row(task: Task, **answers: str) -> Row:
 def main() -> None:
     """Write the rows as JSON lines."""
     parser = argparse.ArgumentParser(prog="make_data", description=__doc__)
-    parser.add_argument("--task", choices=TASKS, default="to_json", help="of tasks.py (to_json)")
+    parser.add_argument("--task", choices=TASKS, default="sums", help="of tasks.py (sums)")
     parser.add_argument("--kind", choices=NUMBERS, default="sft", help="demonstrations (sft) or pairs")
     parser.add_argument("--num", type=int, help=f"rows to write {NUMBERS}")
     parser.add_argument("--seed", type=int, default=0, help="other seeds give other rows (0)")

@@ -313,8 +313,8 @@ def test_an_object_alone_earns_all_and_right_values_of_another_half() -> None:
 def test_the_data_are_of_tasks_of_training_and_their_answers_earn_what_they_should(in_root: Path) -> None:
     lines = {kind: Path(f"examples/smollm2/{kind}.jsonl").read_text().splitlines() for kind in make_data.NUMBERS}
     rows = {kind: [json.loads(line) for line in lines[kind]] for kind in lines}
-    assert rows["sft"] == make_data.make_rows("to_json", make_data.NUMBERS["sft"], seed=0)
-    assert rows["preferences"] == make_data.make_pairs("to_json", make_data.NUMBERS["preferences"], seed=0)
+    assert rows["sft"] == make_data.make_rows("sums", make_data.NUMBERS["sft"], seed=0)
+    assert rows["preferences"] == make_data.make_pairs("sums", make_data.NUMBERS["preferences"], seed=0)
     for name in make_data.TASKS:
         environment = load(name)
         for row in make_data.make_pairs(name, 30, seed=1):
