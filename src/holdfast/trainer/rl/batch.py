@@ -199,7 +199,8 @@ def plan_shared_prompts(
     """Return each rank's micro-batches, as indices into `samples`; those of one prompt are neighbours that share it.
 
     Answers of one prompt stay together as far as that pays. Whole groups fill rows worse than parts of them do, and
-    keep ranks less equally busy. So each group is divided into parts of the size by which all rounds take the least time.
+    keep ranks less equally busy. So each group is divided into parts of the size by which all rounds take the least
+    time.
     """
     by_prompt: dict[object, list[int]] = {}
     for index, sample in enumerate(samples):
