@@ -70,6 +70,8 @@ def convert(file: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from holdfast.trainer.model.hf_files import mode_of_new_files
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
@@ -81,6 +83,8 @@ def convert(file: Path, target: Path) -> None:
     if hasattr(model.config, "quantization_config"):  # it says how the file was, and nothing is quantised here
         del model.config.quantization_config
     model.save_pretrained(target)
+    for path in target.glob("*.safetensors"):  # which safetensors lets nobody else read
+        path.chmod(mode_of_new_files())
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The file names its pre-tokenizer `smollm`, which transformers does not know: it splits off every digit first, so
     # white space before a digit becomes other tokens.

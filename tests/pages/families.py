@@ -40,8 +40,9 @@ model when it is built.
   is computed once, forward and backward, and each answer sees the prompt and itself. Attention alone holds it once for
   each answer, and so a row has no more answers than make four times `trainer.row_tokens`. It needs a packed row and
   `packed` attention; other models are trained with a prompt for each answer. Rotary frequencies that depend on the
-  length of a sample exclude it, too. Loss and gradient are held to the same 1e-5, and the check of the real model
-  compares two answers that share a prompt with two that do not.
+  length of a sample exclude it, too. Rollouts of several branches share nothing, nor do those without a trained token.
+  Loss and gradient are held to the same 1e-5, and the check of the real model compares two answers that share a prompt
+  with two that do not.
 - **Rotary frequencies** that depend on how long a sample is (`longrope`, `dynamic`) are those that it has alone,
   whatever shares its row; `transformers` goes by the longest sample of a batch. vLLM takes the long factors of
   `longrope` for every sample as soon as `model.max_len` is above `original_max_position_embeddings`: keep it below, or

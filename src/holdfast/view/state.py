@@ -293,7 +293,9 @@ class RunState:
         before = self.phases.get(process)
         if phase.share is not None and before is not None and before.name == name:
             phase = replace(phase, since_unix_s=before.since_unix_s)  # it says how far it is
-        if name != "saved checkpoint":  # it goes on with what it did
+        if name == "evaluated" and "tasks" not in details:  # the end of a phase, and none begins
+            self.phases.pop(process, None)
+        elif name != "saved checkpoint":  # it goes on with what it did
             self.phases[process] = phase
         return phase
 

@@ -119,6 +119,18 @@ def test_events_of_all_attempts_are_known_and_told_once(tmp_path: Path) -> None:
     assert list(follower.news()) == []
 
 
+def test_an_evaluation_that_has_ended_goes_on_no_more() -> None:
+    state = RunState()
+
+    def told(phase: str, **details: object) -> list[str]:
+        state.take_event({"time": 100.0, "process": "orchestrator", "phase": phase, **details}, attempt=1)
+        return [phase.name for phase in state.phases.values()]
+
+    assert told("evaluated", tasks="3/8") == ["evaluated"], "how far it is"
+    assert told("evaluated", version=5) == [], "nobody is still at it"
+    assert told("generating", step=7) == ["generating"] == told("saved checkpoint", step=6)
+
+
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     deep = b"[" * 100_000
