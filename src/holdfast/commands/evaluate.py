@@ -46,7 +46,11 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument(_COMPARE, nargs=2, type=Path, metavar=("A", "B"), required=True, help="their directories")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     parser.add_argument(
-        "--answers", type=int, default=0, metavar="N", help="show what both said to N tasks of each environment (0)"
+        "--answers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show what both said to N tasks of each environment, 500 characters at most; --json has all (0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     arguments = parser.parse_args(argv)
