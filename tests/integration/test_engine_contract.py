@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ import pytest
 from holdfast.config import InferenceConfig
 from tests.forking.engines import ServerHandle, start_server
 from tests.forking.popen import Engine
+from tests.models.families import FAMILIES
+from tests.models.families import write_model as write_family
+from tests.models.families_in_rl import TOKENIZER, TOKENIZER_FILES, for_engines
 from tests.models.served import greedy_tokens, reference_logprobs, truncated_logprobs, write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, wait_until
@@ -113,15 +117,21 @@ def _in_a_crowd(http: httpx.Client, seeds: list[int], **fields: Any) -> list[dic
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("threads", "more"),
-    [(1, {}), (2, {}), (1, {"dtype": "bfloat16", "fp32_lm_head": True})],
-    ids=["1", "2", "float32 head"],
+    ("threads", "more", "has_experts"),
+    [
+        (1, {}, False),
+        (2, {}, False),
+        (2, {"dtype": "bfloat16", "fp32_lm_head": True}, False),
+        (2, {}, True),
+    ],
+    ids=["1", "2", "float32 head", "experts"],
 )
 def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
-    tmp_path: Path, threads: int, more: dict[str, Any]
+    tmp_path: Path, threads: int, more: dict[str, Any], has_experts: bool
 ) -> None:
     """oneDNN adds up more than 1,024 products of a row that is alone in another order, PyTorch those of a few rows."""
-    model = write_model(tmp_path / "model", seed=0, tied=True, width=2304)
+    directory = tmp_path / "model"
+    model = _write_experts(directory) if has_experts else write_model(directory, seed=0, tied=True, width=2304)
     config = {"model": {"name": str(model), "max_len": MAX_LEN} | more, "server": {"port": free_port()}}
     server = start_server(
         "vllm", InferenceConfig.model_validate({**config, "engine": {"threads": threads}}), tmp_path / "inference.log"
@@ -136,18 +146,32 @@ def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
         assert (choice["token_ids"], choice["logprobs"]) == (expected["token_ids"], expected["logprobs"])
 
 
+def _write_experts(directory: Path) -> Path:
+    """Write a Qwen3-MoE with wide experts."""
+    family = for_engines(next(family for family in FAMILIES if family.name == "qwen3_moe"))
+    write_family(replace(family, fields=family.fields | {"moe_intermediate_size": 2304}), directory, seed=1)
+    for name in TOKENIZER_FILES:
+        shutil.copy(TOKENIZER / name, directory)
+    return directory
+
+
 _COMPILED = """
 import torch
-from holdfast.inference.worker import _never_one_row
+from holdfast.inference.worker import _in_sixteens, _never_one_row
 
 multiplied = _never_one_row(lambda _, x, bias: x * x.shape[0] + bias)
 options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # as vLLM
 zeros = torch.zeros(3)
 compiled = torch.compile(lambda x: multiplied(None, x, zeros), backend="eager", fullgraph=True, options=options)
-many, one = torch.ones(5, 3), torch.ones(1, 3)
+many, one = torch.ones(20, 3), torch.ones(1, 3)
 torch._dynamo.mark_dynamic(many, 0)
 compiled(many)
 assert compiled(one).tolist() == multiplied(None, one, zeros).tolist() == [[2.0] * 3]
+
+filled = _in_sixteens(lambda x, weight, bias: x * x.shape[0])
+compiled = torch.compile(lambda x: filled(x, zeros), backend="eager", fullgraph=True, options=options)
+assert compiled(many).tolist() == filled(many, zeros).tolist() == [[32.0] * 3] * 20
+assert compiled(one).tolist() == filled(one, zeros).tolist() == [[16.0] * 3]
 """
 
 

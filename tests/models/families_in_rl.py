@@ -44,7 +44,7 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # vLLM's attention on CPU takes heads of 32, 64, 80, 96, ... numbers.
 _SIZES = {
     "num_attention_heads": 2, "head_dim": 32, "num_key_value_heads": 2, "num_kv_heads": 2, "n_head": 2, "n_heads": 2,
@@ -118,7 +118,7 @@ def measure(name: str, directory: Path, mesh: Mesh) -> float:
     """
     family = for_engines(next(family for family in FAMILIES if family.name == name))
     model = write_model(family, directory / "model", seed=5)
-    for file in _TOKENIZER_FILES:
+    for file in TOKENIZER_FILES:
         shutil.copy(TOKENIZER / file, model)
     try:
         policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)

@@ -19,6 +19,7 @@ from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, is_tem
 from holdfast.commands.ckpt_export import export, import_weights, promote, prune
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.run import manifest
+from holdfast.run.atomic import is_gone
 from holdfast.run.checkpoints import Entry, kind_of
 from holdfast.run.manifest import Manifest
 from holdfast.view.tables import Grid, Report, age, number, size
@@ -139,7 +140,7 @@ def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
     best = chosen.best(saved) if chosen else None
     name = chosen.name if chosen else ""
     lines = [_step_line(entry, name, best) for entry in entries]
-    steps = [line for line in lines if Path(line.path).is_dir()]  # what a run has removed meanwhile is not damaged
+    steps = [line for line in lines if not is_gone(Path(line.path))]  # what a run has removed is not damaged
     exports = [_export_line(path) for path in dirs.export_directories()]
     bad = ("damaged", "unreadable")
     problems = [f"step {line.step} is {line.status}: {line.reason}" for line in steps if line.status in bad]

@@ -22,7 +22,7 @@ import msgspec
 from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports, report_error
 from holdfast.run import manifest
-from holdfast.run.atomic import TEMPORARY_PREFIX
+from holdfast.run.atomic import TEMPORARY_PREFIX, is_gone
 from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Kind, describe_found, kind_of, list_entries
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.run_dir import RunDir
@@ -241,7 +241,7 @@ def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Repo
     started = time.monotonic()
     lines = [_verify_one(directory, how) for directory in directories]
     if not steps:
-        lines = [line for line in lines if line.ok or Path(line.path).is_dir()]  # the others have just gone
+        lines = [line for line in lines if line.ok or not is_gone(Path(line.path))]
     seconds = time.monotonic() - started
     num_bytes, num_ok = sum(line.size_bytes for line in lines), sum(line.ok for line in lines)
     rows = [(Path(line.path).name, "OK" if line.ok else "damaged", size(line.size_bytes)) for line in lines]

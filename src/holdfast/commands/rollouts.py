@@ -19,6 +19,7 @@ from holdfast.arguments import Subcommands
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
 from holdfast.run import atomic
+from holdfast.run.atomic import is_gone
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
 from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, stretches, text_of
@@ -338,7 +339,7 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
             batch = read_batch_at(directory)
             ledger, total = _ledger(directory, batch.step)
         except CheckpointError as error:
-            if not directory.is_dir():  # the trainer has just removed it
+            if is_gone(directory):  # the trainer has just removed it
                 continue
             problems.append(f"{directory.name} is damaged: {error}")
             lines.append({"step": step_of(directory), "path": str(directory), "status": "damaged"})

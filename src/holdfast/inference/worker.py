@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import torch
 from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -106,27 +105,25 @@ def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch
     return multiplied
 
 
-def _by_onednn(apply_head: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return vLLM's output layer, by oneDNN where it computes in another dtype than the layers before it.
+def _in_sixteens(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return PyTorch's linear layer, whose rows are filled up to a multiple of 16; vLLM takes it for what is small.
 
-    PyTorch adds up the products of a few rows in another order than those of many.
+    In float32 MKL adds up a few rows in another order than many, and with one output those beyond a multiple of four.
     """
 
-    def applied(self: Any, lm_head: Any, hidden_states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        dtype = self.head_dtype
-        if dtype is None or dtype == hidden_states.dtype or not _custom_ops._supports_onednn:
-            return apply_head(self, lm_head, hidden_states, bias)
-        weight = lm_head.weight.to(dtype)
-        handler = _custom_ops.create_onednn_mm(weight.t(), 1)
-        return _custom_ops.onednn_mm(handler, hidden_states.to(dtype), None if bias is None else bias.to(dtype))
+    def applied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        num_rows = rows.shape[0]
+        filled = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % 16))
+        return linear(filled, weight, bias)[:num_rows].reshape(*x.shape[:-1], -1)
 
     return applied
 
 
 if current_platform.is_cpu():
-    LogitsProcessor._apply_head = _by_onednn(LogitsProcessor._apply_head)  # type: ignore[method-assign]
     _custom_ops.rotary_embedding = _rotate_flattened(_custom_ops.rotary_embedding)
     _custom_ops.onednn_mm = _never_one_row(_custom_ops.onednn_mm)
+    torch.nn.functional.linear = _in_sixteens(torch.nn.functional.linear)  # type: ignore[assignment]
 
 
 @register_model_loader(LOAD_FORMAT)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.run import manifest
-from holdfast.run.atomic import TEMPORARY_PREFIX
+from holdfast.run.atomic import TEMPORARY_PREFIX, is_gone
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification
 from holdfast.run.weights import holds_adapter
 
@@ -152,7 +152,7 @@ def _entry(path: Path) -> Entry | None:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
         # Removed since it was listed, it is not damaged.
-        return Entry(step, path, "damaged", None, str(error)) if path.is_dir() else None
+        return None if is_gone(path) else Entry(step, path, "damaged", None, str(error))
     except ReadError as error:
         return Entry(step, path, "unreadable", None, str(error))
     if listing.step != step:

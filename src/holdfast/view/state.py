@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import CheckpointError, ReadError
-from holdfast.run.atomic import TEMPORARY_PREFIX
+from holdfast.run.atomic import TEMPORARY_PREFIX, is_gone
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest
 
 RECENT_STEPS = 50
@@ -377,8 +377,8 @@ class CheckpointWatch:
         self.last = Checkpoints(
             good,
             None if good is None else saved[good],
-            # Removed since it was listed, a step is not damaged. Not by pathlib, which raises where the storage fails.
-            tuple(step for step in others if step in self._known and os.path.isdir(self._directory / f"step_{step}")),  # noqa: PTH112
+            # Removed since it was listed, a step is not damaged.
+            tuple(step for step in others if step in self._known and not is_gone(self._directory / f"step_{step}")),
             tuple(step for step in others if step not in self._known),
             max(saving, default=None),
             tuple(saved),

@@ -78,7 +78,8 @@ class PackedIndex:
             places += valid_SL.size
         is_shared = len(tokens_E) > length
         places_T = np.empty(length, dtype=np.int64)
-        places_T[tokens_E] = np.arange(len(tokens_E))
+        if is_shared:
+            places_T[tokens_E] = np.arange(len(tokens_E))
         return cls(
             gather_SL=tuple(gather_SL),
             scatter_T=to_device(torch.from_numpy(scatter_T), device),

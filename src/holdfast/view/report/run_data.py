@@ -183,7 +183,7 @@ def read_run(path: Path) -> RunData:
                 one.step, one.status, size_bytes, one.manifest.created_unix_s if one.manifest is not None else None
             )
             for one, size_bytes in [(one, one.size_bytes) for one in shown]
-            if one.path.is_dir()  # asked last: a removed one has no size
+            if not is_gone(one.path)  # asked last: a removed one has no size
         ],
         num_checkpoints=len(entries),
         failure=failure,
