@@ -36,13 +36,13 @@ model when it is built.
   another; one that leaves out a part of the model is refused. On GPUs `packed` is a kernel for samples of any length
   ([gpu.md](gpu.md)). `sdpa` and `eager`, where they are chosen, get one sample a row: several would need a mask of the
   square of the row's length.
-- **Shared prompts.** In `rl` the answers to one prompt share its tokens in a row (`trainer.share_prompts`): the prompt
-  is computed once, forward and backward, and each answer sees the prompt and itself. Attention alone holds it once for
-  each answer, and so a row has no more answers than make four times `trainer.row_tokens`. It needs a packed row and
-  `packed` attention; other models are trained with a prompt for each answer. Rotary frequencies that depend on the
-  length of a sample exclude it, too. Rollouts of several branches share nothing, nor do those without a trained token.
-  Loss and gradient are held to the same 1e-5, and the check of the real model compares two answers that share a prompt
-  with two that do not.
+- **Shared prompts.** In `rl` the answers to one prompt share its tokens in a row (`trainer.share_prompts`), in `dpo`
+  the two sides of a pair: the prompt is computed once, forward and backward, and each answer sees the prompt and
+  itself. Attention alone holds it once for each answer, and so a row has no more answers than make four times
+  `trainer.row_tokens`. It needs a packed row and `packed` attention; other models are trained with a prompt for each
+  answer. Rotary frequencies that depend on the length of a sample exclude it, too. Rollouts of several branches share
+  nothing, nor do those without a trained token. Loss and gradient are held to the same 1e-5, and the check of the
+  real model compares two answers that share a prompt with two that do not.
 - **Answers alone and beside others** have the same bits on a CPU in float32. Tried once with one thread and wide
   layers: 46 of the 48 families that `rl` trains. The two others differ by 5e-7 nats, as PyTorch computes a function of
   a few numbers for each token in another way at the end of a batch: the gate of a shared expert (`qwen2_moe`) and

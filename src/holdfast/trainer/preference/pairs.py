@@ -320,14 +320,24 @@ def fingerprint_preferences(preferences: Sequence[Preference]) -> str:
 
 
 def plan_preferences(
-    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, rank: int, world_size: int
+    pairs: Sequence[Preference],
+    layout: Layout,
+    config: PreferenceDataConfig,
+    *,
+    rank: int,
+    world_size: int,
+    share: bool = False,
 ) -> list[list[int]]:
-    """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them."""
-    return plan_of_all(pairs, layout, config, world_size=world_size)[rank]
+    """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them.
+
+    Args:
+        share: whether the two sides of a pair share the tokens of their prompt, if the layout allows it.
+    """
+    return plan_of_all(pairs, layout, config, world_size=world_size, share=share)[rank]
 
 
 def plan_of_all(
-    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, world_size: int
+    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, world_size: int, share: bool = False
 ) -> list[list[list[int]]]:
     """Return what `plan_preferences` gives every rank."""
     from holdfast.trainer.data.packing import plan_rows  # not above: reading pairs needs no torch
@@ -336,14 +346,21 @@ def plan_of_all(
     both = [[len(side.token_ids) for side in pair.sides] for pair in pairs]
     if arrangement != "packed":
         both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
+    shares = share and arrangement == "packed" and layout.shares
+    shared = [_shared_tokens(pair) if shares else 0 for pair in pairs]
     return plan_rows(
-        [sum(lengths) for lengths in both],
-        costs=[sum(map(layout.cost, lengths)) for lengths in both],
+        [sum(lengths) - saved for lengths, saved in zip(both, shared, strict=True)],
+        costs=[sum(map(layout.cost, lengths)) - saved for lengths, saved in zip(both, shared, strict=True)],
         arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
         world_size=world_size,
     )
+
+
+def _shared_tokens(pair: Preference) -> int:
+    one, other = pair.sides
+    return one.prompt_length if one.shared_prompt == other.shared_prompt else 0
 
 
 def plan_sides(

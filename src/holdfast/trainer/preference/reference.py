@@ -54,7 +54,7 @@ from holdfast.trainer.model.parity_check import PassedChecks, check_model
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
-from holdfast.trainer.preference.pairs import P, Preference, fingerprint_preferences, plan_of_all
+from holdfast.trainer.preference.pairs import P, Pair, Preference, fingerprint_preferences, plan_of_all
 from holdfast.trainer.session import Session, build_model
 from holdfast.trainer.stop import STOP_REQUEST
 
@@ -276,7 +276,8 @@ class ReferenceWork(Generic[P]):
 
     def _check(self, model: Policy, name: str, own: TrainedModelConfig) -> None:
         passed = PassedChecks(self.config)
-        check_model(model, self.mesh, name=name, pack=self.config.data.pack, dtype=own.compute_dtype, passed=passed)
+        pack = self.config.data.pack
+        check_model(model, self.mesh, name=name, pack=pack, share=pack, dtype=own.compute_dtype, passed=passed)
 
     def _missing(self) -> set[int]:
         """Return the numbers of the pairs that training will reach, or that are held out, and are not known yet."""
@@ -407,12 +408,15 @@ def _block_logprobs(
 ) -> tuple[list[int], np.ndarray]:
     """Return the indices of the pairs in the micro-batches of a block that have any of `wanted`, and their rows."""
     policy.eval()
-    plans = plan_of_all(block, policy.layout, config, world_size=mesh.data_size)
+    share = isinstance(block[0], Pair)  # as the loss computes them
+    plans = plan_of_all(block, policy.layout, config, world_size=mesh.data_size, share=share)
     # Every rank takes part in the passes of the others.
     together = [[index for own in places for index in own] for places in zip(*plans, strict=True)]
     chosen = [place for place, indices in enumerate(together) if not set(wanted).isdisjoint(indices)]
     mine = [plans[mesh.data_rank][place] for place in chosen]
-    found = [predict_pairs(policy, block, indices, pack=config.pack, device=mesh.device) for indices in mine]
+    found = [
+        predict_pairs(policy, block, indices, pack=config.pack, share=share, device=mesh.device) for indices in mine
+    ]
     own = np.zeros((len(block), 2))
     # To the CPU in one copy, behind all passes: each waits for the device.
     own[[index for indices in mine for index in indices]] = torch.cat(found).cpu().numpy()
@@ -425,22 +429,38 @@ def _block_logprobs(
 
 
 def predict_pairs(
-    policy: Policy, pairs: Sequence[Preference], indices: list[int], *, pack: bool, device: torch.device
+    policy: Policy,
+    pairs: Sequence[Preference],
+    indices: list[int],
+    *,
+    pack: bool,
+    device: torch.device,
+    share: bool = False,
 ) -> Tensor:
     """Return the summed log-probabilities (P, 2) of the answers of `pairs[indices]`, in one forward pass.
 
     With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
+
+    Args:
+        share: whether the two sides of a pair share the tokens of their prompt, if the model allows it.
     """
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
-    return predict_sides(policy, sides, places, pack=pack, device=device).reshape(-1, 2)
+    return predict_sides(policy, sides, places, pack=pack, share=share, device=device).reshape(-1, 2)
 
 
 def predict_sides(
-    policy: Policy, samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device
+    policy: Policy,
+    samples: Sequence[Sample],
+    indices: list[int],
+    *,
+    pack: bool,
+    device: torch.device,
+    share: bool = False,
 ) -> Tensor:
     """Return the summed log-probabilities (S,) of what is trained of `samples[indices]`, as `predict_pairs` does."""
-    micro = build_micro_batch(samples, indices, pack=pack and policy.layout.packs, device=device)
+    pack, layout = pack and policy.layout.packs, policy.layout
+    micro = build_micro_batch(samples, indices, pack=pack, share=share and pack and layout.shares, device=device)
     logprobs_N = predict(policy, micro).logprobs_N
     return sequence_sums(logprobs_N, [samples[index].num_targets for index in indices])
 

@@ -7,6 +7,7 @@ answer; the loop over them is in `holdfast.trainer.preference.training`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,14 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.preference.pairs import P, Pair, fingerprint_preferences, load_answers, split_preferences
+from holdfast.trainer.preference.pairs import (
+    P,
+    Pair,
+    fingerprint_preferences,
+    load_answers,
+    plan_preferences,
+    split_preferences,
+)
 from holdfast.trainer.preference.reference import Reference, ReferenceWork, predict_pairs
 from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
 from holdfast.trainer.session import start_program, start_session
@@ -57,6 +65,7 @@ def _train(
         tokenizer,
         build_policy,
         pack=config.data.pack,
+        share=config.data.pack,
         data_fingerprint=fingerprint_preferences(training),
     ) as session:
         none = Reference(np.zeros((len(preferences), 2)), {})
@@ -76,7 +85,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         device, chosen = mesh.device, [pairs[index] for index in indices]
-        logprobs_P2 = predict_pairs(policy, pairs, indices, pack=config.data.pack, device=device)
+        logprobs_P2 = predict_pairs(policy, pairs, indices, pack=config.data.pack, share=True, device=device)
         reference_P2 = reference.of(chosen, device)
         lengths = [[side.num_targets for side in pair.sides] for pair in chosen]
         tokens_P2 = to_device(torch.tensor(lengths, dtype=torch.float64), device).reshape(-1, 2)
@@ -100,4 +109,4 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
             "logps/rejected": logprobs_P2[:, 1],
         }
 
-    return PairObjective(forward, config.data, mesh)
+    return PairObjective(forward, config.data, mesh, plan=partial(plan_preferences, share=True))

@@ -20,6 +20,7 @@ from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
+from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED, Layout
@@ -249,6 +250,21 @@ def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):
         assert sum(pairs[index].num_tokens for index in micro) <= 2 * 16 * 2
+
+
+def test_the_sides_of_a_pair_share_their_prompt_and_so_more_pairs_a_row(policy: Policy, mesh: Mesh) -> None:
+    pairs = ragged_pairs(17)
+    config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
+    shared, apart = (
+        plan_preferences(pairs, policy.layout, config, rank=0, world_size=1, share=share) for share in (True, False)
+    )
+    sides = [side for pair in pairs for side in pair.sides]
+    places = [[2 * index + side for index in micro for side in (0, 1)] for micro in shared]
+    rows = [build_micro_batch(sides, own, pack=True, share=True, device=mesh.device) for own in places]
+    lengths = [row.input_ids_BL.numel() for row in rows]
+    prompts = sum(pair.chosen.prompt_length for pair in pairs)
+    assert sum(lengths) == sum(pair.num_tokens for pair in pairs) - prompts and max(lengths) <= 2 * 16 * 2
+    assert len(shared) < len(apart)
 
 
 @pytest.fixture(scope="module")
