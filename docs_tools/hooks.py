@@ -4,11 +4,10 @@ The site has the pages of docs/ and, besides:
 
 - README.md as its first page, and the project's other papers (`PAPERS`),
 - one page per command, and one of all settings, see `docs_tools.options`; the JSON schema of their TOML files,
-- an index of docs/decisions,
 - the files of the repository that a page links to, where no `repo_url` is set to lead there instead,
 - llms.txt.
 
-`commands/*` and `decisions/*` in the navigation stand for all of these pages.
+`commands/*` in the navigation stands for the pages of all commands.
 """
 
 from __future__ import annotations
@@ -30,25 +29,9 @@ from docs_tools import links, listing, options  # noqa: E402
 _FENCE_INFO = re.compile(r"^( *```)(\w+)[ \t]+([^\n]+)$", re.MULTILINE)
 
 
-def _decisions() -> dict[str, str]:
-    """Return path below docs/ -> title, in the order of their numbers."""
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    return {f"decisions/{page.name}": _title(page) for page in pages}
-
-
-def _title(page: Path) -> str:
-    return page.read_text().splitlines()[0].removeprefix("# ")
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Write out the entries of the navigation that stand for many pages."""
-    below = {
-        "commands/*": [{name: f"commands/{name}.md"} for name in options.COMMANDS],
-        "decisions/*": [
-            "decisions/index.md",
-            *({f"{Path(path).name[:4]} {title}": path} for path, title in _decisions().items()),
-        ],
-    }
+    below = {"commands/*": [{name: f"commands/{name}.md"} for name in options.COMMANDS]}
     config.nav = _written_out(config.nav, below)
     return config
 
@@ -74,9 +57,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "commands/index.md", content=options.index()))
     for name in listing.SETTINGS:
         files.append(File.generated(config, f"schemas/{name}.json", content=listing.json_schema(name)))
-    rows = [f"- {Path(path).name[:4]}: [{title}]({Path(path).name})" for path, title in _decisions().items()]
-    text = "# Decisions\n\nWhy things are as they are: one short page for each choice that had alternatives.\n\n"
-    files.append(File.generated(config, "decisions/index.md", content=text + "\n".join(rows) + "\n"))
     llms = links.rewritten((ROOT / "llms.txt").read_text(), "llms.txt", config.repo_url)
     files.append(File.generated(config, "llms.txt", content=llms.replace(".md)", ".html)")))
     for path in sorted(links.files_linked_to(config.repo_url)):

@@ -63,7 +63,6 @@ def _lead(link: str, source: str, uri: str, repo_url: str | None) -> str:
         there = PAPERS[path]
     elif path.startswith("docs/"):
         there = path.removeprefix("docs/")
-        there += "/index.md" if (ROOT / path).is_dir() else ""
     elif not (ROOT / path).exists():
         raise DeadLink(f"{source} links to {link}: there is no {path}")
     elif repo_url:

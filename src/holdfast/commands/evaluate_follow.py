@@ -1,7 +1,7 @@
 """`evaluate --follow`: the checkpoints of a run that trains, evaluated one after the other as they come.
 
 `python -m holdfast.commands.evaluate_follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
-`--eval.interval`. See docs/decisions/0041-evaluation-beside-training.md.
+`--eval.interval`. See docs/decisions.md.
 """
 
 from __future__ import annotations

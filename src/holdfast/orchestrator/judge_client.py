@@ -2,7 +2,7 @@
 
 One `Desk` per process returns a kept reply, or else asks the judge once. So two environments that ask the same thing at
 the same time cause one request, and a limit of requests per minute holds for the run. See
-docs/decisions/0035-judges-are-asked-in-one-place.md. `JudgeQueue` holds the limits of one judge.
+docs/decisions.md. `JudgeQueue` holds the limits of one judge.
 
 `ReplyLog` stores replies by request: `judgements.log` of a run, `answers.log` of an evaluation. The file has a header
 and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. Every later attempt finds a reply by

@@ -13,7 +13,7 @@ check, that it computes the trainer's log-probabilities with these weights (`che
 The only transport is a directory of safetensors per version, which trainer and engines both see. It appears by one
 rename, with a manifest, so its digest is known before an engine has read it. A second transport is a class here (named
 in `orchestrator.main`), one in `inference.weight_files` (named in the worker), and one in the trainer's publisher.
-Reasons: docs/decisions/0020-one-seam-for-weight-transports.md.
+See docs/decisions.md.
 """
 
 from __future__ import annotations

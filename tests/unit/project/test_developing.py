@@ -11,7 +11,6 @@ from tests.conftest import ROOT
 from tests.pages.additions import PAGE, Copy
 from tests.pages.documentation import PAGES, blocks, prose
 
-EVERY_PAGE = [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 CHECKED = {"Add a policy loss", "Add an advantage", "Add a command", "Add an environment", "Add a metric", "Add a test"}
 
 
@@ -115,19 +114,19 @@ def _additions(title: str) -> list[object]:
     return [block for block in blocks(PAGE) if block.line in lines and (block.option("add") or block.option("of"))]
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|docs|configs|examples|benchmarks)/[\w/.-]*\w)`", prose(page))
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_and_their_names_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`holdfast\.([\w.]*\w)`", prose(page))
     assert not [name for name in named if not name.endswith("py") and not _exists(name)]
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"python -m ((?:tests|benchmarks|holdfast)[\w.]*\w)", prose(page))
     paths = [(ROOT / "src" if name.startswith("holdfast") else ROOT) / name.replace(".", "/") for name in named]

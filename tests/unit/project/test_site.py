@@ -142,7 +142,6 @@ def test_links_lead_to_pages_to_copied_files_or_to_the_repository() -> None:
     assert online == (
         "![p](files/benchmarks/learning/curves.png) [s](https://h/r/tree/main/src/holdfast) [l](https://h/r/blob/main/LICENSE)"
     )
-    assert links.rewritten("[d](docs/decisions)", "index.md", None) == "[d](decisions/index.md)"
     assert links.rewritten("```text\n[a](nowhere.md)\n```", "index.md", None) == "```text\n[a](nowhere.md)\n```"
 
 

@@ -2,7 +2,7 @@
 
 Every rollout has a session of its own with each server that it calls, begun by its first call: a process of its own,
 or a session of a server at a URL. So what one rollout does in a server no other one sees, and a rollout that is played
-again finds what it found the first time. See docs/decisions/0036-a-session-of-an-mcp-server-for-each-rollout.md.
+again finds what it found the first time. See docs/decisions.md.
 """
 
 from __future__ import annotations

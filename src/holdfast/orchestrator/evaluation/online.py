@@ -1,6 +1,6 @@
 """Evaluations during a run: by the engines, while they serve the version that has just made a batch.
 
-See docs/decisions/0031-evaluation-between-two-weight-updates.md.
+See docs/decisions.md.
 """
 
 from __future__ import annotations
