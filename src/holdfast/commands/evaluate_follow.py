@@ -180,7 +180,10 @@ def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
         wanted = name_of_export(run.run_dir, step)
     except FileNotFoundError:  # removed since it was listed: nobody can evaluate it any more
         return True
-    return settings.exists() and Path(read_toml(EvaluateConfig, settings).inference.model.name).name == wanted
+    try:
+        return settings.exists() and Path(read_toml(EvaluateConfig, settings).inference.model.name).name == wanted
+    except ConfigError:  # damaged: nobody can say which weights were evaluated
+        return False
 
 
 def _directory(config: EvaluateConfig, step: int) -> Path:
@@ -191,7 +194,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
     if (directory.path / SUMMARY_NAME).exists():
-        print(f"{directory.path} is of other weights than step {step} has now: it is evaluated anew", flush=True)
+        print(f"{directory.path} is not of the weights that step {step} has now, or damaged: it is evaluated anew")
         atomic.remove_directory(directory.path)
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:

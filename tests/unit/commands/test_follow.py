@@ -254,7 +254,10 @@ def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
     assert evaluate_follow._is_done(config, run, 10), "nobody can evaluate it any more"
     write_checkpoint(run_dir, 10, content="trained again")
     assert evaluate_follow._missing(config, run) == [10]
-    (config.output_dir / "step_5" / "config" / "evaluate.toml").unlink()
+    settings = config.output_dir / "step_5" / "config" / "evaluate.toml"
+    settings.write_bytes(settings.read_bytes()[:-5])
+    assert evaluate_follow._missing(config, run) == [5, 10], "its settings are damaged"
+    settings.unlink()
     assert evaluate_follow._missing(config, run) == [5, 10], "nobody knows of which weights it is"
     # In the run's own directory a resume has set aside what is not of these weights.
     run_dir.evaluations.mkdir()
@@ -266,7 +269,7 @@ def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
     # Gone between the look and the evaluation: what was of other weights goes all the same.
     assert evaluate_follow._evaluate_step(config, run, 10, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
     said = capsys.readouterr().out
-    assert "step_10 is of other weights than step 10 has now: it is evaluated anew" in said
+    assert "step_10 is not of the weights that step 10 has now, or damaged: it is evaluated anew" in said
     assert "step 10 is not evaluated: its checkpoint went away" in said
     assert not (config.output_dir / "step_10").exists()
 
