@@ -111,6 +111,7 @@ def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Chec
 @pytest.mark.launch
 @pytest.mark.parametrize("block", [b for b in EVERYWHERE if b.language == "toml"], ids=lambda block: block.where)
 def test_settings_can_be_used(block: Block, checkout: Checkout, run_forked: RunCommand) -> None:
+    checkout.save_files(ROOT / "docs" / "environments.md")  # whose programs other pages import
     checkout.save_files(block.page)
     base = ROOT / "configs" / "reverse_text" / f"{block.info[1]}.toml"
     flags = ("@", base, "@", settings_file(block, checkout.path), "--output-dir", checkout.path / "run", "--dry-run")
@@ -144,9 +145,9 @@ def test_programs_compile_and_import_what_exists(block: Block) -> None:
 
 @pytest.fixture
 def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
-    """A checkout with the programs of README and docs/environments.md, from which they can be imported."""
-    checkout.save_files(ROOT / "README.md")
-    checkout.save_files(ROOT / "docs" / "environments.md")
+    """A checkout with the programs of README and the pages about environments, from which they can be imported."""
+    for page in ("README.md", "docs/environments.md", "docs/tools.md", "docs/rewards.md"):
+        checkout.save_files(ROOT / page)
     monkeypatch.syspath_prepend(checkout.path)
     for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices", "polite", "asked"):
         monkeypatch.delitem(sys.modules, name, raising=False)
