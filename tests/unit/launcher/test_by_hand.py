@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_a_directory_whose_lock_cannot_be_read_is_not_taken_for_free(monkeypatch
         lock.is_directory_locked(-1)
 
 
-def test_what_a_killed_holder_has_left_is_named_when_it_does_not_end(
+def test_what_a_killed_holder_has_left_is_waited_for_and_named_when_it_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "import os, sys; from pathlib import Path; from holdfast.run.lock import take; take(Path(sys.argv[1]))"
@@ -203,9 +204,13 @@ def test_what_a_killed_holder_has_left_is_named_when_it_does_not_end(
         holder.wait()
         with pytest.raises(RunDirError, match=rf"process {holder.pid} started and that did not end .* `fuser {path}`"):
             lock.take(path)
-        os.kill(left, signal.SIGKILL)
-    monkeypatch.setattr(lock, "_DYING_S", HANG_S)
-    assert lock.take(path) is None
+        monkeypatch.setattr(lock, "_DYING_S", HANG_S)
+        with ThreadPoolExecutor() as pool:
+            taken = pool.submit(lock.take, path)
+            with pytest.raises(TimeoutError):
+                taken.result(timeout=0.3)
+            os.kill(left, signal.SIGKILL)
+            assert taken.result(timeout=HANG_S) is None
 
 
 def test_a_holder_of_another_container_is_never_taken_for_dead() -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import yaml
 from fastapi import Response
@@ -292,38 +291,6 @@ def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> No
     tried = subprocess.run([sys.executable, "try_shout.py"], capture_output=True, text=True)
     assert tried.returncode == 0, tried.stderr
     assert len(tried.stdout.splitlines()) == 3 and tried.stdout.count("reward=1.0") == 3
-
-
-def test_batches_and_logs_are_read_by_the_programs_of_the_journals_page(checkout: Checkout) -> None:
-    from holdfast.protocol.rollouts import Logprobs, TokenIds, encode_packed
-    from holdfast.run.journal import publish_batch
-    from holdfast.run.record_log import RecordLog
-    from holdfast.run.run_dir import RunDir
-    from tests.unit.commands.test_rollouts_cli import make_batch, state_after
-
-    checkout.save_files(ROOT / "docs" / "journal.md")
-    run_dir = RunDir(checkout.path / "run")
-    run_dir.create()
-    publish_batch(run_dir, make_batch(2), msgspec.json.encode(state_after(2)))
-    printed = _run("print_batch.py", run_dir.batch(2) / "batch.msgpack")
-    assert [line.split()[:3] for line in printed][:2] == [["a", "1", "0.0"], ["a", "1", "1.0"]] and len(printed) == 4
-
-    log = checkout.path / "generations_3.log"
-    answer = {"token_ids": encode_packed(TokenIds([5, 6])), "logprobs": encode_packed(Logprobs([-0.5, -1.0]))}
-    records = [{"format": 3, "step": 3}, {"prompt": "ab", "seeds": [7], "completions": [answer]}]
-    writer = RecordLog(log, valid_bytes=0)
-    for record in records:
-        writer.append(msgspec.msgpack.encode(record))
-    writer.close(wait=True)
-    header, shown = (msgspec.json.decode(line) for line in _run("print_log.py", log))
-    assert header == records[0]
-    assert shown["completions"] == [{"token_ids": [5, 6], "logprobs": [-0.5, -1.0]}]
-
-
-def _run(program: str, *arguments: Path) -> list[str]:
-    done = subprocess.run([sys.executable, program, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_the_table_of_exit_codes_is_whole() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.config.base import CkptConfig
 from holdfast.errors import CheckpointError
-from holdfast.run import atomic, manifest
+from holdfast.run import atomic
 from holdfast.run.checkpoints import BestMetric, Kind, Retention, describe_found, kind_of, list_entries, require_weights
+from tests.builders import checkpoint_files
 
 
 def write(directory: Path, *names: str) -> Path:
@@ -23,12 +24,8 @@ def write(directory: Path, *names: str) -> Path:
     return directory
 
 
-def commit(directory: Path, step: int, kind: str = "checkpoint", **fields: object) -> Path:
-    write(directory, "trainer/.metadata", "trainer/__0_0.distcp")
-    files = manifest.describe_files(directory)
-    listing = manifest.Manifest(kind=kind, step=step, policy_version=step, files=files, **fields)  # type: ignore[arg-type]
-    manifest.write_manifest(directory, listing)
-    return directory
+def commit(directory: Path, step: int) -> Path:
+    return checkpoint_files.commit(write(directory, "trainer/.metadata", "trainer/__0_0.distcp"), "checkpoint", step)
 
 
 @pytest.mark.parametrize(

@@ -84,25 +84,6 @@ def test_a_step_is_one_aligned_line() -> None:
     assert len(step_line(metrics | {"step": 99}, 100)) == len(line)
 
 
-def test_the_console_shows_phases_and_only_the_new_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = RunDir(tmp_path)
-    metrics, events = run_dir.metrics, run_dir.logs(2) / "events.jsonl"
-    events.parent.mkdir(parents=True)
-    metrics.write_text('{"step": 4, "loss": 9.0}\n')
-    with Console(run_dir, attempt=2, first_step=4, max_steps=6) as console:
-        events.write_text('{"time": 1, "process": "inference", "phase": "loading vllm"}\n')
-        console.refresh()
-        with open(metrics, "a") as file:
-            file.write('{"step": 5, "loss": 1.0}\n')
-        console.refresh()
-        with open(metrics, "a") as file:
-            file.write('{"step": 6, "loss": 0.5}\n')
-    shown = capsys.readouterr().out
-    assert "inference" in shown and "loading vllm (usually" in shown
-    assert "step 4/6" not in shown and shown.index("step 5/6") < shown.index("step 6/6")
-    assert console.last_step == 6
-
-
 def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,8 +113,10 @@ def test_the_name_of_a_new_log_is_durable_before_it_says_so(tmp_path: Path, monk
     calls: list[str] = []
     monkeypatch.setattr(atomic, "fsync_directory", lambda path: calls.append(f"directory {path.name}"))
     monkeypatch.setattr(record_log.os, "fdatasync", lambda _: calls.append("file"))
-    write(tmp_path / "rollouts" / "one.log", PAYLOADS[:1])
-    assert calls == [f"directory {tmp_path.name}", "directory rollouts", "file"]
+    for _ in range(2):
+        write(tmp_path / "run" / "rollouts" / "one.log", PAYLOADS[:1])
+    synced = ["directory rollouts", "file"]
+    assert calls == [f"directory {tmp_path.name}", "directory run", *synced, *synced]
 
 
 def test_what_cannot_be_made_durable_is_told_at_the_next_record(

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -17,20 +16,16 @@ from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
+from tests.builders import checkpoint_files
 from tests.conftest import ROOT
 from tests.faults.disks import Disk
-from tests.runs.processes import HANG_S
 
 
 def commit(run_dir: RunDir, step: int) -> Path:
     directory = run_dir.checkpoint(step)
     directory.mkdir(parents=True)
     (directory / "data").write_bytes(b"%d" % step)
-    files = manifest.describe_files(directory)
-    manifest.write_manifest(
-        directory, manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files=files)
-    )
-    return directory
+    return checkpoint_files.commit(directory, "checkpoint", step)
 
 
 def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
@@ -63,42 +58,15 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
     RunDir(tmp_path).lock()  # the kernel freed it
 
 
-def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from holdfast.run.run_dir import RunDir\n"
-        "RunDir(Path(sys.argv[1])).lock()\n"
-        "if os.fork() == 0: print('held', flush=True)\n"
-        "sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
-    holder.kill()
-    holder.wait(HANG_S)
-    with ThreadPoolExecutor() as pool:
-        taken = pool.submit(RunDir(tmp_path).lock)
-        with pytest.raises(TimeoutError):
-            taken.result(timeout=0.3)
-        holder.stdin.close()  # now its child ends
-        taken.result(timeout=HANG_S)
-    holder.stdout.close()
-
-
-@pytest.mark.parametrize(("wanted", "step"), [(None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)])
-def test_the_step_to_resume_from(wanted: object, step: int | None, run_dir: RunDir) -> None:
-    for committed in (5, 20):
-        commit(run_dir, committed)
-    assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
-
-
-def test_a_step_that_is_not_there_lists_those_that_are(run_dir: RunDir) -> None:
+def test_the_step_to_resume_from_and_one_that_is_not_there(run_dir: RunDir) -> None:
     assert resolve_resume_step(run_dir, "auto") is None
     for wanted in ("latest", -1, 3):
         with pytest.raises(CheckpointError, match="no committed checkpoint"):
             resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
     for committed in (5, 20):
         commit(run_dir, committed)
+    for wanted, step in ((None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)):
+        assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
     for wanted in (7, 0, -2, 21):
         with pytest.raises(CheckpointError, match=f"{wanted}.*5, 20") as caught:
             resolve_resume_step(run_dir, wanted)
@@ -143,22 +111,6 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
     assert (aside / "rollouts" / "generations_11.log").read_text() == "finished"
     assert len(moved) == 8 and all(path.exists() for path in moved)
     assert set_aside_after(run_dir, 2, attempt=5) == []
-
-
-def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
-    for step in (1, 2, 3, 4):
-        run_dir.batch(step).mkdir(parents=True)
-    for step in (4, 5):
-        run_dir.generations(step).write_text("finished")
-    run_dir.weights_of(2).mkdir(parents=True)
-    moved = set_aside_after(run_dir, 1, attempt=2, last_batch=3)
-    aside = run_dir.discarded(2)
-    assert moved == [
-        aside / "weights" / "step_2",
-        aside / "rollouts" / "step_4",
-        aside / "rollouts" / "generations_5.log",
-    ]
-    assert run_dir.published_batches() == [1, 2, 3] and run_dir.generations(4).exists()
 
 
 def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: RunDir) -> None:
@@ -242,19 +194,14 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     (run_dir.checkpoint(15) / manifest.MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
         resolve_resume_step(run_dir, 15)
-    assert resolve_resume_step(run_dir, 5) == 5
-
-
-def test_files_of_another_step_or_kind_are_no_checkpoint(run_dir: RunDir) -> None:
-    commit(run_dir, 5)
+    shutil.rmtree(run_dir.checkpoint(10))
     shutil.copytree(run_dir.checkpoint(5), run_dir.checkpoint(10))
     with pytest.raises(CheckpointError, match="resume_step = 10: .*the manifest of step 5, not of step 10"):
         resolve_resume_step(run_dir, 10)
-    weights = run_dir.checkpoint(15)
-    weights.mkdir()
-    manifest.write_manifest(weights, manifest.Manifest(kind="weights", step=15, policy_version=15, files={}))
+    checkpoint_files.write_weights(run_dir, 16).replace(run_dir.checkpoint(16))
     with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
-        resolve_resume_step(run_dir, 15)
+        resolve_resume_step(run_dir, 16)
+    assert resolve_resume_step(run_dir, 5) == 5
 
 
 @pytest.mark.parametrize("wanted", ["latest", "auto"])
