@@ -136,15 +136,6 @@ def test_an_unknown_key_names_its_file_itself_and_the_nearest_spelling(
 
 
 @pytest.mark.parametrize(
-    ("flag", "meant"),
-    [("--max-stepz", "--max-steps"), ("--max-st", "--max-steps"), ("--optim.lrr", "--optim.lr")],
-)  # fmt: skip
-def test_an_unknown_flag_names_the_nearest(flag: str, meant: str) -> None:
-    message = refused(flag, "3")
-    assert f"'{flag}'" in message and f"'{meant}'" in message
-
-
-@pytest.mark.parametrize(
     ("toml", "key", "given", "allowed"),
     [
         ("max_steps = 'many'", "max_steps", '"many"', "integer"),

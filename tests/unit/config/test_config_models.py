@@ -208,11 +208,12 @@ def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
             {"rewards": {"length_buffer_tokens": 9, "length_max_tokens": 8}},
             r"length_buffer_tokens \(9\) is more than length_max_tokens \(8\)",
         ),
-        (TrainerConfig, {"rewards": {"length_buffer_tokens": 9}}, "go together: set both or neither"),
-        *(
-            (kind, {"prometheus": {"port": 9466}, "dashboard": {}}, "prometheus.port and dashboard.port are both 9466")
-            for kind in (SftConfig, DpoConfig, RewardTrainingConfig)
+        (
+            SftConfig,
+            {"prometheus": {"port": 9466}, "dashboard": {}},
+            "prometheus.port and dashboard.port are both 9466",
         ),
+        (DpoConfig, {"loss": {"type": "simpoo"}}, "no 'simpoo'. Did you mean 'simpo'.*Allowed: dpo, ipo"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(

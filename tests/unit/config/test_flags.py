@@ -11,90 +11,39 @@ from holdfast.config.load import flags_of
 COMMANDS = {"sft": SftConfig, "dpo": DpoConfig, "rl": RlConfig}
 KEYS = {name: [flag.key for flag in flags_of(command).values()] for name, command in COMMANDS.items()}
 
-# Flags of TRL: what is said by `sft`, `dpo` and `rl`. A word that begins with a capital letter begins a sentence.
+# Flags of TRL with every kind of answer: what `sft`, `dpo` and `rl` say.
+# A word that begins with a capital letter begins a sentence.
 TRL = {
     "model_name_or_path": ("model.name",) * 3,
     "dataset_name": ("data.name", "data.name", "Here tasks"),
-    "dataset_num_proc": ("data.num_proc", "data.num_proc", "Here tasks"),
-    "learning_rate": ("optim.lr", "optim.lr", "trainer.optim.lr"),
-    "lr_scheduler_type": ("optim.schedule", "optim.schedule", "trainer.optim.schedule"),
     "warmup_ratio": ("Here optim.warmup_steps counts",) * 3,
-    "weight_decay": ("optim.weight_decay", "optim.weight_decay", "trainer.optim.weight_decay"),
-    "max_grad_norm": ("optim.max_grad_norm", "optim.max_grad_norm", "trainer.optim.max_grad_norm"),
-    "adam_beta1": ("optim.betas", "optim.betas", "trainer.optim.betas"),
-    "adam_epsilon": ("optim.eps", "optim.eps", "trainer.optim.eps"),
-    "num_train_epochs": ("epochs", "epochs", "Here a run has max_steps"),
     "per_device_train_batch_size": ("data.micro_batch_size", "data.micro_batch_size", "Here a batch is"),
-    "gradient_accumulation_steps": ("Here a step takes",) * 3,
     "gradient_checkpointing": (
         "model.activation_checkpointing", "model.activation_checkpointing", "trainer.model.activation_checkpointing"
     ),
-    "attn_implementation": ("model.attention", "model.attention", "trainer.model.attention"),
-    "bf16": ("model.dtype", "model.dtype", "trainer.model.dtype"),
     "fp16": ("Here there is no float16",) * 3,
     "max_length": ("data.seq_len", "data.seq_len", "orchestrator.seq_len"),
-    "max_seq_length": ("data.seq_len", "data.seq_len", "orchestrator.seq_len"),
-    "max_prompt_length": ("Here orchestrator.seq_len is",) * 3,
     "packing": ("data.pack", "data.pack", "Here rows always"),
-    "assistant_only_loss": ("data.train_on", "data.train_on", "Here what the policy"),
-    "use_peft": ("model.lora.rank", "model.lora.rank", "trainer.model.lora.rank"),
-    "lora_r": ("model.lora.rank", "model.lora.rank", "trainer.model.lora.rank"),
-    "lora_alpha": ("model.lora.alpha", "model.lora.alpha", "trainer.model.lora.alpha"),
-    "lora_target_modules": (
-        "model.lora.target_modules", "model.lora.target_modules", "trainer.model.lora.target_modules"
-    ),
-    "load_in_4bit": ("Here there is no quantised",) * 3,
     "eval_steps": ("val_interval", "val_interval", "eval.interval"),
     "save_steps": ("ckpt.interval",) * 3,
-    "save_total_limit": ("ckpt.keep",) * 3,
-    "resume_from_checkpoint": ("ckpt.resume_step",) * 3,
-    "logging_steps": ("Here every step",) * 3,
-    "report_to": ("tracking.backends",) * 3,
-    "run_name": ("tracking.name",) * 3,
-    "push_to_hub": ("Here nothing is uploaded",) * 3,
     "beta": ("", "loss.beta", "trainer.kl.coef"),
-    "loss_type": ("", "loss.type", "trainer.loss.type"),
     "num_generations": ("", "", "orchestrator.group_size"),
-    "max_completion_length": ("", "", "orchestrator.sampling.max_tokens"),
     "temperature": ("", "", "orchestrator.sampling.temperature"),
-    "use_vllm": ("Here the engine is",) * 3,
     "reward_funcs": ("Here tasks",) * 3,
-    "epsilon_high": ("", "", "trainer.loss.clip_high"),
-    "num_iterations": ("", "", "trainer.updates.epochs"),
 }  # fmt: skip
 
-# Keys of prime-rl: what `rl` says.
+# Keys of prime-rl, of every kind of answer: what `rl` says.
 PRIME_RL = {
     "orchestrator.batch_size": "Here a batch is",
     "orchestrator.rollouts_per_example": "orchestrator.group_size",
-    "orchestrator.env": "orchestrator.environments",
-    "orchestrator.max_off_policy_steps": "async_level",
     "max_async_level": "async_level",
-    "orchestrator.model.max_model_len": "inference.model.max_len",
-    "ckpt.keep_last": "ckpt.keep",
     "wandb": "tracking.backends",
-    "wandb.project": "tracking.project",
-    "wandb.name": "tracking.name",
-    "trainer.scheduler.type": "trainer.optim.schedule",
-    "trainer.scheduler.warmup_steps": "trainer.optim.warmup_steps",
-    "trainer.optim.max_norm": "trainer.optim.max_grad_norm",
     "trainer.model.ac": "trainer.model.activation_checkpointing",
-    "trainer.model.attn": "trainer.model.attention",
     "trainer.model.tp": "Here the trainer has no tensor",
-    "trainer.model.cp": "trainer.parallel.sequence_parallel",
-    "inference.parallel.tp": "inference.engine.tensor_parallel_size",
     "inference.parallel.dp": "inference.engines",
-    "inference.gpu_memory_utilization": "inference.engine.gpu_memory_utilization",
     "trainer_gpu_ids": "Here CUDA_VISIBLE_DEVICES",
-    "inference_gpu_ids": "Here CUDA_VISIBLE_DEVICES",
-    "log.level": "Here logs are whole",
     "val.interval": "",
-    "data.path": "Here tasks",
     "trainer.optim.learning_rate": "trainer.optim.lr",
-    "trainer.data.micro_batch_size": "Here the trainer packs",
-    "orchestrator.sampling.max_new_tokens": "orchestrator.sampling.max_tokens",
-    "weight_broadcast": "",
-    "bench": "",
 }
 
 

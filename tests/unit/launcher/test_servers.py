@@ -331,12 +331,6 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[B
         assert no.value.exit_code == 2
 
 
-def test_addresses_of_servers(tmp_path: Path) -> None:
-    for host, url in (("::1", "http://[::1]:8123"), ("::", "http://127.0.0.1:8123"), ("node", "http://node:8123")):
-        flags = ("--inference.server.host", host, "--inference.server.port", "8123")
-        assert Launcher(tmp_path, 8123, *flags).config.orchestrator.client.urls == [url]
-
-
 def test_a_launcher_that_finds_its_run_under_way_does_not_give_its_server_away(tmp_path: Path) -> None:
     engine = FakeEngine()
     with serving(engine), ExitStack() as running:

@@ -115,10 +115,5 @@ def test_what_a_killed_process_has_run_is_kept(
     coverage.passed("everyday")
     assert coverage.resume() == 0 and (tmp_path / "start.pth").exists()
     assert coverage.report(40.0) == 0, "the marks are kept"
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_new.py").touch()
-    assert coverage.resume() == 1
-    (tmp_path / "tests/test_new.py").unlink()
-    assert coverage.resume() == 0
     (tmp_path / "src/holdfast/thing.py").write_text(f"{SOURCE}\n")
     assert coverage.resume() == 1

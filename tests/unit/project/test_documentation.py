@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -96,14 +95,6 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
         checkout.made.clear()
         if alone.words[0] not in ("ckpt", "rollouts", "report"):
             checkout.dry_run(alone, run_forked)
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize("flag", ["--dashboard.port {}", "--prometheus --prometheus.port {}", "--dashboard.port={}"])
-def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Checkout, run_command: RunCommand) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        line = f"sft @ configs/reverse_text/sft.toml {flag.format(other.getsockname()[1])}"
-        checkout.dry_run(Command("a page", line, line.split()), run_command)
 
 
 @pytest.mark.docs
@@ -334,37 +325,6 @@ def test_every_claim_of_the_guarantees_names_a_test() -> None:
     assert not [one for one in claims if not guarantees.tests_of(one, notes) and not guarantees.is_not_tried(one)]
     assert notes.keys() == guarantees.notes_used(page), "footnotes without a claim, or claims without a footnote"
     assert all("::" in test for tests in notes.values() for test in tests) and all(notes.values())
-
-
-def test_claims_without_a_test_are_noticed() -> None:
-    page = """# Title
-
-It lives.[^lives] It `is. It` well[^lives]. It is a claim! It was not tried on
-the moon.
-
-Rows:
-
-| what | test |
-|---|---|
-| one | `test_x.py` |
-| two | none |
-
-- **Bold.** With a note.[^other]
-- Without one
-
-## Measured
-
-Nothing.
-
-[^lives]: `test_x.py::test_lives`,
-    `test_y.py::test_lives_on`
-"""
-    notes = guarantees.footnotes(page)
-    assert notes == {"lives": ["test_x.py::test_lives", "test_y.py::test_lives_on"]}
-    claims = [one for one in guarantees.claims(page) if not guarantees.is_not_tried(one)]
-    without = [one for one in claims if not guarantees.tests_of(one, notes)]
-    assert without == ["It is a claim!", "| two | none |", "- **Bold.** With a note[^other].", "- Without one"]
-    assert guarantees.notes_used(page) == {"lives", "other"}
 
 
 def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
