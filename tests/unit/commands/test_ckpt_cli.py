@@ -6,8 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,22 +18,22 @@ from holdfast.config.load import to_toml
 from holdfast.run import manifest
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
-from holdfast.view.tables import Grid, Report, age, size
-from tests.builders.checkpoint_files import commit, write_weights
+from holdfast.view.tables import age, size
+from tests.builders.checkpoint_files import commit, flip, write_weights
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of an `sft` run with the checkpoints of steps 1 to 4; the files of the trainer hold anything."""
-    run_dir = RunDir(tmp_path_factory.mktemp("finished") / "run")
-    run_dir.create()
+@pytest.fixture
+def run_dir(run_dir: RunDir) -> RunDir:
+    """An `sft` run with the checkpoints of steps 1 to 4; the files of the trainer hold anything."""
     config = SftConfig.model_validate({"output_dir": run_dir.path, "max_steps": 4, "ckpt": {"interval": 1}})
-    run_dir.configs(1).mkdir(parents=True)
-    (run_dir.configs(1) / "sft.toml").write_text(to_toml(config))
-    run_dir.logs(1).mkdir(parents=True)
-    (run_dir.logs(1) / "trainer.log").write_text("trained")
+    for directory, name, text in (
+        (run_dir.configs(1), "sft.toml", to_toml(config)),
+        (run_dir.logs(1), "trainer.log", "trained"),
+    ):
+        directory.mkdir(parents=True)
+        (directory / name).write_text(text)
     metrics = MetricsWriter(run_dir.metrics)
     for step, loss in enumerate((3.0, 2.0, 2.5, 2.25), start=1):
         metrics.write(step, {"loss": loss})
@@ -47,25 +45,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         commit(directory, "checkpoint", step, **about)
     metrics.close()
     write_weights(run_dir, 4)
-    return run_dir.path
-
-
-@pytest.fixture
-def run_dir(finished: Path, tmp_path: Path) -> RunDir:
-    """A copy of the run, to be damaged."""
-    return RunDir(shutil.copytree(finished, tmp_path / "run"))
+    return run_dir
 
 
 @pytest.fixture
 def ckpt(run_command: Ckpt) -> Ckpt:
     return partial(run_command, "ckpt")
-
-
-def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def set_metrics(directory: Path, metrics: dict[str, float]) -> None:
@@ -78,20 +63,6 @@ def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any
     code, out, err = ckpt("ls", "--json", "--output-dir", run_dir.path, *flags)
     assert err == ""
     return code, json.loads(out)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("argv", [["--help"], ["ls", "-h"], ["ls"], ["verify"], ["prune", "--keep", "1", "--dry-run"]])
-def test_looking_imports_nothing_heavy(argv: list[str], finished: Path) -> None:
-    code = (
-        "import sys\nfrom holdfast import cli\n"
-        "try:\n    cli.ckpt()\n"
-        "except SystemExit as end:\n    assert not end.code\n"
-        "print('HEAVY', sorted({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))\n"
-    )
-    words = [*argv, "--output-dir", str(finished)]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    assert "HEAVY []" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -123,10 +94,10 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize("argv", [["show", "9"], ["verify", "9"], ["export", "9", "--to", "x"]])
-def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ckpt, finished: Path) -> None:
-    code, _, err = ckpt(*argv, "--output-dir", finished)
+def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ckpt, run_dir: RunDir) -> None:
+    code, _, err = ckpt(*argv, "--output-dir", run_dir.path)
     assert code == 2 and "step 9 is not in" in err and "1, 2, 3, 4" in err
-    code, _, err = ckpt("show", "nowhere", "--output-dir", finished)
+    code, _, err = ckpt("show", "nowhere", "--output-dir", run_dir.path)
     assert code == 2 and "'nowhere' is neither a step nor the directory of a checkpoint, but nothing" in err
 
 
@@ -273,23 +244,6 @@ def test_prune_never_counts_a_damaged_step_as_kept(ckpt: Ckpt, run_dir: RunDir) 
     assert code == 1 and "step 4 is damaged and stays" in out and "step 2 is damaged and stays" in out
     left = sorted(path.name for path in run_dir.checkpoints.iterdir())
     assert left == ["step_2", "step_3", "step_4"]
-
-
-def test_a_narrow_table_gives_up_columns_and_no_line_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    grid = Grid((">step", "status", "kind", ">age"), [("1", "committed", "checkpoint", "3 min")], ("kind", "age"))
-    headings = {}
-    for width in (60, 25, 17):
-        console = Console(width=width, color_system=None)
-        with console.capture() as capture:
-            console.print(grid.fitted(console))
-        headings[width] = capture.get().splitlines()[0].split()
-        assert "committed" in capture.get()
-    assert headings == {60: ["step", "status", "kind", "age"], 25: ["step", "status", "age"], 17: ["step", "status"]}
-    assert (grid.least_width(), Grid(("a", "b"), [("x" * 50, "y")]).least_width()) == (15, 15)
-    Report({}, ["x" * 500]).print(as_json=False)
-    assert capsys.readouterr().out == "x" * 500 + "\n"
 
 
 def test_sizes_and_ages_are_short() -> None:

@@ -79,11 +79,6 @@ class NotANumber(Sound):
         return [Score(math.nan if "\\u202e" in session.completion else 0.0) for session in sessions]
 
 
-class Four(Sound):
-    def score(self, task, sessions):
-        return [Score(0.0)] * 5
-
-
 class Mute(Sound):
     async def run(self, session, task):
         pass
@@ -133,11 +128,6 @@ class Tooled(Sound):
         return word
 
     tools = (look_up,)
-
-
-class ByTurn(Sound):
-    def score(self, task, sessions):
-        return [Score(1.0, {"exact": 1.0}, turn_rewards=[0.5] * len(session.texts)) for session in sessions]
 
 
 class OnlyHere(Sound):
@@ -291,7 +281,6 @@ def test_a_fault_in_other_processes_is_found_there(name: str, message: str, envi
         ("Dice", "scores", "the score of an empty answer is another when the same sessions are scored again"),
         ("Strict", "scores", "an empty answer, alone in its group: environment 'faults:Strict' failed on task 0"),
         ("NotANumber", "scores", "a non-ASCII answer, alone in its group"),
-        ("Four", "scores", "an empty answer, alone in its group: "),
     ],
 )
 def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: str, environments: Command) -> None:

@@ -163,17 +163,6 @@ def test_a_step_that_another_evaluates_is_waited_for(
     assert code == 0 and out.count(said) == 1 and len(looks) == 2
 
 
-def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
-    directory = RunDir(tmp_path / "step_5")
-    config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
-    evaluate_follow._clear_other_evaluation(config, directory)
-    prepare_directory(config, directory)
-    evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
-    assert directory.path.exists()
-    evaluate_follow._clear_other_evaluation(config.model_copy(update={"num_tasks": 5}), directory)
-    assert not directory.path.exists()
-
-
 def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,7 +205,7 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     assert not goes_on() and goes_on()
 
 
-def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
+def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
     directory, data = RunDir(tmp_path / "step_5"), tmp_path / "tasks.jsonl"
     environments = [{"id": "jsonl", "args": {"path": str(data)}}]
     config = EvaluateConfig.model_validate(
@@ -226,10 +215,12 @@ def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew
     for change in (
         lambda: data.write_text("other"),
         lambda: (directory.path / IDENTITY_NAME).write_text('{"format": 1}'),
+        lambda: setattr(config, "num_tasks", 5),
     ):
+        evaluate_follow._clear_other_evaluation(config, directory)
         prepare_directory(config, directory)
         claim_directory(directory.path, load_tasks(config, {}).identity())
-        evaluate_follow._clear_other_evaluation(config, directory)
+        evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
         assert directory.path.exists()
         change()
         evaluate_follow._clear_other_evaluation(config, directory)

@@ -32,6 +32,7 @@ from holdfast.protocol.rollouts import (
 from holdfast.run import atomic
 from holdfast.run.journal import Accepted, Counts, publish_batch, read_batch
 from holdfast.run.run_dir import RunDir
+from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.conftest import BASE
 
 Command = Callable[..., tuple[int, str, str]]
@@ -90,12 +91,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     for step in (2, 3, 4):
         publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
     return run_dir
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def document(rollouts: Command, run_dir: RunDir, *argv: object, code: int = 0) -> dict[str, Any]:
@@ -301,16 +296,21 @@ def test_a_directory_without_a_run_is_refused_and_a_run_without_batches_is_not(
     assert code == 2 and "it has none" in err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["stats"], ["show", "3"]])
-def test_looking_imports_nothing_heavy(argv: list[str], run_dir: RunDir) -> None:
+@pytest.mark.parametrize(
+    "words", ["rollouts --help", "rollouts stats", "rollouts show 3", "ckpt ls", "ckpt verify", "ckpt prune --keep 1"]
+)
+def test_looking_imports_nothing_heavy(words: str, run_dir: RunDir) -> None:
+    write_checkpoint(run_dir, 2)
+    command, *argv = words.split()
     code = (
         "import sys\nfrom holdfast import cli\n"
-        "try:\n    cli.rollouts()\n"
+        f"try:\n    cli.{command}()\n"
         "except SystemExit as end:\n    assert not end.code\n"
-        "print('HEAVY', sorted({'torch', 'transformers', 'pyarrow', 'numpy', 'tokenizers'} & sys.modules.keys()))\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'tokenizers'}\n"
+        "print('HEAVY', sorted(heavy & sys.modules.keys()))\n"
     )
-    words = [*argv, "--output-dir", str(run_dir.path)]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    argv += ["--output-dir", str(run_dir.path)]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
 
 

@@ -31,7 +31,7 @@ from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import BestMetric, Retention
 from holdfast.run.run_dir import RunDir
 from holdfast.view.trackers.sending import Cursor
-from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
+from tests.builders.checkpoint_files import contents, flip, write_checkpoint, write_weights
 from tests.runs.processes import HANG_S
 
 
@@ -53,12 +53,6 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def remote(place: Path) -> RemoteCheckpoints:
     return RemoteCheckpoints(f"file://{place}")
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_memory_is_a_store_too(here: RunDir, empty: RunDir) -> None:
