@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from holdfast.run.run_dir import RunDir
-from holdfast.view.console import Console, Shown, event_line, run_lines
+from holdfast.view.console import Console, Shown, event_line, run_lines, step_line
 from holdfast.view.follow import Follower, Stepped, Tail
-from holdfast.view.state import Alarm, Checkpoints, CheckpointWatch, RunState, TimeLeft, find_bottleneck
+from holdfast.view.state import Alarm, Checkpoints, CheckpointWatch, RunState, TimeLeft, duration, find_bottleneck
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 
@@ -214,6 +214,32 @@ def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
     assert str(state.bottleneck).startswith("bottleneck: generation"), "it is all there is"
     state.take_step(RL | {"step": 6, "time/wait_for_batch": 0.0, "engine/idle_share": 0.5}, now=1.0)
     assert str(state.bottleneck).startswith("bottleneck: training")
+
+
+def test_the_time_left_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
+    left = TimeLeft()
+    assert left.after(10, max_steps=100, now=5.0) is None
+    assert left.after(11, max_steps=100, now=7.0) == 2.0 * 89
+    assert left.after(13, max_steps=100, now=9.0) == pytest.approx((9 - 5) / 3 * 87), "two lines may be read at once"
+    for step in range(14, 65):
+        left.after(step, max_steps=100, now=9.0 + (step - 13))
+    assert left.after(65, max_steps=100, now=61.0) == pytest.approx(35), "only the last fifty count"
+    assert left.after(100, max_steps=100, now=99.0) == 0
+
+
+def test_the_first_step_says_nothing_and_one_that_comes_again_begins_anew() -> None:
+    left = TimeLeft()
+    assert left.after(1, max_steps=10, now=50.0, step_s=40.0) is None, "it takes longer than those after it"
+    assert left.after(2, max_steps=10, now=53.0) == 24.0
+    assert left.after(2, max_steps=10, now=100.0, step_s=1.0) is None
+    assert left.after(3, max_steps=10, now=100.0, step_s=2.0) == 14.0, "both were read at once"
+
+
+def test_durations_and_the_line_of_a_step() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.6, 725, 11240)] == ["0:00", "1:00", "12:05", "3:07:20"]
+    line = step_line({"step": 3, "loss": 0.5, "time/step": 2.0}, 10, left_s=14.0)
+    assert line.startswith("step  3/10") and line.endswith("left 0:14")
+    assert "left" not in step_line({"step": 10, "loss": 0.5}, 10, left_s=0.0)
 
 
 def test_steps_that_nobody_saw_end_say_how_long_they_took_and_the_start_of_an_attempt_is_none() -> None:
