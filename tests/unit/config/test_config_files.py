@@ -75,15 +75,6 @@ def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> N
     assert config.ckpt is not None and (config.ckpt.interval, config.ckpt.keep, config.seed) == (2, 3, 4)
 
 
-def test_a_section_is_filled_from_a_file(write: Write) -> None:
-    train = write("train.toml", "max_steps = 5\n[optim]\nlr = 0.5\n")
-    client = write("client.toml", "timeout_s = 3.0\n")
-    config = rl("--trainer", "@", train, "--orchestrator.client", "@", client, "--trainer.optim.lr", "0.1")
-    assert config.trainer.max_steps == 5
-    assert config.trainer.optim.lr == 0.1
-    assert config.orchestrator.client.timeout_s == 3.0
-
-
 def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
     assert sft().ckpt is None
     bare = sft("--max-steps", "20", "--ckpt")
@@ -299,7 +290,8 @@ ORCHESTRATOR = (
 
 def test_files_of_trainer_and_orchestrator_that_were_swapped_are_told_as_such(write: Write) -> None:
     trainer, orchestrator = write("trainer.toml", TRAINER), write("orchestrator.toml", ORCHESTRATOR)
-    assert rl("--trainer", "@", trainer, "--orchestrator", "@", orchestrator).orchestrator.problems_per_step == 4
+    config = rl("--trainer", "@", trainer, "--orchestrator", "@", orchestrator, "--trainer.optim.lr", "0.1")
+    assert (config.orchestrator.problems_per_step, config.trainer.max_steps, config.trainer.optim.lr) == (4, 4, 0.1)
     said = refused("--trainer", "@", orchestrator, "--orchestrator", "@", trainer, command=RlConfig)
     assert said.splitlines() == [
         f"{orchestrator} looks like a file for the section orchestrator: problems_per_step, sampling "

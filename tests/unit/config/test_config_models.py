@@ -183,11 +183,6 @@ def test_settings_of_advantages_may_be_for_one_environment_alone() -> None:
     assert [config.advantage_of(name) for name in "abcd"] == ["pass_at_k", "grpo", "own:f", "dr_grpo"]
 
 
-def test_max_rl_takes_what_leaves_rewards_positive() -> None:
-    values = {"advantage": "max_rl", "rewards": {"clip": 1.0, "scale": "running", "weights": {"exact": 1.0}}, "kl": {}}
-    assert TrainerConfig.model_validate(values).advantage == "max_rl"
-
-
 def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
     kl = {"reference": "teacher", "coef": 0.1, "place": "loss"}
     config = TrainerConfig.model_validate({"advantage": "distillation", "kl": kl})

@@ -247,6 +247,7 @@ def test_parts_of_a_run_that_do_not_fit_together_are_refused(flags: tuple[str, .
         (*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0.1}'),
         WEIGHTED, GAE, IN_REWARD, CUT,
         (*PENALTY, "128"),
+        ("--trainer.advantage", "max_rl", "--trainer.rewards.clip", "1", "--trainer.rewards.scale", "running"),
         (*PENALTY, "2000", *OWN),  # it may have several turns, and branches
         (*PENALTY, "1000", *TOOLS),
         (*GAE, "--trainer.loss.type", "gspo_token"),

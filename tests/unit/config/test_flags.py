@@ -61,13 +61,6 @@ def test_flags_of_trl(name: str) -> None:
         assert given.startswith(wanted) and bool(given) == bool(wanted), (command, given)
 
 
-def test_a_setting_of_trl_that_stands_for_two_names_both() -> None:
-    said = hint("--per_device_train_batch_size", KEYS["sft"])
-    assert said == (
-        " Did you mean '--data.micro-batch-size'? data.batch_size is that of a whole step, on all ranks together."
-    )
-
-
 @pytest.mark.parametrize("name", PRIME_RL)
 def test_keys_of_prime_rl(name: str) -> None:
     wanted = _expected(PRIME_RL[name], flag=False)

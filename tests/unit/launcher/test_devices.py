@@ -119,16 +119,6 @@ def test_an_engine_that_is_built_for_cpus_is_refused_unless_asked_for(tmp_path: 
 
 
 @pytest.mark.launch
-def test_an_engine_that_is_built_for_gpus_does_not_compute_on_the_cpu(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--inference.engine.device", "cpu")
-    refused = started("rl", tmp_path / "run", *RL, *flags, gpus=2, fault=GPU_VLLM)
-    assert (
-        refused.code == 2
-        and "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in refused.log
-    )
-
-
-@pytest.mark.launch
 def test_gpus_that_only_the_driver_sees_end_the_run_and_not_on_the_cpu(
     tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
 ) -> None:

@@ -39,10 +39,6 @@ def test_the_allowance_is_each_process_own_and_ends() -> None:
     assert restarts.delay_s("orchestrator", 1) == 0.2
 
 
-def test_nothing_is_started_again_with_an_allowance_of_0() -> None:
-    assert Restarts(0, 600).delay_s("trainer", 1) is None
-
-
 def test_what_lies_before_the_window_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: now))

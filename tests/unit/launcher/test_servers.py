@@ -149,14 +149,6 @@ def test_several_servers_beside_others_are_all_named_or_none(tmp_path: Path, fir
             choose(some)
 
 
-def test_several_servers_keep_clear_of_the_teacher(tmp_path: Path, first_port: int) -> None:
-    teacher = json.dumps({"urls": [f"http://{HOST}:{first_port + 1}"], "model": MODEL})
-    launcher = several(tmp_path, first_port, "--orchestrator.teacher", teacher)
-    with ExitStack() as stack:
-        assert launcher.choose(stack).starts_own
-        assert launcher.config.inference.server.port == first_port + 2
-
-
 def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -> None:
     start = threading.Barrier(8)
     ports: list[Reservation] = []
@@ -329,16 +321,6 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[B
         with pytest.raises(InferenceError, match="is not an inference server of holdfast") as no:
             explicit(tmp_path, foreign).choose(stack)
         assert no.value.exit_code == 2
-
-
-def test_a_launcher_that_finds_its_run_under_way_does_not_give_its_server_away(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as running:
-        port = int(engine.url.rsplit(":", 1)[1])
-        Launcher(tmp_path, port).choose(running)
-        with ExitStack() as second:
-            assert not Launcher(tmp_path, port).choose(second).starts_own
-        assert engine.owner is not None
 
 
 def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,17 +174,6 @@ def test_a_share_fails_its_lane_whatever_ends_it(
     assert (f"failed: {', '.join(failed)}\n" in capsys.readouterr().out) == bool(failed)
 
 
-def test_a_choice_of_tests_need_not_be_in_every_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = "import sys; sys.exit(0 if 'tests/unit/run' in sys.argv and '-kx' in sys.argv else 5)"
-    monkeypatch.setattr(lanes, "_PYTEST", (sys.executable, "-c", share))
-    assert lanes.everyday(["-kx"], processes=2) == 0
-    assert lanes.everyday(["-ky"], processes=2) == 5 and lanes.everyday([], processes=2) != 0
-
-
-def test_a_share_that_nobody_ran_has_failed() -> None:
-    assert lanes.EverydayRun(list(SHARES), [], processes=2).failed == sorted(share.name for share in SHARES)
-
-
 def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:
     page = "# A\n\nIt lives.[^a] It dies. It was not tried.\n\n" + (
         "| what | test |\n|---|---|\n| one | `test_x.py` |\n| two | none |\n\n- **Bold.** Noted.[^b]\n- Not noted\n\n"

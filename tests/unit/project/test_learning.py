@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.algorithms.curves import Curve, read_curves, summary
 from benchmarks.algorithms.runs import NAMES
-from benchmarks.learning import controls, gsm8k, lengths, preferences
+from benchmarks.learning import controls, gsm8k, lengths
 from benchmarks.learning.commands import environment_of
-from benchmarks.learning.results import Estimate, Run, read_runs, table, write_runs
+from benchmarks.learning.results import read_runs, table
 from benchmarks.learning.runs import CONTROLS, OVERLAYS
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
@@ -27,24 +27,6 @@ from tests.conftest import ROOT
 from tests.runs.interpreters import NO_VERIFIERS, VERIFIERS_PYTHON
 
 BENCHMARK = ROOT / "benchmarks" / "learning"
-
-
-def of_run(task: str, variant: str, seed: int, before: float, after: float) -> Run:
-    def estimates(value: float) -> dict[str, Estimate]:
-        return {name: Estimate(value, value - 0.0625, value + 0.0625) for name in ("greedy", "pass@1", "pass@8")}
-
-    return Run(task, variant, seed, estimates(before), estimates(after), {0: before, 25: 0.5, 50: after})
-
-
-def test_what_was_written_is_read_again_and_a_run_takes_the_place_of_the_same_one(tmp_path: Path) -> None:
-    assert read_runs(tmp_path) == []
-    first, second, other = (
-        of_run("a", "grpo", 0, 0.125, 0.75), of_run("a", "grpo", 1, 0.125, 0.5), of_run("b", "trl", 0, 0.25, 0.125)
-    )  # fmt: skip
-    again = of_run("a", "grpo", 1, 0.125, 0.625)
-    write_runs(tmp_path, [other, second, first])
-    write_runs(tmp_path, [again, *read_runs(tmp_path)])
-    assert read_runs(tmp_path) == [first, again, other]
 
 
 def _skip_without_its_extra(task: str) -> None:
@@ -64,21 +46,6 @@ def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_pa
         text = "".join(message["content"] for message in messages)
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and len(ids) < 64
-
-
-def test_pairs_are_what_is_right_and_what_is_wrong_of_the_same_task() -> None:
-    def sample(task: int, solved: bool, answer: str) -> str:
-        texts = [f"<|user|>q{task}<|end|><|assistant|>", answer]
-        return json.dumps({"task": task, "solved": solved, "turns": [{"text": text} for text in texts]})
-
-    found = list(
-        preferences.pairs_of([
-            sample(0, False, "ba<|end|>"), sample(0, True, "ab<|end|>"), sample(0, False, "bb"),
-            sample(1, True, "cd<|end|>"), sample(2, False, "ff<|end|>"),
-        ])
-    )  # fmt: skip
-    sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "ab"), ("rejected", "ba"))}
-    assert found == [{"prompt": [{"role": "user", "content": "q0"}], **sides}]
 
 
 def test_controls_have_the_faults_that_they_are_named_for() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.mutants.choosing import ROOT
 from tests.mutants.mutations import mutations
 
 SOURCE = '''"""Not this one: 1 < 2."""
@@ -42,9 +39,3 @@ def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
     ]
     for one in mutations(SOURCE):
         assert one.source != SOURCE and one.source.count("\n") == SOURCE.count("\n")
-
-
-@pytest.mark.clock
-def test_all_of_src_can_be_changed() -> None:
-    sources = sorted((ROOT / "src").rglob("*.py"))
-    assert sum(len(mutations(path.read_text())) for path in sources[::8]) > 500

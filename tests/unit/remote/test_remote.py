@@ -477,18 +477,6 @@ class TestUploader:
         uploader.close()
         assert remote.steps() == [1, 2]
 
-    def test_one_that_stays_away_counts_at_the_end(
-        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        away = _Away(remote, monkeypatch)
-        uploader = Uploader(remote)
-        for step in (1, 2):
-            uploader.submit(write_checkpoint(here, step), step)
-        assert away.asked.wait(HANG_S) and not uploader.wait(timeout_s=0.01)
-        with pytest.raises(CheckpointError, match=r"step 1, 2 was given up after .* \(.*no route.*whole in"):
-            uploader.close(timeout_s=0.05)
-        assert not uploader._thread.is_alive()
-
     def test_who_refuses_the_first_upload_has_something_to_correct(
         self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
     ) -> None:

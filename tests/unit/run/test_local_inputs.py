@@ -66,6 +66,13 @@ def test_whole_weights_pass_in_one_file_or_in_several(tmp_path: Path) -> None:
     assert "holds no JSON object" in refusal(lambda: check_weights_path(str(tmp_path)))
 
 
+def test_directories_without_what_makes_a_model_are_told_with_what_makes_one(tmp_path: Path) -> None:
+    assert "model.name = " in (said := refusal(lambda: check_model_path(str(tmp_path), key="model.name")))
+    assert "has no config.json" in said
+    said = refusal(lambda: check_weights_path(str(tmp_path)))
+    assert "has no *.safetensors" in said and "`ckpt import`" in said
+
+
 def test_any_file_of_a_tokenizer_is_one(tmp_path: Path) -> None:
     check_tokenizer_path("someone/model", key="model.name")
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -82,6 +89,8 @@ def test_kinds_of_files_of_data(tmp_path: Path) -> None:
         return refusal(lambda: check_data_path(str(tmp_path / name), key="data.name"))
 
     assert "sep='\\t').to_parquet(" in said("rows.TSV")
+    assert "use a .jsonl, .json or .parquet file" in said("rows.csv")
+    assert "no such file" in refusal(lambda: check_data_path(str(tmp_path / "none.csv"), key="data.name"))
     assert "UTF-16" in said("rows.jsonl", "{}".encode("utf-16-be").join([b"\xfe\xff", b""]))
     for name, content in (
         ("ROWS.JSONL", b"{}"),

@@ -16,7 +16,7 @@ from holdfast.run import atomic
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.view import console as view_console
-from holdfast.view.console import Console, step_line
+from holdfast.view.console import Console
 from holdfast.view.follow import Tail
 
 
@@ -72,16 +72,6 @@ def test_phases_are_reported_to_the_launcher(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv(EVENTS_ENV)
     report("finished")
     assert len(path.read_text().splitlines()) == 2
-
-
-def test_a_step_is_one_aligned_line() -> None:
-    metrics = {"step": 3, "loss": 0.5, "reward/mean": 0.25, "mismatch_kl": 1.2e-5, "lr": 1e-4, "tokens_per_s": 12345.6,
-               "time/step": 0.5, "time/wait_for_batch": 0.1, "memory_gib": 1.5, "val/loss": None}  # fmt: skip
-    line = step_line(metrics, 100)
-    assert line.startswith("step   3/100  reward  0.250  loss   0.5000")
-    assert "12,346 tok/s" in line and "mismatch  1.2e-05" in line and "1.50 GiB" in line
-    assert "val" not in line and "\n" not in line
-    assert len(step_line(metrics | {"step": 99}, 100)) == len(line)
 
 
 def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(

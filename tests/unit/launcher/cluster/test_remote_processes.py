@@ -15,18 +15,15 @@ import psutil
 import pytest
 
 from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage_failure
-from holdfast.launcher import supervise
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.launcher.cluster.hosts import (
-    THIS_MACHINE,
     PipeWire,
     RemoteHost,
     RemoteProcess,
     agent_command,
     travelling,
 )
-from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
 
@@ -122,13 +119,6 @@ def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_pa
     assert wire.call("about")["version"]
     first = wire.call("reserve", 20000)
     assert wire.call("reserve", first) > first, "it is held"
-
-
-def test_an_agent_that_hangs_at_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launcher.cluster.hosts._CLOSE_TIMEOUT_S", 0.01)
-    wire = PipeWire(["sleep", "60"])
-    wire.close()
-    assert wire.is_lost or wire._process.returncode == -signal.SIGKILL
 
 
 def test_what_a_host_has_of_its_own_stays_its_own() -> None:
@@ -232,32 +222,3 @@ def test_a_frozen_agent_that_is_to_clear_up_is_lost(
         assert process.loss == "other is lost: it does not answer" and process.returncode == -signal.SIGKILL
     finally:
         os.kill(wire._process.pid, signal.SIGCONT)
-
-
-@pytest.mark.usefixtures("restored_signals")
-def test_who_is_stopped_on_a_mute_host_is_lost_and_runs_in_no_next_attempt(
-    wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log = tmp_path / "a.log"
-    process = started(wire, log)
-    monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.01)
-    os.kill(wire._process.pid, signal.SIGSTOP)
-    try:
-        with Supervisor() as supervisor:
-            supervisor.children.append(Child("other", process, log, False, SERVES, {}))
-            supervisor.stop(0.01)
-            assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
-    finally:
-        os.kill(wire._process.pid, signal.SIGCONT)
-
-
-def test_a_process_on_this_machine(tmp_path: Path) -> None:
-    code = "import os, time; print(os.environ['NAME'], flush=True); time.sleep(600)"
-    process = THIS_MACHINE.start([sys.executable, "-c", code], tmp_path / "logs" / "a.log", {"NAME": "value"})
-    assert process.wait(0.01) is None is process.poll() is process.returncode
-    process.signal(signal.SIGTERM)
-    assert process.wait() == -signal.SIGTERM == process.poll() == process.returncode
-    process.signal(signal.SIGTERM)  # nobody's any more
-    process.kill()
-    assert process.loss is None and THIS_MACHINE.name == "this machine"
