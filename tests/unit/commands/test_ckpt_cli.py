@@ -181,9 +181,7 @@ def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Ckpt, run_dir: Ru
     assert document["size_bytes"] == sum(line["size_bytes"] for line in document["directories"]) > 0
 
 
-def test_a_directory_of_checkpoints_alone_will_do_and_a_run_without_any_is_no_mistake(
-    ckpt: Ckpt, run_dir: RunDir
-) -> None:
+def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Ckpt, run_dir: RunDir) -> None:
     code, out, _ = ckpt("ls", "--json", "--output-dir", run_dir.checkpoints)
     assert code == 0 and len(json.loads(out)["steps"]) == 4
     # A run without checkpoints is no mistake.

@@ -233,9 +233,7 @@ def test_what_init_writes_passes_its_test_and_its_check(environments: Command, t
         ("holdfast", "the name 'holdfast' belongs to"),
     ],
 )
-def test_init_refuses_names_that_no_module_can_have(
-    name: str, message: str, environments: Command, tmp_path: Path
-) -> None:
+def test_init_refuses_names_of_no_module(name: str, message: str, environments: Command, tmp_path: Path) -> None:
     there = sorted(tmp_path.iterdir())
     code, out, err = environments("init", name)
     assert (code, out) == (2, "") and message in err

@@ -143,9 +143,7 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     assert half.exists()
 
 
-def test_a_step_that_another_evaluates_is_waited_for(
-    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = run_of(tmp_path / "run", 5, model={"name": MODEL, "init": "random"})
     RunDir(run_dir.evaluation(5)).lock()
     looks: list[float] = []

@@ -186,9 +186,7 @@ def test_the_branches_of_a_rollout_are_told_apart(rollouts: Command, run_dir: Ru
         assert [row["branch_starts"] for row in found] == [[0], list(split.branch_starts), [0], [0]]
 
 
-def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(
-    rollouts: Command, run_dir: RunDir, tmp_path: Path
-) -> None:
+def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     for name, reason in (
         (tmp_path, f"{tmp_path}/tokenizer.json cannot be read: "),
@@ -266,12 +264,7 @@ def test_export_that_fails_leaves_nothing(
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
-    argv: list[str],
-    message: str,
-    rollouts: Command,
-    run_dir: RunDir,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str], message: str, rollouts: Command, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").touch()
@@ -280,9 +273,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert err.startswith("error: ") and message in err and "Traceback" not in err
 
 
-def test_a_directory_without_a_run_is_refused_and_a_run_without_batches_is_not(
-    rollouts: Command, tmp_path: Path
-) -> None:
+def test_a_directory_without_a_run_is_refused(rollouts: Command, tmp_path: Path) -> None:
     code, _, err = rollouts("stats", "--output-dir", tmp_path / "nowhere")
     assert code == 2 and "there is no directory" in err
     code, _, err = rollouts("stats", "--output-dir", tmp_path)

@@ -44,9 +44,7 @@ def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
         (ZeroDivisionError("a bug"), 1, "Traceback (most recent call last)"),
     ],
 )
-def test_an_error_is_reported_and_ends_the_command(
-    error: Exception, code: int, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_ends_the_command(error: Exception, code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TensorWorkFailed) as caught, tensor_work("reading"):
         raise error
     printed = capfd.readouterr()

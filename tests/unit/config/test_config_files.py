@@ -139,9 +139,7 @@ def test_an_unknown_key_names_its_file_itself_and_the_nearest_spelling(
         ("[ckpt]\nresume_step = 'newest'", "ckpt.resume_step", '"newest"', "'latest' or 'auto'"),
     ],
 )
-def test_a_wrong_type_or_value_names_file_key_value_and_what_is_allowed(
-    toml: str, key: str, given: str, allowed: str, write: Write
-) -> None:
+def test_a_wrong_value_is_told_with_its_place(toml: str, key: str, given: str, allowed: str, write: Write) -> None:
     path = write("a.toml", toml)
     message = refused("@", path)
     assert message.startswith(path)

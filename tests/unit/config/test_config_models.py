@@ -211,8 +211,6 @@ def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
         (DpoConfig, {"loss": {"type": "simpoo"}}, "no 'simpoo'. Did you mean 'simpo'.*Allowed: dpo, ipo"),
     ],
 )
-def test_settings_that_do_not_fit_together_are_refused(
-    command: type[Command], changes: dict[str, Any], said: str
-) -> None:
+def test_settings_that_do_not_fit_are_refused(command: type[Command], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         command.model_validate(changes)

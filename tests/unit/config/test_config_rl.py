@@ -82,9 +82,7 @@ def test_what_one_process_is_given_goes_to_the_others(process: str) -> None:
     [("max-steps", "5", "6", "orchestrator"), ("seed", "1", "2", "orchestrator"), ("ckpt.interval", "2", "3",
      "orchestrator"), ("model.name", "a/b", "c/d", "inference")],
 )  # fmt: skip
-def test_disagreement_names_both_processes_and_the_shared_flag(
-    setting: str, one: str, other: str, process: str
-) -> None:
+def test_disagreement_names_both_processes_and_the_flag(setting: str, one: str, other: str, process: str) -> None:
     message = disagreement(f"--trainer.{setting}", one, f"--{process}.{setting}", other)
     assert "trainer." in message and f"{process}." in message
     assert one in message and other in message

@@ -132,9 +132,7 @@ def test_a_trainer_that_goes_back_is_refused_beside_a_living_orchestrator(run_di
     assert run_dir.published_batches() == [1] and run_dir.committed_steps() == [1]
 
 
-def test_an_orchestrator_does_not_go_on_with_the_rest_of_a_run_that_is_being_removed(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_orchestrator_leaves_a_half_removed_run_alone(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDir, "lock_orchestrator", lambda *_, **__: None)
     (run_dir.path / "removal.mark").touch()
     words = ["@", "configs/reverse_text/orch.toml", "--output-dir", str(run_dir.path)]
@@ -188,9 +186,7 @@ def test_a_directory_whose_lock_cannot_be_read_is_not_taken_for_free(monkeypatch
         lock.is_directory_locked(-1)
 
 
-def test_what_a_killed_holder_has_left_is_waited_for_and_named_when_it_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_holder_left_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os, sys; from pathlib import Path; from holdfast.run.lock import take; take(Path(sys.argv[1]))"
     program += "; child = os.fork(); print(child, flush=True) if child else None; os.read(0, 1)"
     monkeypatch.undo()

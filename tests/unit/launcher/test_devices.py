@@ -119,9 +119,7 @@ def test_an_engine_that_is_built_for_cpus_is_refused_unless_asked_for(tmp_path: 
 
 
 @pytest.mark.launch
-def test_gpus_that_only_the_driver_sees_end_the_run_and_not_on_the_cpu(
-    tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
-) -> None:
+def test_gpus_that_torch_does_not_see_end_the_run(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     model = ("--model.name", str(tiny_model(weights=False)), "--model.init", "random", "--data.name", str(sft_data))
     run = started("sft", tmp_path / "run", *model, "--max-steps", "1", gpus=2)
     assert run.code == 2, run.log

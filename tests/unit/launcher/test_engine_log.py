@@ -47,9 +47,7 @@ CLIENT = ("Traceback (most recent call last):", "vllm.EngineDeadError: EngineCor
         "empty",
     ],
 )
-def test_the_first_exception_of_the_last_engine_is_its_reason(
-    lines: list[str], expected: str | None, tmp_path: Path
-) -> None:
+def test_the_last_engine_died_of_its_first_exception(lines: list[str], expected: str | None, tmp_path: Path) -> None:
     log = tmp_path / "inference.log"
     log.write_text("\n".join(lines))
     assert engine_failure(log) == expected

@@ -355,9 +355,7 @@ def test_a_launcher_whose_run_it_was_gives_back_what_was_claimed_before(tmp_path
             assert (engine.owner is None) is is_own
 
 
-def test_a_server_that_cannot_be_given_back_is_told_and_one_that_has_ended_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_be_given_back_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("ended", "replaced"):
         with ExitStack() as stack:
             engine = FakeEngine()
@@ -412,9 +410,7 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
         thread.join()
 
 
-def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_once(
-    tmp_path: Path, told: Callable[[], str], ending_s: None
-) -> None:
+def test_a_server_claimed_before_a_wait_is_returned(tmp_path: Path, told: Callable[[], str], ending_s: None) -> None:
     RunDir(tmp_path).create()
     free, ending = FakeEngine(), FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
     with serving(free, ending), ExitStack() as stack:

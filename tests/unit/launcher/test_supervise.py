@@ -109,9 +109,7 @@ def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pyte
         assert child.process.returncode == 7
 
 
-def test_a_second_signal_ends_the_wait_for_a_child_whenever_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_ends_the_wait_for_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.launcher.supervise.ECHO_S", 0.0)
     with Supervisor() as supervisor:
         code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -245,9 +243,7 @@ def test_a_child_is_started_again_when_what_the_dead_one_started_has_let_go(tmp_
     assert "free" in again.log.read_text(), again.log.read_text()
 
 
-def test_what_the_dead_said_stays_in_the_log_and_is_not_said_of_their_successor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_dead_said_is_not_their_successors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks and engines go on writing after the process that started them."""
     clear = LocalProcess.clear
 

@@ -129,9 +129,7 @@ saved_steps = st.dictionaries(
 
 
 @given(saved=saved_steps, name=st.sampled_from(["loss", "reward"]), lower=st.booleans())
-def test_the_best_step_has_no_better_and_no_earlier_equal(
-    saved: dict[int, dict[str, float]], name: str, lower: bool
-) -> None:
+def test_no_step_is_better_than_the_best(saved: dict[int, dict[str, float]], name: str, lower: bool) -> None:
     best = BestMetric(name, lower).best(saved)
     known = {step: metrics[name] for step, metrics in saved.items() if not math.isnan(metrics.get(name, math.nan))}
     assert (best is None) == (not known)
@@ -152,9 +150,7 @@ retentions = st.builds(
 
 
 @given(retention=retentions, saved=saved_steps, protected=st.sets(st.integers(0, 60), max_size=4))
-def test_what_is_superseded_is_exactly_what_nothing_keeps(
-    retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]
-) -> None:
+def test_superseded_is_the_rest(retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]) -> None:
     removed = retention.superseded(saved, protected)
     assert removed == sorted(set(removed)) and set(removed) <= saved.keys()
     newest = sorted(saved)[-(retention.keep or len(saved) or 1) :]

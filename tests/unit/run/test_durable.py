@@ -117,9 +117,7 @@ def test_two_clear_the_same_place_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == [] and os.unlink is real
 
 
-def test_a_directory_whose_files_cannot_be_listed_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unlistable_directory_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / ".tmp-step_1"
     (temporary / "sub").mkdir(parents=True)
     (temporary / "sub/file").write_bytes(b"content")

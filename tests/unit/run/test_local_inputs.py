@@ -151,9 +151,7 @@ def test_what_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-def test_a_full_cache_of_the_hub_is_not_taken_for_a_model_that_it_does_not_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_cache_is_not_a_missing_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -117,9 +117,7 @@ def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> 
     assert aside.read_bytes() == damaged and run_dir.metrics.read_bytes() == whole
 
 
-def test_lines_that_are_set_aside_are_on_the_disk_before_they_go(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_are_set_aside_before_they_go(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a power cut leaves them nowhere: the shorter file is durable."""
     durably: list[str] = []
     write_file = atomic.write_file

@@ -80,9 +80,7 @@ def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
     assert three.committed_steps() == [10, 20, 30]
 
 
-def test_the_commands_call_it_unreadable_and_remove_nothing(
-    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_commands_remove_nothing_unreadable(three: RunDir, run_command: Callable[..., tuple[int, str, str]]) -> None:
     places = CheckpointDirs(three.path)
     with unreadable(three.checkpoint(10) / MANIFEST_NAME):
         (problem,) = ls(places, metric=None).problems
@@ -94,9 +92,7 @@ def test_the_commands_call_it_unreadable_and_remove_nothing(
     assert three.committed_steps() == [10, 30]
 
 
-def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
-    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_an_unreadable_file_is_told_of_a_step(three: RunDir, run_command: Callable[..., tuple[int, str, str]]) -> None:
     shard = three.checkpoint(10) / "trainer/__0.distcp"
     kept = shard.rename(shard.with_name("kept"))
     shard.symlink_to(shard)
@@ -145,9 +141,7 @@ def store(three: RunDir, tmp_path: Path) -> str:
     return url
 
 
-def test_a_full_disk_here_is_not_held_against_the_store(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_here_is_no_fault_of_stores(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each newer step of the store counted as damaged, and was then made not to exist."""
     here = RunDir(tmp_path / "scratch")
     write_checkpoint(here, 10)

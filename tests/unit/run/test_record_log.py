@@ -119,9 +119,7 @@ def test_the_name_of_a_new_log_is_durable_before_it_says_so(tmp_path: Path, monk
     assert calls == [f"directory {tmp_path.name}", "directory run", *synced, *synced]
 
 
-def test_what_cannot_be_made_durable_is_told_at_the_next_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(_: int) -> None:
         raise OSError(5, "Input/output error")
 

@@ -206,9 +206,7 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("wanted", ["latest", "auto"])
 @pytest.mark.parametrize("file", ["data", manifest.MANIFEST_NAME])
-def test_only_damaged_checkpoints_are_never_a_fresh_start(
-    run_dir: RunDir, wanted: Literal["latest", "auto"], file: str
-) -> None:
+def test_damaged_alone_is_no_fresh_start(run_dir: RunDir, wanted: Literal["latest", "auto"], file: str) -> None:
     (commit(run_dir, 5) / file).unlink()
     with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
         resolve_resume_step(run_dir, wanted, say=lambda _: None)

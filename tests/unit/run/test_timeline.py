@@ -82,9 +82,7 @@ def test_lines_behind_one_that_was_cut_off_are_whole(run_dir: RunDir) -> None:
 @pytest.mark.parametrize(
     ("room", "why"), [(0, "File too large"), (10, "the storage took a part of a line")], ids=["none", "a part"]
 )
-def test_lines_that_find_no_room_are_told_of_once_and_spoil_no_other(
-    room: int, why: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_without_room(room: int, why: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     start_timeline(run_dir.logs(1), "trainer")
     path = run_dir.logs(1) / "timeline_trainer.jsonl"
     with caplog.at_level(logging.WARNING, logger="holdfast"), _files_of_at_most(path.stat().st_size + room):

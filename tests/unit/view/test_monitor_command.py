@@ -157,9 +157,7 @@ def test_an_evaluation_is_shown_as_well(run_command: Command, tmp_path: Path) ->
     assert document(run_command, run_dir)["status"] == "finished"
 
 
-def test_without_a_last_word_the_weights_of_the_last_step_say_it_of_every_run(
-    run_command: Command, steps: RunDir, tmp_path: Path
-) -> None:
+def test_without_a_last_word_weights_say_the_end(run_command: Command, steps: RunDir, tmp_path: Path) -> None:
     code, out, _ = run_command("monitor", steps.path, steps.path, "--json")
     assert code == 0 and [one["step"] for one in json.loads(out)] == [3, 3]
     code, out, _ = run_command("monitor", steps.path, steps.path)

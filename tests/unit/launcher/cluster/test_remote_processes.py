@@ -211,9 +211,7 @@ def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(wire: PipeWi
     assert process.wait() in (-signal.SIGINT, 0, -signal.SIGKILL) and process.loss is None
 
 
-def test_a_frozen_agent_that_is_to_clear_up_is_lost(
-    wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_frozen_agent_that_clears_is_lost(wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     process = started(wire, tmp_path / "a.log")
     os.kill(wire._process.pid, signal.SIGSTOP)
     try:

@@ -78,9 +78,7 @@ def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
-def test_what_only_trains_is_started_on_every_node(
-    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_is_started_on_every_node(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By one step, which signals are sent to: `srun` takes SIGTERM for an order to kill."""
     script = training_script(program, tmp_path / "run", capsys, "--slurm.nodes", "2", "--slurm.gpus-per-node", "8")
     lines = script.splitlines()
@@ -120,9 +118,7 @@ def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, caps
     assert (done.returncode, done.stdout) == (0, "10.0.0.7\n"), done.stderr
 
 
-def test_a_script_holds_what_a_shell_would_read_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch splits its lines at blanks, and takes off quotes, as a shell does; % stands for something in its names."""
     output_dir = tmp_path / "a run's \"100%é"
     script = script_of(output_dir, capsys, "--slurm.job-name", "two words")
@@ -164,9 +160,7 @@ def test_a_time_is_read_as_sbatch_reads_it(time: str, seconds: float | None) -> 
     assert SlurmConfig().time_s is None
 
 
-def test_the_script_passes_signals_on_and_queues_itself_again_when_its_time_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_passes_signals_on_and_requeues_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real shell runs it, with a launcher that ends as one does that has saved for SIGUSR1."""
     script = script_of(tmp_path / "run", capsys)
     for name, code in (
@@ -247,9 +241,7 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_what_no_job_of_a_trainer_can_be_is_refused(
-    flags: tuple[str, ...], reason: str, more: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_impossible_jobs_are_told(flags: tuple[str, ...], reason: str, more: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         launch_training(parsed_training("sft", tmp_path / "run", *flags, *more))
 

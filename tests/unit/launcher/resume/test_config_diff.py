@@ -216,9 +216,7 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
         ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
     ],
 )
-def test_tensors_that_the_checkpoint_lacks_or_has_besides_are_refused(
-    before: dict[str, Any], after: dict[str, Any], says: str
-) -> None:
+def test_other_tensors_than_before_are_refused(before: dict[str, Any], after: dict[str, Any], says: str) -> None:
     settings = settings_of(TrainerConfig.model_validate(before))
     with pytest.raises(CheckpointError) as caught:
         refuse_other_tensors(settings, TrainerConfig.model_validate(after), step=5)

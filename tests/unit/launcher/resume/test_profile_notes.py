@@ -57,9 +57,7 @@ def test_the_end_names_the_profiles_of_the_newest_attempt_that_has_any(tmp_path:
     assert profile_lines(run_dir, SftConfig(output_dir=tmp_path)) == []
 
 
-def test_logs_that_cannot_be_listed_do_not_hide_how_a_run_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlisted_logs_do_not_hide_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: RunDir) -> list[Path]:
         raise OSError(5, "Input/output error")
 

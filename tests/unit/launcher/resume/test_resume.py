@@ -135,9 +135,7 @@ def test_a_fork_begins_with_the_other_runs_checkpoint(
     assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
 
 
-def test_where_links_are_refused_a_fork_is_copied_and_each_copy_is_read_again(
-    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_a_fork_is_a_verified_copy(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -155,9 +153,7 @@ def test_where_links_are_refused_a_fork_is_copied_and_each_copy_is_read_again(
     assert start(config).resume_step == 5 and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
 
 
-def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
-    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_without_space_leaves_nothing(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: Path, target: Path) -> bool:
         if target.name == "manifest.json":
             raise OSError(28, "No space left on device")
@@ -173,9 +169,7 @@ def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
     assert start(config).resume_step == 5 and new.committed_steps() == [5]
 
 
-def test_a_fork_goes_on_from_checkpoints_of_its_own_and_another_run_must_be_asked_for_by_auto(
-    other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     source = other.checkpoint(5)
     new.create()
     add_checkpoint(new, 3)
@@ -237,9 +231,7 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
     }
 
 
-def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fits(
-    other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]
-) -> None:
+def test_what_is_no_checkpoint(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
     for found, (path, advice) in other_kinds(tmp_path, other, plain_model()).items():
         code, _, err = sft("--ckpt.resume-dir", path)
         assert code == 2 and err.startswith("error: ") and "Traceback" not in err
@@ -248,9 +240,7 @@ def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fi
         assert not RunDir(tmp_path / "new").holds_run()
 
 
-def test_a_batch_a_misnamed_step_an_own_one_and_one_behind_the_end_are_not_forked(
-    other: RunDir, new: RunDir, sft: Sft
-) -> None:
+def test_only_a_checkpoint_of_another_run_before_the_end_is_forked(other: RunDir, new: RunDir, sft: Sft) -> None:
     new.create()
     own = add_checkpoint(new, 5)
     misnamed = other.checkpoint(5).rename(other.checkpoint(7))
@@ -302,9 +292,7 @@ def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDi
         start(config_of(new, weights_only=other.checkpoint(5)))
 
 
-def test_damaged_or_other_weights_are_refused_before_anything_starts(
-    other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]
-) -> None:
+def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
     model = ("--model.name", plain_model())
     (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
     code, _, err = sft("--ckpt.weights-only", other.checkpoint(5), *model)
@@ -321,9 +309,7 @@ def test_damaged_or_other_weights_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
-def test_a_fresh_start_does_not_clear_the_weights_that_it_starts_from(
-    flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]
-) -> None:
+def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     new.create()
     shutil.copytree(plain_model(), new.weights_of(6))
     for flag in ("--ckpt.weights-only", "--model.name"):
@@ -371,9 +357,7 @@ def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, 
     assert code == 0 and "schedule now ends" not in out
 
 
-def test_without_a_configuration_in_the_checkpoint_the_last_attempt_is_compared(
-    other: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_else_the_last_attempt_is_compared(other: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     first = config_of(other, resume_step="latest")
     write_config(Attempt(other, 1, None), "sft", first, dry_run=False)
     changed = first.model_copy(update={"seed": 8})
@@ -384,9 +368,7 @@ def test_without_a_configuration_in_the_checkpoint_the_last_attempt_is_compared(
     )
 
 
-def test_another_architecture_is_refused_before_anything_moves(
-    other: RunDir, sft: Sft, plain_model: Callable[..., Path]
-) -> None:
+def test_another_architecture_is_refused(other: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     model = plain_model(weights=False)
     files = {"model/config.json": (model / "config.json").read_text()}
     step = add_checkpoint(other, 11, files=files)
@@ -471,9 +453,7 @@ def replayed(run: RunDir, resume_step: Any = "latest", **changes: Any) -> list[i
     return [step for step in run.published_batches() if step > attempt.resume_step]
 
 
-def test_an_unchanged_run_trains_its_journal_again_and_not_what_was_trained(
-    killed: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     for step in range(1, 5):
         add_batch(killed, step, version=step - 2)
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
@@ -508,9 +488,7 @@ def test_falling_back_past_damage_keeps_the_journal(killed: RunDir, file: str) -
 
 
 @pytest.mark.parametrize("written", [(), ("trainer.toml",), ("trainer.toml", "orchestrator.toml")])
-def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch_and_no_settings_of_the_engine(
-    killed: RunDir, written: tuple[str, ...]
-) -> None:
+def test_a_start_that_was_killed_early_costs_nothing(killed: RunDir, written: tuple[str, ...]) -> None:
     killed.configs(2).mkdir()
     for name in written:
         shutil.copy(killed.configs(1) / name, killed.configs(2))
@@ -529,9 +507,7 @@ def test_deaths_do_not_fill_the_disk_with_weights_that_come_out_again(killed: Ru
     assert (killed.discarded(2) / "weights").exists() is not again
 
 
-def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_does_not(
-    killed: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_heal_does_without_the_store(killed: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "store").write_text("no directory any more")
     config = rl(killed, resume_step="auto", dir=f"file://{tmp_path}/store/run")
     with pytest.raises(StorageError, match="listing it"):
@@ -546,9 +522,7 @@ def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_d
 
 
 @pytest.mark.parametrize("store", [{}, {"dir": "memory://run"}], ids=["without a store", "with a store"])
-def test_a_heal_reads_the_newest_checkpoint_once(
-    killed: RunDir, store: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heal_reads_one_step_once(killed: RunDir, store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[Path, Any]] = []
     verify = manifest.verify
 
@@ -634,9 +608,7 @@ def test_a_stretched_schedule_changes_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gap", "bit"])
-def test_the_journal_holds_until_its_first_gap_or_damage(
-    killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_journal_ends_at_a_gap_or_damage(killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     if damage == "gap":
         shutil.rmtree(killed.batch(8))
     else:

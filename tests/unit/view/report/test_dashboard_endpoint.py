@@ -87,9 +87,7 @@ def said(dashboard: Dashboard) -> list[str]:
     return found
 
 
-def test_a_page_is_made_when_somebody_asks_and_grows_with_the_run(
-    tmp_path: Path, serve: Serve, soon: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_grows_with_a_run(tmp_path: Path, serve: Serve, soon: None, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path / "run", resumed_from=(4,))
     there = sorted(run_dir.path.rglob("*"))
     dashboard, port = serve(run_dir)
@@ -146,9 +144,7 @@ def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_pa
     assert request(port).status == 200 and said(dashboard) == []
 
 
-def test_what_fails_late_every_time_is_tried_less_and_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_late_is_tried_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each try takes 100 s by the clock of this test, and every wait is over at once."""
     run_dir = make_run(tmp_path / "run")
     tries = ["fails"] * 6 + ["is made", "fails", "fails"]
@@ -224,9 +220,7 @@ def test_no_process_is_started_behind_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_one_process_at_a_time_gives_way_and_a_scheduler_that_signals_it_changes_nothing(
-    tmp_path: Path, serve: Serve
-) -> None:
+def test_one_process_at_a_time_gives_way_and_outlives_signals(tmp_path: Path, serve: Serve) -> None:
     run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
     held = Held(run_dir)
@@ -295,9 +289,7 @@ def test_nothing_is_served_unless_asked_for(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == ""
 
 
-def test_the_command_that_a_page_names_is_there_without_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_names_the_installed_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "run")
     monkeypatch.setattr(live, "is_checkout", lambda: False)
     assert f'data-command="report {run_dir.path}"' in live.build(run_dir.path).update.decode()

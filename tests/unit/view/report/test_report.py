@@ -96,9 +96,7 @@ def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: Ru
     assert stack["forward_backward"][1] == 1.0 and stack["wait_for_batch"][1] == 0.5 and stack["other"][1] == 0.5
 
 
-def test_two_runs_lie_over_each_other_with_what_differs_in_their_settings(
-    run_command: RunCommand, tmp_path: Path
-) -> None:
+def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tmp_path: Path) -> None:
     first = make_run(tmp_path / "x" / "run", lr=1e-3, resumed_from=(4,))
     second = make_run(tmp_path / "y" / "run", lr=2e-3, steps=20)
     made(run_command, first.path, second.path, first.path, "--to", tmp_path / "both.html")
@@ -158,9 +156,7 @@ def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path
     assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>not going on</td>" in shown
 
 
-def test_a_failed_run_says_by_what_and_one_without_steps_that_it_has_none(
-    run_command: RunCommand, tmp_path: Path
-) -> None:
+def test_a_run_that_failed_or_has_no_steps_says_so(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", resumed_from=(2,))
 
     def end(attempt: int, **fields: object) -> None:

@@ -182,9 +182,7 @@ def _senders(run: TrackedDirectory, tracker: str) -> Senders:
 
 
 @pytest.mark.launch
-def test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more(
-    run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_dies_late_is_started_again(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     run.train(1, 2)
     with _senders(run, "tests.runs.own_tracker:DiesOnce") as senders:
         senders.look(print)
@@ -204,9 +202,7 @@ def test_a_tracker_that_dies_again_is_left_alone(
     assert capfd.readouterr().out == f"WARNING: {name} ended with 1. {command} sends what is missing.\n"
 
 
-def test_a_tracker_that_cannot_be_started_once_more_is_told(
-    run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_cannot_start_is_told(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     name, logs = "tests.runs.own_tracker:DiesOnce", run.run_dir.path / "logs"
     run.train(1, 2)
     with _senders(run, name) as senders:

@@ -115,9 +115,7 @@ def test_evaluations_stay_until_the_next_and_all_else_is_of_the_last_step(run_di
     assert scrape(port).value("holdfast_val_loss") == 2
 
 
-def test_steps_behind_a_resume_count_and_gauges_go_back_though_nobody_asked_meanwhile(
-    run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_behind_a_resume_count(run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = threading.Semaphore(0)
     look = RunCollector.look
 
@@ -139,9 +137,7 @@ def test_steps_behind_a_resume_count_and_gauges_go_back_though_nobody_asked_mean
     assert found.value("holdfast_trainer_steps_total") == 7 and found.value("holdfast_trainer_step") == 5
 
 
-def test_a_fault_of_a_look_is_told_once_and_answers_go_on(
-    run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_a_look_is_told_once(run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, port = serve()
     monkeypatch.setattr("holdfast.view.state.RunState.take_step", lambda *_, **__: 1 / 0)
     train(run_dir, 1)
@@ -206,9 +202,7 @@ def test_a_run_whose_files_cannot_be_read_is_served_as_far_as_it_is_known(run_di
     assert len(said) == 1, "it was told before"
 
 
-def test_a_fault_of_ours_is_told_once_and_harms_nobody(
-    run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_ours_is_told_once(run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, port = serve()
     monkeypatch.setattr("holdfast.view.trackers.scrape.series_of", lambda *_: 1 / 0)
     train(run_dir, 1)
@@ -270,9 +264,7 @@ def test_requests_without_a_thread_take_no_place(serve: Serve, monkeypatch: pyte
     assert said == ["WARNING: prometheus: a request was not answered: RuntimeError: can't start new thread"]
 
 
-def test_a_client_that_goes_away_is_its_own_affair(
-    run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_may_go_away(run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, port = serve()
 
     def gone(*_: object) -> None:
@@ -303,9 +295,7 @@ def test_a_port_is_free_for_the_next_launcher(run_dir: RunDir) -> None:
             assert scrape(port).value("holdfast_trainer_step") == 0
 
 
-def test_the_file_that_leads_prometheus_there(
-    run_dir: RunDir, serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_file_for_prometheus(run_dir: RunDir, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listening_for_prometheus(PrometheusConfig(port=0)))
         assert listener is not None
@@ -337,9 +327,7 @@ def test_a_file_that_a_killed_launcher_left_goes_with_the_next_that_leads(run_di
     assert not run_dir.prometheus.exists()
 
 
-def test_a_file_that_cannot_be_written_or_removed_is_told(
-    run_dir: RunDir, serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stubborn_file_is_told(run_dir: RunDir, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir.prometheus / "in the way").mkdir(parents=True)
     endpoint, _ = serve()
     said: list[str] = []
