@@ -21,20 +21,12 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.launch import launch_orchestrator
 from holdfast.launcher.resume.plan import prepare
-from holdfast.protocol.rollouts import Batch, Rollout, VersionSpan
-from holdfast.run import journal, lock
+from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
-from tests.builders.checkpoint_files import commit
 from tests.runs.processes import HANG_S
+from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_root")
-
-
-def _batch(step: int) -> Batch:
-    version = max(0, step - 2)
-    rollout = Rollout(environment="e", task_id=step - 1, sample_index=0, token_ids=[5, 6], loss_mask=[False, True],
-                      logprobs=[0.0, -1.0], versions=[VersionSpan(version, 1, 2)])  # fmt: skip
-    return Batch(step=step, policy_version=version, weights_digest=f"{version}", rollouts=[rollout])
 
 
 @pytest.fixture
@@ -43,18 +35,9 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path)
     run_dir.create()
     for step in range(1, 6):
-        journal.publish_batch(run_dir, _batch(step), b"{}")
-    _commit(run_dir, 2)
+        add_batch(run_dir, step, version=max(0, step - 2))
+    add_checkpoint(run_dir, 2, files=STATE)
     return run_dir
-
-
-def _commit(run_dir: RunDir, step: int) -> None:
-    checkpoint = run_dir.checkpoint(step)
-    (checkpoint / "trainer").mkdir(parents=True)
-    (checkpoint / "trainer" / "x").write_bytes(b"x")
-    (checkpoint / "orchestrator").mkdir()
-    (checkpoint / "orchestrator" / journal.STATE_NAME).write_bytes(b"{}")
-    commit(checkpoint, "checkpoint", step, run_id=run_dir.run_id(), program="rl")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +106,7 @@ def test_a_trainer_that_makes_other_weights_is_refused_beside_a_living_orchestra
 
 
 def test_a_trainer_that_goes_back_is_refused_beside_a_living_orchestrator(run_dir: RunDir) -> None:
-    _commit(run_dir, 1)
+    add_checkpoint(run_dir, 1, files=STATE)
     older = _config(run_dir, ckpt={"resume_step": 1})
     with _living_orchestrator(run_dir), pytest.raises(RunDirError, match="an orchestrator runs in .* batch 2 and what"):
         _start(older)

@@ -300,7 +300,6 @@ class TestFetch:
         assert fetch(url, empty, "latest") == 3
 
     def test_another_machine_is_the_same_run_for_trackers(self, url: str, empty: RunDir, tmp_path: Path) -> None:
-        """Before, it forgot that the run had gone back, and went on with what trackers have of the first way."""
         there = RunDir(tmp_path / "there")
         there.create(forked_from={"run_id": "other", "step": 7, "path": "/elsewhere"})
         identity = there.identity() | {"run_id": "run"}
@@ -445,7 +444,6 @@ class TestUploader:
     def test_a_store_that_is_away_loses_nothing_and_is_asked_again(
         self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Before, each step was tried for a few seconds, and then ended the run or was never uploaded."""
         away = _Away(remote, monkeypatch)
         uploader = Uploader(remote)
         for step in (1, 2):

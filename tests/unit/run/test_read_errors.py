@@ -55,7 +55,6 @@ def test_an_error_of_reading_keeps_its_cause(three: RunDir) -> None:
 def test_no_older_step_is_taken_for_one_that_cannot_be_read(
     three: RunDir, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the newest step was skipped as damaged and moved aside."""
 
     def fail(path: Path) -> str:
         raise OSError(number, os.strerror(number), str(path))
@@ -106,7 +105,6 @@ def test_an_unreadable_file_is_told_of_a_step(three: RunDir, run_command: Callab
 
 
 def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:
-    """Before, the batch was made again, and another version of the weights sampled the next one."""
     write_weights(run_dir, 3)
     schedule = StrictSchedule(DirectoryTransport(run_dir, timeout_s=1), async_level=1, trainer_step=4)
     with unreadable(run_dir.weights_of(3) / MANIFEST_NAME), pytest.raises(ReadError):
@@ -142,7 +140,6 @@ def store(three: RunDir, tmp_path: Path) -> str:
 
 
 def test_a_full_disk_here_is_no_fault_of_stores(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, each newer step of the store counted as damaged, and was then made not to exist."""
     here = RunDir(tmp_path / "scratch")
     write_checkpoint(here, 10)
     for name in ("make_directory", "publish_directory"):
@@ -168,7 +165,6 @@ def test_a_checkpoint_here_that_cannot_be_read_is_not_replaced_by_that_of_the_st
 
 
 def test_a_damaged_checkpoint_that_the_store_has_is_set_aside(store: str, three: RunDir) -> None:
-    """Before, it was removed."""
     shard = three.checkpoint(30) / "trainer/__0.distcp"
     shard.write_bytes(b"damaged")
     assert fetch(store, three, "auto") == 30

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from holdfast.errors import CheckpointError, RunDirError
-from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
+from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from tests.builders import checkpoint_files
@@ -142,19 +142,6 @@ def test_what_lies_on_another_disk_is_set_aside_there_and_forgotten_with_its_att
         assert [*run_dir.path.rglob("*/discarded/*")] == []
         run_dir.remove_run()
         assert [*Path(disk).rglob("step_*")] == [] and run_dir.weights.is_symlink()
-
-
-def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) -> None:
-    for step in (1, 2, 3):
-        commit(run_dir, step)
-    (run_dir.checkpoint(1) / manifest.MANIFEST_NAME).unlink()
-    shutil.copy(run_dir.checkpoint(2) / manifest.MANIFEST_NAME, run_dir.checkpoint(3))
-    set_aside = set_aside_damaged(run_dir, 4)
-    aside = run_dir.discarded(4) / "checkpoints"
-    assert [path for path, _ in set_aside] == [aside / "step_1", aside / "step_3"]
-    assert "manifest.json is missing" in set_aside[0][1] and "the manifest of step 2" in set_aside[1][1]
-    assert (aside / "step_1" / "data").read_bytes() == b"1" and (aside / "step_3" / "data").read_bytes() == b"3"
-    assert [entry.step for entry in run_dir.entries()] == run_dir.committed_steps() == [2]
 
 
 def test_pruning_removes_old_batches_and_cleaning_the_run_and_nothing_else(run_dir: RunDir) -> None:

@@ -131,16 +131,6 @@ def test_an_evaluation_that_has_ended_goes_on_no_more() -> None:
     assert told("generating", step=7) == ["generating"] == told("saved checkpoint", step=6)
 
 
-def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    deep = b"[" * 100_000
-    damaged = [b'{"st\xffep": 2}', b'{"step": "two"}', b'{"loss": 1}', deep, b"[NaN, " + deep]
-    run_dir.metrics.write_bytes(b"\n".join([b'{"step": 1, "loss": NaN}', *damaged, b'{"step": 2}', b'{"step": 3']))
-    follower = Follower(run_dir)
-    follower.catch_up()
-    assert follower.state.step == 2 and [line["step"] for line in follower.state.recent] == [1, 2]
-
-
 def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
     watch = CheckpointWatch(run_dir.checkpoints)
     assert watch.look().good is None

@@ -99,17 +99,6 @@ def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, step
     assert document(run_command, steps)["status"] == "failed", "its last word counts, though its name stays in the lock"
 
 
-def test_time_left_is_known_by_what_the_trainer_says(steps: RunDir) -> None:
-    observed = ObservedRun(steps, "run")
-    (steps.path / "run.lock").write_text("1 another another/pid:[1]\n")
-    steps.logs(1).mkdir(parents=True)
-    begun = {"time": 1.0, "process": "trainer", "phase": "training", "step": 0, "max_steps": 13}
-    (steps.logs(1) / "events.jsonl").write_text(json.dumps(begun) + "\n")
-    steps.metrics.write_text("".join(f'{{"step": {step}, "time/step": 2.0}}\n' for step in (1, 2, 3)))
-    observed.look()
-    assert observed.document()["left_s"] == pytest.approx(10 * 2.0)
-
-
 def test_what_is_known_stays_while_the_storage_is_away(run_dir: RunDir) -> None:
     observed = ObservedRun(run_dir, "run")
     identity, aside = run_dir.path / "run.json", run_dir.path / "aside"

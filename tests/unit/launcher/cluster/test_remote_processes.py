@@ -81,18 +81,6 @@ def test_what_runs_there_ends_with_the_agent_and_is_lost(wire: PipeWire, tmp_pat
     assert wire.is_lost
 
 
-def test_ours_ends_with_the_agent(wire: PipeWire, tmp_path: Path, ends: Ends) -> None:
-    """Though nothing tells it to: the kernel does."""
-    log = tmp_path / "a.log"
-    code = "import sys, time; from holdfast.process.child import die_with_launcher as die; die()\n"
-    (tmp_path / "ours.py").write_text(code + "print('up', flush=True); time.sleep(600)")
-    pid = wire.call("start", ["ours"], str(log), {"PYTHONPATH": str(tmp_path)}, str(tmp_path))
-    while b"up" not in (log.read_bytes() if log.exists() else b""):
-        assert is_alive(pid), log.read_text()
-    wire.close()
-    assert ends(pid)
-
-
 def test_the_reason_of_a_lost_connection_is_the_first_error_that_it_told(tmp_path: Path) -> None:
     code = "import sys; print('srun: error: no such node', file=sys.stderr); sys.exit(1)"
     wire = PipeWire([sys.executable, "-c", code])

@@ -140,16 +140,6 @@ def test_an_end_of_the_schedule_that_moves_is_refused(run: RunDir) -> None:
         _start(_sft(run, max_steps=200, optim={"schedule": "linear"}))
 
 
-def test_many_changes_are_cut(run: RunDir) -> None:
-    _start(_sft(run))
-    _train(run, 7)
-    model = {"lora": {"rank": 4}}
-    optim = {"lr": 0.5, "betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 0.1, "max_grad_norm": 3.0, "warmup_steps": 2}
-    data = {"batch_size": 3, "seq_len": 33, "shuffle": False, "too_long": "drop"}
-    with pytest.raises(RunDirError, match=r"and \d+ more\n"):
-        _start(_sft(run, seed=1, model=model, optim=optim, data=data))
-
-
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_a_finished_run_is_refused(run: RunDir, has_checkpoint: bool) -> None:
     _start(_sft(run))
@@ -175,13 +165,6 @@ def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir)
     _start(longer)
     run.logs(2).mkdir(parents=True)
     assert _start(_sft(run, max_steps=200, ckpt=CkptConfig())).resume_step == 100
-
-
-def test_settings_that_are_gone_are_refused(run: RunDir) -> None:
-    run.create()
-    _train(run, 7)
-    with pytest.raises(RunDirError, match="its settings are not there to compare with"):
-        _start(_sft(run))
 
 
 def _dpo(run: RunDir) -> Attempt:

@@ -145,7 +145,6 @@ def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> Non
 
 @pytest.mark.launch
 def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
-    """Before, it was told as what the process does: not among the warnings, and gone with the next step."""
     name = "tests.runs.own_tracker:OutOfOrder"
     run.settings(2, "seed = 3\n")
     events = run.run_dir.logs(2) / "events.jsonl"  # of the attempt that goes on, whichever it began in
@@ -189,17 +188,6 @@ def test_a_tracker_that_dies_late_is_started_again(run: TrackedDirectory, capfd:
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["begin", "step", "step", "begin"]
     assert capfd.readouterr().out == "", "it has everything"
-
-
-def test_a_tracker_that_dies_again_is_left_alone(
-    run: TrackedDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "tests.runs.own_tracker:OutOfOrder"
-    monkeypatch.setenv("TRACKER_FAILS", "die")
-    with _senders(run, name) as senders:
-        senders.look(print)
-    command = f"`track {run.run_dir.path} --to {name}`"
-    assert capfd.readouterr().out == f"WARNING: {name} ended with 1. {command} sends what is missing.\n"
 
 
 def test_a_tracker_that_cannot_start_is_told(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
