@@ -162,9 +162,8 @@ def test_a_directory_that_may_not_be_written_to_is_of_use_where_it_holds_somethi
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         base.chmod(0o755)
-        for directory in ("empty", "full"):
-            (base / directory).mkdir()
-        (base / "full" / "entry").mkdir()
+        (base / "empty").mkdir()
+        (base / "full" / "entry").mkdir(parents=True)
         for directory in ("empty", "full"):
             (base / directory).chmod(0o555)
 
