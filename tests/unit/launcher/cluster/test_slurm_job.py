@@ -91,20 +91,16 @@ def test_training_is_started_on_every_node(program: str, tmp_path: Path, capsys:
     assert "export MASTER_ADDR" in lines and "HOLDFAST_ADMIN_TOKEN" not in script
     for name in ("USR1", "TERM"):
         assert f"trap 'scancel --signal {name} \"$SLURM_JOB_ID\"' {name}" in lines
-    check_shell(script)
-
-
-def test_the_nodes_of_a_job_are_those_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = training_script("sft", tmp_path / "run", capsys, "--parallel.nodes", "3")
-    assert "#SBATCH --nodes=3" in script and "export MASTER_ADDR" in script
-    alone = training_script("sft", tmp_path / "run", capsys)
+    alone = training_script(program, tmp_path / "run", capsys)
     assert "#SBATCH --nodes=1" in alone and "MASTER_ADDR" not in alone and "--label" not in alone
-    check_shell(alone)
+    for one in (script, alone):
+        check_shell(one)
 
 
 def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As `scontrol` says it; a real shell reads that."""
-    script = training_script("sft", tmp_path / "run", capsys, "--slurm.nodes", "2")
+    script = training_script("sft", tmp_path / "run", capsys, "--parallel.nodes", "3")
+    assert "#SBATCH --nodes=3" in script
     for name, code in (
         ("scontrol", 'echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n Version=24"'),
         ("sft", 'echo "$MASTER_ADDR"'),
