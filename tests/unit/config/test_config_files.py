@@ -44,28 +44,19 @@ def refused(*argv: str, command: type[Command] = SftConfig) -> str:
     return str(caught.value)
 
 
-def test_files_compose_from_left_to_right_key_by_key(write: Write) -> None:
+def test_files_compose_from_left_to_right_and_flags_win_wherever_they_stand(write: Write) -> None:
     first = write("first.toml", "max_steps = 7\nseed = 3\n[optim]\nlr = 0.5\nschedule = 'linear'\n")
     second = write("second.toml", "max_steps = 9\n[optim]\nlr = 0.25\n")
     config = sft("@", first, "@", second)
     assert (config.max_steps, config.seed, config.optim.lr, config.optim.schedule) == (9, 3, 0.25, "linear")
-    config = sft(f"@{second}", "@", first)
-    assert (config.max_steps, config.optim.lr) == (7, 0.5)
-
-
-def test_flags_win_over_files_wherever_they_stand(write: Write) -> None:
+    config = sft(f"@{second}", "--dry-run", "@", first)  # a file behind a switch is one of the whole
+    assert (config.max_steps, config.optim.lr, config.dry_run) == (7, 0.5, True)
+    assert sft("--no-data.pack", "@", first).max_steps == 7
     path = write("a.toml", "max_steps = 7\n[optim]\nlr = 0.5\nwarmup_steps = 2\n")
     for argv in (["--max-steps=8", "--optim.lr", "0.1", "--data.pack", "@", path],
                  ["@", path, "--max-steps=8", "--optim.lr", "0.1"]):  # fmt: skip
         config = sft(*argv)
         assert (config.max_steps, config.optim.lr, config.optim.warmup_steps) == (8, 0.1, 2)
-
-
-def test_a_file_behind_a_switch_is_a_file_of_the_whole(write: Write) -> None:
-    path = write("a.toml", "max_steps = 7")
-    config = sft("--dry-run", "@", path)
-    assert config.dry_run and config.max_steps == 7
-    assert sft("--no-data.pack", "@", path).max_steps == 7
 
 
 def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> None:

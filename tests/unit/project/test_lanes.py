@@ -117,25 +117,6 @@ def test_every_file_of_tests_is_in_one_share() -> None:
     assert not [path for share in SHARES for path in share.paths if not (ROOT / path).exists()]
 
 
-def test_a_test_that_takes_too_long_is_told_with_a_way_out_and_fails_nothing(tmp_path: Path) -> None:
-    source = "from tests.lanes import durations\ndurations.BOUND_S = -1e9\ndef test_x(): pass\n"
-    code, printed = pytest_run(tmp_path, source, "--lane", "everyday")
-    assert code == 0 and "1 passed" in printed, printed
-    assert "warning: test_sample.py::test_x took" in printed and "for the nightly lane" in printed, printed
-
-
-@pytest.mark.clock
-def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
-    here = "tests/unit/project/test_lanes.py::"
-    names = [f"{here}test_a_change_of_a_part_runs_its_faults", f"{here}test_that_is_gone",
-             f"{here}test_every_promise_of_the_guarantees_has_a_test_in_a_lane"]  # fmt: skip
-    command = "tests/integration/test_installed.py::test_without_vllm_sft_trains"
-    assert lanes._bounds_of([*names, command]) == {names[0]: 10.0, command: 30.0}
-    assert lanes._bounds_of([]) == {}
-    with pytest.raises(SystemExit, match="cannot be collected"):
-        lanes._everyday_of(["tests/unit/no_such_file.py::test_a"])
-
-
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).exists() and all((ROOT / test).exists() for test in tests)

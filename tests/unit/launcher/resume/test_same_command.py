@@ -167,15 +167,11 @@ def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir)
     assert _start(_sft(run, max_steps=200, ckpt=CkptConfig())).resume_step == 100
 
 
-def _dpo(run: RunDir) -> Attempt:
-    return prepare(DpoConfig(output_dir=run.path), clean=False, dry_run=False)
-
-
 def test_the_directory_of_another_program_is_refused(run: RunDir) -> None:
     _start(_sft(run))
     _train(run, 7)
     with pytest.raises(RunDirError, match="holds a run of sft: choose another directory"):
-        _dpo(run)
+        prepare(DpoConfig(output_dir=run.path), clean=False, dry_run=False)
 
 
 def test_the_directory_of_an_evaluation_is_refused(run: RunDir) -> None:
