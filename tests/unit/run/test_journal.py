@@ -54,8 +54,7 @@ def rewrite(directory: Path, batch: bytes) -> None:
     write_manifest(directory, manifest)
 
 
-def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_the_batch_of_another_step_or_format_is_refused(run_dir: RunDir) -> None:
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rewrite(directory, encode_batch(make_batch(step=4)))
     with pytest.raises(CheckpointError, match="expected batch 3"):
@@ -75,8 +74,7 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
             read_batch(run_dir, 3)
 
 
-def test_waiting_ends_when_the_batch_appears_by_its_time_or_by_the_check(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_waiting_ends_when_the_batch_appears_by_its_time_or_by_the_check(run_dir: RunDir, tmp_path: Path) -> None:
     looked = threading.Event()
     publish = partial(publish_batch, run_dir, make_batch(), b'{"next": 4}')
     writer = threading.Thread(target=lambda: looked.wait(HANG_S) and publish())

@@ -190,9 +190,8 @@ def found(log: GenerationLog) -> list[int]:
     ],
 )
 def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
-    place: int, left: list[int], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: int, left: list[int], message: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir = RunDir(tmp_path)
     path = make_log(run_dir, answers=5).path
     content = bytearray(path.read_bytes())
     content[place] ^= 1

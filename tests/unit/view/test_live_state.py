@@ -72,8 +72,7 @@ def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -
     assert [line["step"] for line in tail] == [1, 2, 3, 4, 7, 8] and tail.replaced == 1
 
 
-def test_steps_that_a_resume_took_back_are_forgotten(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_steps_that_a_resume_took_back_are_forgotten(run_dir: RunDir) -> None:
     write_steps(run_dir.metrics, 1, 2, 3, 4)
     follower = Follower(run_dir, max_steps=10)
     follower.catch_up()
@@ -95,8 +94,7 @@ def test_a_step_that_comes_again_replaces_itself_and_what_came_after() -> None:
     assert state.metrics["loss"] == 0.75 and [line["step"] for line in state.recent] == [1, 2]
 
 
-def test_events_of_all_attempts_are_known_and_told_once(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_events_of_all_attempts_are_known_and_told_once(run_dir: RunDir) -> None:
     first, second = (run_dir.logs(number) / "events.jsonl" for number in (1, 2))
     write_event(first, "trainer", "waiting for batches", step=0, max_steps=8)
     write_event(first, "trainer", "ALERT: entropy fell", step=3)
@@ -273,8 +271,7 @@ def away(path: Path) -> Iterator[None]:
         yield
 
 
-def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_steps_that_could_not_be_read_at_first_are_no_news(run_dir: RunDir) -> None:
     write_steps(run_dir.metrics, 1, 2, 3)
     with away(run_dir.metrics):
         follower = Follower(run_dir, max_steps=10)
@@ -291,8 +288,7 @@ def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> No
     assert list(follower.news()) == [] and follower.state.step == 2
 
 
-def test_a_launcher_never_takes_an_old_step_for_its_last(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_a_launcher_never_takes_an_old_step_for_its_last(run_dir: RunDir) -> None:
     write_steps(run_dir.metrics, 1, 2, 3)
     with away(run_dir.metrics):
         console = Console(run_dir, attempt=2, first_step=5, max_steps=10)

@@ -27,6 +27,11 @@ Serve = Callable[[RunDir], tuple[Dashboard, int]]
 
 
 @pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Return a function that serves a run at a free port, and gives the endpoint and the port."""
     monkeypatch.setattr(builds, "_SHARE", 1.0)  # a test waits for nobody
@@ -111,8 +116,7 @@ def test_a_page_grows_with_a_run(tmp_path: Path, serve: Serve, soon: None, capsy
     assert sorted(run_dir.path.rglob("*")) == there, "nothing was written"
 
 
-def test_nothing_is_made_where_nobody_asks_or_nothing_is_new(tmp_path: Path, serve: Serve, soon: None) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_nothing_is_made_where_nobody_asks_or_nothing_is_new(run_dir: RunDir, serve: Serve, soon: None) -> None:
     dashboard, port = serve(run_dir)
     asked = dashboard._builds._asked
     train(run_dir, 13)
@@ -125,8 +129,7 @@ def test_nothing_is_made_where_nobody_asks_or_nothing_is_new(tmp_path: Path, ser
 
 
 @pytest.mark.launch
-def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_path: Path, serve: Serve) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(run_dir: RunDir, serve: Serve) -> None:
     dashboard, port = serve(run_dir)
     dashboard._builds._pause_s = 1.0
     held = Held(run_dir)
@@ -144,9 +147,8 @@ def test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for(tmp_pa
     assert request(port).status == 200 and said(dashboard) == []
 
 
-def test_what_fails_late_is_tried_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_late_is_tried_less_often(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each try takes 100 s by the clock of this test, and every wait is over at once."""
-    run_dir = make_run(tmp_path / "run")
     tries = ["fails"] * 6 + ["is made", "fails", "fails"]
     seconds, waited = 0.0, list[float | None]()
     found = Builds(run_dir, print, clock=lambda: seconds)
@@ -176,8 +178,9 @@ def test_what_fails_late_is_tried_less_often(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.launch
-def test_files_that_cannot_be_read_leave_the_page_that_was_there(tmp_path: Path, serve: Serve, soon: None) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_files_that_cannot_be_read_leave_the_page_that_was_there(
+    run_dir: RunDir, tmp_path: Path, serve: Serve, soon: None
+) -> None:
     dashboard, port = serve(run_dir)
     tag = state_when(port, lambda state: state["tag"] is not None)["tag"]
     run_dir.metrics.rename(tmp_path / "kept")
@@ -192,9 +195,8 @@ def test_files_that_cannot_be_read_leave_the_page_that_was_there(tmp_path: Path,
 
 
 @pytest.mark.launch
-def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_ended(run_dir: RunDir, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "_LIMIT_S", 1.0)
-    run_dir = make_run(tmp_path / "run")
     dashboard, port = serve(run_dir)
     dashboard._builds._pause_s = HANG_S  # no other one begins
     Held(run_dir)
@@ -210,8 +212,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, serve: Serve, monkeypatch
     assert len(told) == 1 and builders(run_dir) == []
 
 
-def test_no_process_is_started_behind_the_end(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_no_process_is_started_behind_the_end(run_dir: RunDir) -> None:
     with Builds(run_dir, print) as found:
         pass
     with pytest.raises(InterruptedError):
@@ -220,8 +221,7 @@ def test_no_process_is_started_behind_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_one_process_at_a_time_gives_way_and_outlives_signals(tmp_path: Path, serve: Serve) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_one_process_at_a_time_gives_way_and_outlives_signals(run_dir: RunDir, serve: Serve) -> None:
     dashboard, port = serve(run_dir)
     held = Held(run_dir)
     request(port)
@@ -239,8 +239,7 @@ def test_one_process_at_a_time_gives_way_and_outlives_signals(tmp_path: Path, se
 
 
 @pytest.mark.launch
-def test_the_end_ends_the_process_that_makes_a_page(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_the_end_ends_the_process_that_makes_a_page(run_dir: RunDir) -> None:
     with listening_for_browsers(DashboardConfig(port=0)) as listener, Dashboard(listener, run_dir) as dashboard:
         assert listener is not None
         Held(run_dir)
@@ -253,8 +252,7 @@ def test_the_end_ends_the_process_that_makes_a_page(tmp_path: Path) -> None:
         request(listener.port)
 
 
-def test_other_paths_names_and_methods_are_refused(tmp_path: Path, serve: Serve) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_other_paths_names_and_methods_are_refused(run_dir: RunDir, serve: Serve) -> None:
     _, port = serve(run_dir)
     state_when(port, lambda state: state["tag"] is not None)
     for path in ("/run.json", "/../run.json", "/%2e%2e/run.json", f"/{run_dir.path}/run.json", "//[", "/logs/", ""):
@@ -289,8 +287,7 @@ def test_nothing_is_served_unless_asked_for(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == ""
 
 
-def test_a_page_names_the_installed_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_a_page_names_the_installed_command(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "is_checkout", lambda: False)
     assert f'data-command="report {run_dir.path}"' in live.build(run_dir.path).update.decode()
 
@@ -300,8 +297,7 @@ def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
     assert "l\\udcffufe" in live.build(run_dir.path).update.decode()
 
 
-def test_sizes_and_times_of_files_that_go_away_are_passed_over(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_sizes_and_times_of_files_that_go_away_are_passed_over(run_dir: RunDir, tmp_path: Path) -> None:
     names = [name for name, _, _ in builds._states(run_dir)]
     assert str(run_dir.metrics) in names and any("timeline_trainer" in name for name in names)
     (run_dir.logs(1) / "events_gone.jsonl").symlink_to(tmp_path / "nowhere")
