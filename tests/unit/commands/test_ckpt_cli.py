@@ -1,11 +1,14 @@
-"""`ckpt ls`, `verify`, `prune` and the command line, on checkpoints of a real run."""
+"""`ckpt ls`, `verify`, `prune` and the command line, on checkpoints of a real run; and what is around torch."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.commands.ckpt_dirs import TensorWorkFailed, tensor_work
 from holdfast.config import SftConfig
 from holdfast.config.load import to_toml
+from holdfast.errors import STORAGE_FAILED, CheckpointError
 from holdfast.run import manifest
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
@@ -262,3 +267,58 @@ def test_ls_says_what_the_run_occupies(ckpt: Ckpt, run_dir: RunDir) -> None:
     assert {"weights", "logs", "configs", "metrics.jsonl"} <= occupied.keys()
     _, out, _ = ckpt("ls", "--output-dir", run_dir.path)
     assert out.splitlines()[-1].startswith("occupied: ") and "checkpoints" in out.splitlines()[-1]
+
+
+def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.CaptureFixture[str]) -> None:
+    print("before")
+    with tensor_work("reading"):
+        print("python")
+        subprocess.run(["echo", "below python"], check=True)
+        os.write(1, b"straight\n")
+    print("after")
+    printed = capfd.readouterr()
+    assert printed.out == "before\nafter\n"
+    assert sorted(printed.err.splitlines()) == ["below python", "python", "straight"]
+
+
+def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
+    code = (
+        "import ctypes\nfrom holdfast.commands.ckpt_dirs import tensor_work\n"
+        "with tensor_work('reading'):\n    ctypes.CDLL(None).printf(b'from C')\nprint('{}')\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{}\n", "from C")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (CheckpointError("step 3 is damaged"), 2, "error: step 3 is damaged\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), STORAGE_FAILED, "error: the storage failed at"),
+        (ZeroDivisionError("a bug"), 1, "Traceback (most recent call last)"),
+    ],
+)
+def test_an_error_ends_the_command(error: Exception, code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TensorWorkFailed) as caught, tensor_work("reading"):
+        raise error
+    printed = capfd.readouterr()
+    assert caught.value.exit_code == code
+    assert printed.out == "" and said in printed.err
+
+
+def test_ctrl_c_is_no_error_of_the_work() -> None:
+    with pytest.raises(KeyboardInterrupt), tensor_work("reading"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.launch
+def test_files_of_the_user_do_not_replace_those_of_torch(tmp_path: Path) -> None:
+    for name in ("torch", "random", "safetensors"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user was imported')\n")
+    code = "import sys; sys.path.pop(0); from holdfast.cli import ckpt; ckpt()"
+    argv = [sys.executable, "-c", code, "import", "model.safetensors", "--to", "out", "--output-dir", "."]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "comes without a config.json" in done.stderr, done.stderr
