@@ -454,6 +454,12 @@ class TestUploader:
         assert uploader.wait(timeout_s=HANG_S)
         uploader.close()
         assert remote.steps() == [1, 2]
+        away.is_over.clear(), away.asked.clear()
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 3), 3)
+        assert away.asked.wait(HANG_S) and not uploader.wait(timeout_s=0.01)
+        with pytest.raises(CheckpointError, match=r"step 3 was given up after .* \(.*no route.*whole in"):
+            uploader.close(timeout_s=0.05)
 
     def test_who_refuses_the_first_upload_has_something_to_correct(
         self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
