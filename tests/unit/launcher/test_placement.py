@@ -82,7 +82,7 @@ def test_one_gpu_is_shared_only_where_that_is_said() -> None:
     too_few = refusal({"share_gpus": True, **tensor_parallel(2)}, machine(1))
     assert "needs 2 for the engines" in too_few and "there is 1 GPU: lower --inference.engines" in too_few
     # One that does not share: with engines elsewhere, on the CPU, or a trainer there.
-    assert names(placed({}, machine(1), starts_inference=False)) == (["0"], [])
+    assert names(placed({}, machine(1, engine="cpu"), starts_inference=False)) == (["0"], [])
     assert "To sample on the CPU all the same: --inference.engine.device cpu" in refusal({}, machine(1, engine="cpu"))
     engine_on_cpu: dict[str, Any] = {"inference": {"engine": {"device": "cpu"}}}
     assert names(placed(engine_on_cpu, machine(1, engine="cpu"))) == (["0"], [])

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from holdfast.errors import CheckpointError, RunDirError
-from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after
+from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from tests.builders import checkpoint_files
@@ -189,6 +189,9 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
         resolve_resume_step(run_dir, 16)
     assert resolve_resume_step(run_dir, 5) == 5
+    aside = run_dir.discarded(4) / "checkpoints"
+    assert [path for path, _ in set_aside_damaged(run_dir, 4)] == [aside / f"step_{step}" for step in (10, 15)]
+    assert [entry.step for entry in run_dir.entries()] == [5, 16]
 
 
 @pytest.mark.parametrize("wanted", ["latest", "auto"])
