@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage_failure
+from holdfast.launcher import supervise
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.launcher.cluster.hosts import (
@@ -24,6 +25,7 @@ from holdfast.launcher.cluster.hosts import (
     agent_command,
     travelling,
 )
+from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
 
@@ -206,5 +208,23 @@ def test_a_frozen_agent_that_clears_is_lost(wire: PipeWire, monkeypatch: pytest.
         monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.05)
         process.clear(0.01)
         assert process.loss == "other is lost: it does not answer" and process.returncode == -signal.SIGKILL
+    finally:
+        os.kill(wire._process.pid, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_who_is_stopped_on_a_mute_host_is_lost_and_runs_in_no_next_attempt(
+    wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "a.log"
+    process = started(wire, log)
+    monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.01)
+    os.kill(wire._process.pid, signal.SIGSTOP)
+    try:
+        with Supervisor() as supervisor:
+            supervisor.children.append(Child("other", process, log, False, SERVES, {}))
+            supervisor.stop(0.01)
+            assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
     finally:
         os.kill(wire._process.pid, signal.SIGCONT)
