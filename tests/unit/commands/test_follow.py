@@ -213,6 +213,7 @@ def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluate
     for change in (
         lambda: data.write_text("other"),
         lambda: (directory.path / IDENTITY_NAME).write_text('{"format": 1}'),
+        lambda: (directory.path / IDENTITY_NAME).rename(directory.path / ROLLOUTS_NAME),
         lambda: setattr(config, "num_tasks", 5),
     ):
         evaluate_follow._clear_other_evaluation(config, directory)

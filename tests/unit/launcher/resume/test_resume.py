@@ -305,6 +305,11 @@ def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plai
     file.write_bytes((plain_model() / "model.safetensors").read_bytes()[:-1])
     code, _, err = sft("--ckpt.weights-only", file, *model)
     assert code == 2 and f"{file} (ckpt.weights_only) was cut: it has " in err
+    weights = add_weights(other, 10)
+    assert sft("--ckpt.weights-only", weights, *model)[0] == 0
+    (weights / "config.json").write_text("[]")
+    code, _, err = sft("--ckpt.weights-only", weights, *model)
+    assert code == 2 and "config.json is damaged" in err
     assert not RunDir(tmp_path / "new").holds_run()
 
 
@@ -462,11 +467,12 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
     killed: RunDir, token_id: int, logprob: float, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A version that checked less may have journaled it, and a trainer that reads it dies at every start."""
-    tokens, mask, logprobs = TokenIds([1, token_id]), LossMask([0, 1]), Logprobs([0.0, logprob])
-    rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
-                      logprobs=logprobs, versions=[VersionSpan(6, 1, 2)])  # fmt: skip
-    shutil.rmtree(killed.batch(8))
-    add_batch(killed, 8, version=6, rollouts=[rollout])
+    for step, token, value in ((7, 5, -1.0), (8, token_id, logprob)):
+        tokens, mask, logprobs = TokenIds([1, token]), LossMask([0, 1]), Logprobs([0.0, value])
+        rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
+                          logprobs=logprobs, versions=[VersionSpan(step - 2, 1, 2)])  # fmt: skip
+        shutil.rmtree(killed.batch(step))
+        add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]
     assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
 
