@@ -454,7 +454,8 @@ class TestUploader:
         assert uploader.wait(timeout_s=HANG_S)
         uploader.close()
         assert remote.steps() == [1, 2]
-        away.is_over.clear(), away.asked.clear()
+        for event in (away.is_over, away.asked):
+            event.clear()
         uploader = Uploader(remote)
         uploader.submit(write_checkpoint(here, 3), 3)
         assert away.asked.wait(HANG_S) and not uploader.wait(timeout_s=0.01)
