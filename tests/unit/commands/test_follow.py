@@ -218,6 +218,8 @@ def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluate
     ):
         evaluate_follow._clear_other_evaluation(config, directory)
         prepare_directory(config, directory)
+        evaluate_follow._clear_other_evaluation(config, directory)
+        assert directory.path.exists(), "no task was played yet"
         claim_directory(directory.path, load_tasks(config, {}).identity())
         evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
         assert directory.path.exists()
