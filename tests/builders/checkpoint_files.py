@@ -41,6 +41,13 @@ def write_weights(run_dir: RunDir, version: int, *, content: str = "") -> Path:
     return commit(directory, "weights", version)
 
 
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """Return every file below `directory` with its bytes."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

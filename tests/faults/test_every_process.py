@@ -76,7 +76,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_rl_killed.py::test_the_end_is_that_of_the_undisturbed_run",
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
         "test_trackers.py::test_each_step_is_there_once_after_kills_and_a_step_back",
-        "test_parts.py::test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more",
+        "test_parts.py::test_a_tracker_that_dies_late_is_started_again",
     ),
     "trainer/launch.py _launch": (
         HERE,

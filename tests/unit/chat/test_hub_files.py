@@ -76,9 +76,7 @@ def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.mark.launch
-def test_a_template_that_nobody_knows_of_is_not_taken_for_missing(
-    tmp_path: Path, plain_model: Callable[..., Path]
-) -> None:
+def test_an_unknown_template_is_not_taken_for_missing(tmp_path: Path, plain_model: Callable[..., Path]) -> None:
     """With the fallback of a broken connection the model would be trained on another chat format."""
     files = {path.name: path.read_bytes() for path in plain_model().iterdir() if path.name.startswith("tokenizer")}
     files["chat_template.jinja"] = b"{{ messages }}"

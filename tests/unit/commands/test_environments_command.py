@@ -31,7 +31,6 @@ from holdfast import Environment, Message, Score, Task
 
 WORDS = {"red", "green", "blue", "white", "black", "brown", "grey", "pink", "orange", "violet"}
 
-
 class Sound(Environment):
     """Nothing is wrong with it."""
 
@@ -42,11 +41,9 @@ class Sound(Environment):
     def score(self, task, sessions):
         return [Score(float(session.completion == task.answer)) for session in sessions]
 
-
 class Unordered(Sound):
     def make_task(self, seed):
         return Task(prompt=[Message("user", "which?")], answer=seed.random().choice(list(WORDS)))
-
 
 class Counting(Sound):
     def __init__(self):
@@ -55,11 +52,9 @@ class Counting(Sound):
     def make_task(self, seed):
         return Task(prompt=[Message("user", "next")], answer=str(next(self._count)))
 
-
 class Dice(Sound):
     def score(self, task, sessions):
         return [Score(random.random()) for _ in sessions]
-
 
 class Chatty(Sound):
     async def run(self, session, task):
@@ -67,27 +62,18 @@ class Chatty(Sound):
         session.append_messages([Message("user", random.choice("abcdefgh") * 3)])
         await session.sample()
 
-
 class Strict(Sound):
     def score(self, task, sessions):
         print("scoring", len(sessions))
         return [Score(1 / len(session.completion)) for session in sessions]
 
-
 class NotANumber(Sound):
     def score(self, task, sessions):
         return [Score(math.nan if "\\u202e" in session.completion else 0.0) for session in sessions]
 
-
-class Four(Sound):
-    def score(self, task, sessions):
-        return [Score(0.0)] * 5
-
-
 class Mute(Sound):
     async def run(self, session, task):
         pass
-
 
 class NoTask(Sound):
     def make_task(self, seed):
@@ -95,21 +81,17 @@ class NoTask(Sound):
             raise ValueError("no third task")
         return super().make_task(seed)
 
-
 class NoTasks(Sound):
     def make_task(self, seed):
         raise ValueError("no task at all")
-
 
 class Tasteless(Sound):
     def make_task(self, seed):
         return task.answer if (task := super().make_task(seed)) and seed.index == 1 else task
 
-
 class Long(Sound):
     def make_task(self, seed):
         return Task(prompt=[Message("user", "long " * 400)], answer="")
-
 
 class Asking(Sound):
     async def run(self, session, task):
@@ -117,11 +99,9 @@ class Asking(Sound):
         session.append_messages([Message("user", "Sure?")])
         await session.sample()
 
-
 class AskingInText(Asking):
     def make_task(self, seed):
         return Task(prompt="which?", answer="red")
-
 
 class Tooled(Sound):
     def look_up(self, word: str) -> str:
@@ -133,12 +113,6 @@ class Tooled(Sound):
         return word
 
     tools = (look_up,)
-
-
-class ByTurn(Sound):
-    def score(self, task, sessions):
-        return [Score(1.0, {"exact": 1.0}, turn_rewards=[0.5] * len(session.texts)) for session in sessions]
-
 
 class OnlyHere(Sound):
     def __init__(self):
@@ -243,9 +217,7 @@ def test_what_init_writes_passes_its_test_and_its_check(environments: Command, t
         ("holdfast", "the name 'holdfast' belongs to"),
     ],
 )
-def test_init_refuses_names_that_no_module_can_have(
-    name: str, message: str, environments: Command, tmp_path: Path
-) -> None:
+def test_init_refuses_names_of_no_module(name: str, message: str, environments: Command, tmp_path: Path) -> None:
     there = sorted(tmp_path.iterdir())
     code, out, err = environments("init", name)
     assert (code, out) == (2, "") and message in err
@@ -291,7 +263,6 @@ def test_a_fault_in_other_processes_is_found_there(name: str, message: str, envi
         ("Dice", "scores", "the score of an empty answer is another when the same sessions are scored again"),
         ("Strict", "scores", "an empty answer, alone in its group: environment 'faults:Strict' failed on task 0"),
         ("NotANumber", "scores", "a non-ASCII answer, alone in its group"),
-        ("Four", "scores", "an empty answer, alone in its group: "),
     ],
 )
 def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: str, environments: Command) -> None:

@@ -143,9 +143,7 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     assert half.exists()
 
 
-def test_a_step_that_another_evaluates_is_waited_for(
-    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = run_of(tmp_path / "run", 5, model={"name": MODEL, "init": "random"})
     RunDir(run_dir.evaluation(5)).lock()
     looks: list[float] = []
@@ -161,17 +159,6 @@ def test_a_step_that_another_evaluates_is_waited_for(
     code, out, _ = run_command("evaluate", "--run", run_dir.path, *flags)
     said = f"{run_dir.evaluation(5)} is evaluated by another `evaluate`, which is waited for\n"
     assert code == 0 and out.count(said) == 1 and len(looks) == 2
-
-
-def test_what_was_begun_with_other_tasks_is_evaluated_anew(tmp_path: Path) -> None:
-    directory = RunDir(tmp_path / "step_5")
-    config = EvaluateConfig(run=tmp_path, output_dir=directory.path, num_tasks=4)
-    evaluate_follow._clear_other_evaluation(config, directory)
-    prepare_directory(config, directory)
-    evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
-    assert directory.path.exists()
-    evaluate_follow._clear_other_evaluation(config.model_copy(update={"num_tasks": 5}), directory)
-    assert not directory.path.exists()
 
 
 def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
@@ -216,7 +203,7 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     assert not goes_on() and goes_on()
 
 
-def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
+def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
     directory, data = RunDir(tmp_path / "step_5"), tmp_path / "tasks.jsonl"
     environments = [{"id": "jsonl", "args": {"path": str(data)}}]
     config = EvaluateConfig.model_validate(
@@ -226,10 +213,15 @@ def test_what_was_begun_with_other_files_or_by_another_version_is_evaluated_anew
     for change in (
         lambda: data.write_text("other"),
         lambda: (directory.path / IDENTITY_NAME).write_text('{"format": 1}'),
+        lambda: (directory.path / IDENTITY_NAME).rename(directory.path / ROLLOUTS_NAME),
+        lambda: setattr(config, "num_tasks", 5),
     ):
-        prepare_directory(config, directory)
-        claim_directory(directory.path, load_tasks(config, {}).identity())
         evaluate_follow._clear_other_evaluation(config, directory)
+        prepare_directory(config, directory)
+        evaluate_follow._clear_other_evaluation(config, directory)
+        assert directory.path.exists(), "no task was played yet"
+        claim_directory(directory.path, load_tasks(config, {}).identity())
+        evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
         assert directory.path.exists()
         change()
         evaluate_follow._clear_other_evaluation(config, directory)

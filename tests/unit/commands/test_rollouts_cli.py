@@ -32,6 +32,7 @@ from holdfast.protocol.rollouts import (
 from holdfast.run import atomic
 from holdfast.run.journal import Accepted, Counts, publish_batch, read_batch
 from holdfast.run.run_dir import RunDir
+from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.conftest import BASE
 
 Command = Callable[..., tuple[int, str, str]]
@@ -90,12 +91,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     for step in (2, 3, 4):
         publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
     return run_dir
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def document(rollouts: Command, run_dir: RunDir, *argv: object, code: int = 0) -> dict[str, Any]:
@@ -191,9 +186,7 @@ def test_the_branches_of_a_rollout_are_told_apart(rollouts: Command, run_dir: Ru
         assert [row["branch_starts"] for row in found] == [[0], list(split.branch_starts), [0], [0]]
 
 
-def test_without_a_tokenizer_the_ids_are_shown_and_the_reason(
-    rollouts: Command, run_dir: RunDir, tmp_path: Path
-) -> None:
+def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     for name, reason in (
         (tmp_path, f"{tmp_path}/tokenizer.json cannot be read: "),
@@ -271,12 +264,7 @@ def test_export_that_fails_leaves_nothing(
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
-    argv: list[str],
-    message: str,
-    rollouts: Command,
-    run_dir: RunDir,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str], message: str, rollouts: Command, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").touch()
@@ -285,9 +273,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert err.startswith("error: ") and message in err and "Traceback" not in err
 
 
-def test_a_directory_without_a_run_is_refused_and_a_run_without_batches_is_not(
-    rollouts: Command, tmp_path: Path
-) -> None:
+def test_a_directory_without_a_run_is_refused(rollouts: Command, tmp_path: Path) -> None:
     code, _, err = rollouts("stats", "--output-dir", tmp_path / "nowhere")
     assert code == 2 and "there is no directory" in err
     code, _, err = rollouts("stats", "--output-dir", tmp_path)
@@ -301,16 +287,21 @@ def test_a_directory_without_a_run_is_refused_and_a_run_without_batches_is_not(
     assert code == 2 and "it has none" in err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["stats"], ["show", "3"]])
-def test_looking_imports_nothing_heavy(argv: list[str], run_dir: RunDir) -> None:
+@pytest.mark.parametrize(
+    "words", ["rollouts --help", "rollouts stats", "rollouts show 3", "ckpt ls", "ckpt verify", "ckpt prune --keep 1"]
+)
+def test_looking_imports_nothing_heavy(words: str, run_dir: RunDir) -> None:
+    write_checkpoint(run_dir, 2)
+    command, *argv = words.split()
     code = (
         "import sys\nfrom holdfast import cli\n"
-        "try:\n    cli.rollouts()\n"
+        f"try:\n    cli.{command}()\n"
         "except SystemExit as end:\n    assert not end.code\n"
-        "print('HEAVY', sorted({'torch', 'transformers', 'pyarrow', 'numpy', 'tokenizers'} & sys.modules.keys()))\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'tokenizers'}\n"
+        "print('HEAVY', sorted(heavy & sys.modules.keys()))\n"
     )
-    words = [*argv, "--output-dir", str(run_dir.path)]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    argv += ["--output-dir", str(run_dir.path)]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
 
 

@@ -50,7 +50,7 @@ def test_one_that_is_missing_is_named_with_the_way_to_give_it(command: str) -> N
 def test_nothing_heavy_is_imported_to_say_so() -> None:
     code = (
         "import sys\nfrom holdfast import cli\n"
-        "try:\n    cli.run('sft', [])\nfinally:\n    print({*sys.modules} & {'torch', 'numpy'})"
+        "try:\n    cli.run('sft', [])\nfinally:\n    print({*sys.modules} & {'torch', 'numpy', 'transformers', 'vllm'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "ConfigError: sft needs" in done.stderr and done.stdout == "set()\n"

@@ -107,31 +107,7 @@ def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_an_engine_that_is_built_for_cpus_is_refused_unless_asked_for(tmp_path: Path) -> None:
-    refused = started("rl", tmp_path / "refused", *RL, "--dry-run", gpus=2)
-    assert refused.code == 2 and "To sample on the CPU all the same: --inference.engine.device cpu" in refused.log
-    assert "the installed vLLM is its build for CPUs: `uv sync --group gpu`" in refused.log
-    flags = ("--dry-run", "--inference.engine.device", "cpu")
-    run = started("rl", tmp_path / "run", *RL, *flags, gpus=2)
-    assert "trainer on GPU 0,1 (2 x NVIDIA H100 80GB HBM3), engine on the CPU; " in run.log
-    engine = resolved(tmp_path / "run", "inference")
-    assert engine["model"]["dtype"] == "bfloat16" and engine["engine"]["eager"] is True
-
-
-@pytest.mark.launch
-def test_an_engine_that_is_built_for_gpus_does_not_compute_on_the_cpu(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--inference.engine.device", "cpu")
-    refused = started("rl", tmp_path / "run", *RL, *flags, gpus=2, fault=GPU_VLLM)
-    assert (
-        refused.code == 2
-        and "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in refused.log
-    )
-
-
-@pytest.mark.launch
-def test_gpus_that_only_the_driver_sees_end_the_run_and_not_on_the_cpu(
-    tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
-) -> None:
+def test_gpus_that_torch_does_not_see_end_the_run(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     model = ("--model.name", str(tiny_model(weights=False)), "--model.init", "random", "--data.name", str(sft_data))
     run = started("sft", tmp_path / "run", *model, "--max-steps", "1", gpus=2)
     assert run.code == 2, run.log

@@ -156,9 +156,7 @@ def test_evaluations_wait_for_storage_as_training_does_and_are_not_given_up(
     assert capfd.readouterr().out.count("waiting for storage: ") == 3
 
 
-def test_that_nobody_can_be_told_of_given_up_evaluations_ends_no_training(
-    stands: Stands, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_giving_up_that_nobody_hears_of(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     stands.run_dir.evaluations.write_text("a file")
     assert stands.watch(heals=False, evaluation="sys.exit(2)", trainer="made('weights/step_1')") == 0
     said = capfd.readouterr().out

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -149,32 +150,19 @@ def test_several_servers_beside_others_are_all_named_or_none(tmp_path: Path, fir
             choose(some)
 
 
-def test_several_servers_keep_clear_of_the_teacher(tmp_path: Path, first_port: int) -> None:
-    teacher = json.dumps({"urls": [f"http://{HOST}:{first_port + 1}"], "model": MODEL})
-    launcher = several(tmp_path, first_port, "--orchestrator.teacher", teacher)
-    with ExitStack() as stack:
-        assert launcher.choose(stack).starts_own
-        assert launcher.config.inference.server.port == first_port + 2
-
-
 def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -> None:
     start = threading.Barrier(8)
-    ports: list[Reservation] = []
 
-    def launch() -> None:
+    def launch(_: int) -> Reservation:
         start.wait()
-        ports.extend(reserve_first_free(HOST, first_port))
+        (held,) = reserve_first_free(HOST, first_port)
+        return held
 
-    threads = [threading.Thread(target=launch) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        assert len({reservation.port for reservation in ports}) == 8
-    finally:
-        for reservation in ports:
-            reservation.release()
+    with ThreadPoolExecutor(8) as pool:
+        ports = list(pool.map(launch, range(8)))
+    assert len({held.port for held in ports}) == 8
+    for held in ports:
+        held.release()
 
 
 _RESERVES = f"import os; from holdfast.launcher.engines import reserve; held = reserve('{HOST}', PORT)"
@@ -203,26 +191,18 @@ def test_a_port_is_held_until_its_holder_is_killed(program: str, first_port: int
 
 
 def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    with serving(engine):
-        port = int(engine.url.rsplit(":", 1)[1])
-        with ExitStack() as stack:
-            launcher = Launcher(tmp_path / "first", port)
-            servers = launcher.choose(stack)
-            assert not servers.starts_own and servers.line.startswith(
-                f"using the inference server that answers at {engine.url}"
-            )
-            assert engine.owner is not None
-            second = Launcher(tmp_path / "second", port)
-            assert second.choose(stack).starts_own
-            assert second.port != port
-            with pytest.raises(
-                InferenceError, match=r"belongs to the run in .*:.*first.*--inference\.server\.port"
-            ) as no:
-                explicit(tmp_path / "third", port).choose(stack)
-            assert no.value.exit_code == 2
-            # The same run, started again, has its server still.
-            assert not Launcher(tmp_path / "first", port).choose(stack).starts_own
+    with offered() as (engine, port, stack):
+        servers = Launcher(tmp_path / "first", port).choose(stack)
+        assert not servers.starts_own and engine.owner is not None
+        assert servers.line.startswith(f"using the inference server that answers at {engine.url}")
+        second = Launcher(tmp_path / "second", port)
+        assert second.choose(stack).starts_own and second.port != port
+        with pytest.raises(InferenceError, match=r"belongs to the run in .*:.*first.*--inference\.server\.port") as no:
+            explicit(tmp_path / "third", port).choose(stack)
+        assert no.value.exit_code == 2
+        # The same run, started again, has its server still.
+        assert not Launcher(tmp_path / "first", port).choose(stack).starts_own
+        stack.close()
         assert engine.owner is None
 
 
@@ -331,22 +311,6 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[B
         assert no.value.exit_code == 2
 
 
-def test_addresses_of_servers(tmp_path: Path) -> None:
-    for host, url in (("::1", "http://[::1]:8123"), ("::", "http://127.0.0.1:8123"), ("node", "http://node:8123")):
-        flags = ("--inference.server.host", host, "--inference.server.port", "8123")
-        assert Launcher(tmp_path, 8123, *flags).config.orchestrator.client.urls == [url]
-
-
-def test_a_launcher_that_finds_its_run_under_way_does_not_give_its_server_away(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    with serving(engine), ExitStack() as running:
-        port = int(engine.url.rsplit(":", 1)[1])
-        Launcher(tmp_path, port).choose(running)
-        with ExitStack() as second:
-            assert not Launcher(tmp_path, port).choose(second).starts_own
-        assert engine.owner is not None
-
-
 def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.launcher.engines._SIGN_OF_LIFE_S", 0.01)
     with offered() as (engine, port, stack):
@@ -379,9 +343,7 @@ def test_a_launcher_whose_run_it_was_gives_back_what_was_claimed_before(tmp_path
             assert (engine.owner is None) is is_own
 
 
-def test_a_server_that_cannot_be_given_back_is_told_and_one_that_has_ended_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_be_given_back_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("ended", "replaced"):
         with ExitStack() as stack:
             engine = FakeEngine()
@@ -417,12 +379,10 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
 
     class Ending(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            served = ServedWeights(None, None, MODEL, uid=os.getuid(), boot_id="first", owner=None)
-            body = msgspec.json.encode(served)
             self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            served = ServedWeights(None, None, MODEL, uid=os.getuid(), boot_id="first", owner=None)
+            self.wfile.write(msgspec.json.encode(served))
 
         def do_POST(self) -> None:
             self.close_connection = True
@@ -436,9 +396,7 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
         thread.join()
 
 
-def test_a_server_that_was_claimed_before_the_wait_for_another_is_given_back_once(
-    tmp_path: Path, told: Callable[[], str], ending_s: None
-) -> None:
+def test_a_server_claimed_before_a_wait_is_returned(tmp_path: Path, told: Callable[[], str], ending_s: None) -> None:
     RunDir(tmp_path).create()
     free, ending = FakeEngine(), FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
     with serving(free, ending), ExitStack() as stack:

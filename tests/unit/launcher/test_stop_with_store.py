@@ -48,7 +48,6 @@ def test_the_exit_code_is_that_of_the_upload(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before, a trainer that was killed in its upload ended the run with 143: saved."""
     monkeypatch.setattr(heal, "_TELLING_S", 0.1)
     write_checkpoint(run_dir, 5)
     ckpt = {"dir": store, "grace_s": 0.2 if end == "hangs" else 60}

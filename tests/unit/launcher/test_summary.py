@@ -72,9 +72,7 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
         assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
 
 
-def test_what_is_removed_keeps_nothing_and_a_fork_keeps_what_it_forks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_removed_run_and_a_fork_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed(monkeypatch, 800)
     other = sft(tmp_path / "other", max_steps=30, optim={"lr": 1e-3})
     started(other)
@@ -118,9 +116,7 @@ def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == "optim.lr = 3e-06, as the run has it; a new one would have 1e-05\n"
 
 
-def test_what_lies_behind_the_last_step_is_refused_when_that_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_behind_the_last_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed(monkeypatch)
     for settings, said in (({"optim": {"warmup_steps": 8}}, "must be below max_steps"), ({"profile": "3:9"}, "step 8")):
         with pytest.raises(ConfigError, match=said):

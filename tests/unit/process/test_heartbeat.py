@@ -134,9 +134,7 @@ def test_a_heartbeat_outlives_a_storage_that_fails(
     _until(lambda: (folder / "trainer").exists())
 
 
-def test_a_full_memory_makes_no_living_process_look_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -167,9 +165,7 @@ def test_beats_of_directories_with_one_name_lie_apart(tmp_path: Path) -> None:
         assert again == other
 
 
-def test_what_somebody_else_made_in_the_place_of_beats_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_of_beats_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, elsewhere, run = (tmp_path / name for name in ("memory", "elsewhere", "run"))
     for directory in (memory, elsewhere, run):
         directory.mkdir()
@@ -225,9 +221,7 @@ def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_u
     monitor.end()
 
 
-def test_an_answer_is_waited_for_as_long_as_the_server_may_take(
-    tmp_path: Path, health_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_may_take_its_time(tmp_path: Path, health_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(route: BaseHTTPRequestHandler) -> None:
         time.sleep(0.5)
         _Route.answer(route)
@@ -256,9 +250,7 @@ def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pyte
     beat.end()
 
 
-def test_what_is_done_meanwhile_is_said_and_then_what_was_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_done_meanwhile_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer."))
     heartbeat = start_heartbeat()
     try:

@@ -1,7 +1,8 @@
-"""What is left of PYTHONPATH for a process whose children import nothing of the user."""
+"""Imports: of large libraries, of the user's modules, and what is left of PYTHONPATH for children without these."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.check_functions import check_functions
+from holdfast.process.child import heavy_imports
 from holdfast.process.imports import import_users, leave_out_working_directory, load_function
 
 
@@ -53,3 +55,17 @@ def test_a_module_of_the_users_that_fails_is_named(monkeypatch: pytest.MonkeyPat
         check(advantage="own_functions:advantages")
     with pytest.raises(ConfigError, match="has no function 'advantages'. Did you mean 'advantage'"):
         check(environments={"a": {"advantage": "own_functions:advantages"}})
+
+
+def test_the_collector_rests_during_imports_and_leaves_what_they_made_alone() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with heavy_imports():
+            assert not gc.isenabled()
+            made = [[number] for number in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
+        with pytest.raises(ModuleNotFoundError), heavy_imports():
+            import there_is_no_such_library  # type: ignore[import-not-found]  # noqa: F401
+        assert gc.isenabled(), "though an import failed"
+    finally:
+        gc.unfreeze()

@@ -1,9 +1,13 @@
-"""docs/architecture.md is drawn from contracts, imports and docstrings, and its ways lead through the code."""
+"""docs/architecture.md is drawn from the code and leads through it; where tests are, and how long files may be."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from tests.conftest import ROOT
 from tests.pages import architecture
 from tests.pages.architecture import PAGE, House, Step, ways
 
@@ -50,3 +54,27 @@ def test_every_function_of_a_way_is_used_by_a_file_before_it(way: list[Step]) ->
         name = step.function.rpartition(".")[2]
         assert name in used, f"docs/architecture.md:{step.line}: nothing before it uses {name}"
         used |= architecture.mentions(step.file)
+
+
+def directories(home: Path, pattern: str) -> set[str]:
+    """Return the directories below `home` with files of that pattern."""
+    return {str(path.parent.relative_to(home)) for path in home.rglob(pattern) if path.name != "__init__.py"}
+
+
+def test_unit_tests_lie_in_directories_of_the_packages() -> None:
+    packages = directories(ROOT / "src" / "holdfast", "*.py")
+    tested = directories(ROOT / "tests" / "unit", "test_*.py") - {"project"}  # of what is no package
+    assert tested == packages, sorted(tested ^ packages)
+
+
+def test_no_file_has_more_lines_than_the_rules_allow() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
+    assert not {path: number for path, number in lines.items() if number > 650}
+    assert len(lines) <= 255
+
+
+def test_bytes_that_are_not_utf8_count_as_damage_wherever_msgspec_reads() -> None:
+    """msgspec raises a `UnicodeDecodeError` for them, which is not one of its own errors."""
+    caught = re.compile(r"except [^\n]*msgspec\.(?:Decode|Msgspec)Error[^\n]*")
+    lines = [line for path in (ROOT / "src").rglob("*.py") for line in caught.findall(path.read_text())]
+    assert len(lines) > 10 and not [line for line in lines if not re.search("UnicodeDecodeError|ValueError", line)]

@@ -1,4 +1,4 @@
-"""What counts the statements that tests run: every branch has two ends, and a death loses nothing."""
+"""What counts the statements that tests run, which a death must not lose; and which changes of a source are tried."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.coverage import __main__ as coverage
 from tests.coverage.marking import Marking
+from tests.mutants.mutations import mutations
 
 SOURCE = '''"""Text."""
 
@@ -115,10 +116,42 @@ def test_what_a_killed_process_has_run_is_kept(
     coverage.passed("everyday")
     assert coverage.resume() == 0 and (tmp_path / "start.pth").exists()
     assert coverage.report(40.0) == 0, "the marks are kept"
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_new.py").touch()
-    assert coverage.resume() == 1
-    (tmp_path / "tests/test_new.py").unlink()
-    assert coverage.resume() == 0
     (tmp_path / "src/holdfast/thing.py").write_text(f"{SOURCE}\n")
     assert coverage.resume() == 1
+
+
+CHANGED = '''"""Not this one: 1 < 2."""
+
+def f(a: int | None, *, b: float = 0.5) -> bool:
+    if a is None:
+        raise ValueError(f"{a} == {b}")  # nor what is said
+    log("x" + "y")
+    for one in (a, b):
+        if not one:
+            continue
+        a += 1
+    return a < b and True
+
+def g(device):  # untested: there is no such device
+    return 1 + device
+'''
+
+
+def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
+    found = [(one.line, one.before.strip(), one.after.strip()) for one in mutations(CHANGED)]
+    assert found == [
+        (3, "0.5", "1.5"),
+        (4, "is", "is not"),
+        (5, 'raise ValueError(f"{a} == {b}")', "pass"),
+        (6, 'log("x" + "y")', "None"),
+        (8, "not one", "one"),
+        (9, "continue", "break"),
+        (10, "a += 1", "pass"),
+        (10, "1", "2"),
+        (11, "a < b and True", "None"),
+        (11, "<", "<="),
+        (11, "and", "or"),
+        (11, "True", "False"),
+    ]
+    for one in mutations(CHANGED):
+        assert one.source != CHANGED and one.source.count("\n") == CHANGED.count("\n")

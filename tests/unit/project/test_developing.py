@@ -115,24 +115,15 @@ def _additions(title: str) -> list[object]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
-    named = re.findall(r"`((?:src|tests|docs|configs|examples|benchmarks)/[\w/.-]*\w)`", prose(page))
-    assert not [name for name in named if not (ROOT / name).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_modules_and_their_names_that_a_page_names_exist(page: Path) -> None:
-    named = re.findall(r"`holdfast\.([\w.]*\w)`", prose(page))
-    assert not [name for name in named if not name.endswith("py") and not _exists(name)]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_that_a_page_names_exist(page: Path) -> None:
-    named = re.findall(r"python -m ((?:tests|benchmarks|holdfast)[\w.]*\w)", prose(page))
+def test_files_modules_and_programs_that_a_page_names_exist(page: Path) -> None:
+    text = prose(page)
+    files = re.findall(r"`((?:src|tests|docs|configs|examples|benchmarks)/[\w/.-]*\w)`", text)
+    assert not [name for name in files if not (ROOT / name).exists()]
+    modules = re.findall(r"`holdfast\.([\w.]*\w)`", text)
+    assert not [name for name in modules if not name.endswith("py") and not _exists(name)]
+    named = re.findall(r"python -m ((?:tests|benchmarks|holdfast)[\w.]*\w)", text)
     paths = [(ROOT / "src" if name.startswith("holdfast") else ROOT) / name.replace(".", "/") for name in named]
-    assert not [
-        path for path in paths if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file()
-    ]
+    assert all((path / "__main__.py").is_file() or path.with_suffix(".py").is_file() for path in paths), paths
 
 
 def _exists(name: str) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import yaml
 from fastapi import Response
@@ -97,14 +95,6 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
         checkout.made.clear()
         if alone.words[0] not in ("ckpt", "rollouts", "report"):
             checkout.dry_run(alone, run_forked)
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize("flag", ["--dashboard.port {}", "--prometheus --prometheus.port {}", "--dashboard.port={}"])
-def test_a_page_may_name_a_port_that_somebody_has_here(flag: str, checkout: Checkout, run_command: RunCommand) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        line = f"sft @ configs/reverse_text/sft.toml {flag.format(other.getsockname()[1])}"
-        checkout.dry_run(Command("a page", line, line.split()), run_command)
 
 
 @pytest.mark.docs
@@ -295,38 +285,6 @@ def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> No
     assert len(tried.stdout.splitlines()) == 3 and tried.stdout.count("reward=1.0") == 3
 
 
-def test_batches_and_logs_are_read_by_the_programs_of_the_journals_page(checkout: Checkout) -> None:
-    from holdfast.protocol.rollouts import Logprobs, TokenIds, encode_packed
-    from holdfast.run.journal import publish_batch
-    from holdfast.run.record_log import RecordLog
-    from holdfast.run.run_dir import RunDir
-    from tests.unit.commands.test_rollouts_cli import make_batch, state_after
-
-    checkout.save_files(ROOT / "docs" / "journal.md")
-    run_dir = RunDir(checkout.path / "run")
-    run_dir.create()
-    publish_batch(run_dir, make_batch(2), msgspec.json.encode(state_after(2)))
-    printed = _run("print_batch.py", run_dir.batch(2) / "batch.msgpack")
-    assert [line.split()[:3] for line in printed][:2] == [["a", "1", "0.0"], ["a", "1", "1.0"]] and len(printed) == 4
-
-    log = checkout.path / "generations_3.log"
-    answer = {"token_ids": encode_packed(TokenIds([5, 6])), "logprobs": encode_packed(Logprobs([-0.5, -1.0]))}
-    records = [{"format": 3, "step": 3}, {"prompt": "ab", "seeds": [7], "completions": [answer]}]
-    writer = RecordLog(log, valid_bytes=0)
-    for record in records:
-        writer.append(msgspec.msgpack.encode(record))
-    writer.close(wait=True)
-    header, shown = (msgspec.json.decode(line) for line in _run("print_log.py", log))
-    assert header == records[0]
-    assert shown["completions"] == [{"token_ids": [5, 6], "logprobs": [-0.5, -1.0]}]
-
-
-def _run(program: str, *arguments: Path) -> list[str]:
-    done = subprocess.run([sys.executable, program, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_the_table_of_exit_codes_is_whole() -> None:
     page = (ROOT / "docs" / "exit_codes.md").read_text()
     table = page[: page.index("\n## ")]
@@ -366,37 +324,6 @@ def test_every_claim_of_the_guarantees_names_a_test() -> None:
     assert not [one for one in claims if not guarantees.tests_of(one, notes) and not guarantees.is_not_tried(one)]
     assert notes.keys() == guarantees.notes_used(page), "footnotes without a claim, or claims without a footnote"
     assert all("::" in test for tests in notes.values() for test in tests) and all(notes.values())
-
-
-def test_claims_without_a_test_are_noticed() -> None:
-    page = """# Title
-
-It lives.[^lives] It `is. It` well[^lives]. It is a claim! It was not tried on
-the moon.
-
-Rows:
-
-| what | test |
-|---|---|
-| one | `test_x.py` |
-| two | none |
-
-- **Bold.** With a note.[^other]
-- Without one
-
-## Measured
-
-Nothing.
-
-[^lives]: `test_x.py::test_lives`,
-    `test_y.py::test_lives_on`
-"""
-    notes = guarantees.footnotes(page)
-    assert notes == {"lives": ["test_x.py::test_lives", "test_y.py::test_lives_on"]}
-    claims = [one for one in guarantees.claims(page) if not guarantees.is_not_tried(one)]
-    without = [one for one in claims if not guarantees.tests_of(one, notes)]
-    assert without == ["It is a claim!", "| two | none |", "- **Bold.** With a note[^other].", "- Without one"]
-    assert guarantees.notes_used(page) == {"lives", "other"}
 
 
 def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:

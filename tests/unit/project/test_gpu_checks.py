@@ -11,8 +11,8 @@ import torch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.attention import KERNELS, Kernel
 from tests.gpu import device_checks, run_checks
-from tests.gpu.__main__ import main, table
-from tests.gpu.gpu_place import FIGURES_ENV, Place
+from tests.gpu.__main__ import main
+from tests.gpu.gpu_place import Place
 from tests.models.per_sample import PerSample
 
 
@@ -76,16 +76,6 @@ def test_families(name: str, place: Place, mesh: Mesh) -> None:
 def test_checks_of_one_rank(check: Callable[[Place, Mesh], None], place: Place, mesh: Mesh) -> None:
     check(place, mesh)
     assert place.figures
-
-
-def test_figures_become_a_table(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(FIGURES_ENV, str(tmp_path / "figures"))
-    place.note("speed", "tokens", 1234.5678, "tokens/s", ">= 1")
-    place.note("speed", "memory", 2, "GiB")
-    assert table((tmp_path / "figures").read_text().splitlines()).splitlines()[2:] == [
-        "| speed | tokens | 1235 tokens/s | >= 1 |",
-        "| speed | memory | 2 GiB |  |",
-    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

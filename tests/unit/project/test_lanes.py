@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lanes import __main__ as lanes
-from tests.lanes import durations, parts, skips, written
+from tests.lanes import parts, skips, written
 from tests.lanes.marks import BY_HAND, LANES, RESOURCES, lane_of
 from tests.lanes.shares import SHARES
 from tests.pages import guarantees, promises
@@ -78,34 +75,6 @@ def test_the_check_of_a_change_runs_the_command_of_the_readme() -> None:
     assert all("run: .ci/run\n" in text for text in workflows) and "run: .ci/nightly\n" in workflows[1]
 
 
-@pytest.mark.parametrize(
-    ("base", "told"), [("HEAD~1", "this clone has no commit HEAD~1"), ("HEAD", "another .ci/run or .ci/nightly runs")]
-)
-def test_a_check_that_cannot_end_well_ends_at_once(base: str, told: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
-    git(tmp_path, "init", "-q"), git(tmp_path, "add", "."), git(tmp_path, "commit", "-qm", "a")
-    with open(tmp_path / ".durations.ci", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        environment = {**os.environ, "HOLDFAST_BASE": base}
-        done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and told in done.stderr and not done.stdout
-
-
-def test_options_of_pytest_are_handed_on_and_a_file_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[tuple[str, list[str], int]] = []
-    monkeypatch.setattr(written, "state", dict)
-    monkeypatch.setattr(lanes, "everyday", lambda words, processes: ran.append(("everyday", words, processes)) or 0)
-    monkeypatch.setattr(lanes, "workers", lambda *words: ran.append(words) or 0)
-    assert lanes.main(["-k", "nightly", "--processes", "1"]) == lanes.main(["nightly", "-x"]) == lanes.main([]) == 0
-    assert ran == [("everyday", ["-k", "nightly"], 1), ("nightly", ["-x"], 2), ("everyday", [], 2)]
-    for words in (["tests/unit/run"], ["--processes", "1", "nightly"]):
-        with pytest.raises(SystemExit):
-            lanes.main(words)
-        assert "the lane comes first" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["README.md", "outputs/run/metrics.jsonl", "tests/__pycache__/x.pyc"])
 def test_a_lane_that_writes_into_the_repository_fails(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -148,66 +117,6 @@ def test_every_file_of_tests_is_in_one_share() -> None:
     assert not [path for share in SHARES for path in share.paths if not (ROOT / path).exists()]
 
 
-def test_durations_are_kept_for_the_next_run(tmp_path: Path) -> None:
-    path = tmp_path / "durations.json"
-    assert durations.recorded(path) == {}
-    for name in ("a.py", "b.py"):
-        (tmp_path / name).touch()
-    durations.record({"a.py::x": 1.0, "a.py::y": 2.0}, path)
-    durations.record({"a.py::y": 4.0, "b.py::z": 0.5, "gone.py::a": 1.0}, path)
-    assert durations.recorded(path) == {"a.py::x": 1.0, "a.py::y": 4.0, "b.py::z": 0.5}
-    assert durations.seconds_of_files(durations.recorded(path)) == {"a.py": 5.0, "b.py": 0.5}
-    assert durations.slowest(durations.recorded(path), 1) == ["    4.00 s  a.py::y"]
-
-
-def test_a_test_that_takes_too_long_is_told_with_a_way_out_and_fails_nothing(tmp_path: Path) -> None:
-    source = "from tests.lanes import durations\ndurations.BOUND_S = -1e9\ndef test_x(): pass\n"
-    code, printed = pytest_run(tmp_path, source, "--lane", "everyday")
-    assert code == 0 and "1 passed" in printed, printed
-    assert "warning: test_sample.py::test_x took" in printed and "for the nightly lane" in printed, printed
-
-
-@pytest.mark.parametrize(("then", "code"), [((12.0, 9.0), 0), ((12.0, 12.0, 11.0), 1)])
-def test_a_test_that_took_too_long_is_run_alone_before_it_fails_a_check(
-    then: tuple[float, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Beside other work it may have waited for a core; a command has longer, a nightly test as long as it likes."""
-    slow, nightly = "tests/unit/test_a.py::test_a", "tests/unit/test_a.py::test_nightly"
-    chosen = "tests/unit/test_a.py::test_command"
-    took, commands = {slow: 30.0, nightly: 60.0, "tests/unit/test_b.py::test_b": 9.0}, []
-    again = iter(then)
-
-    def run(command: list[str], **_: object) -> int:
-        commands.append(command)
-        took[slow] = next(again)
-        return 0
-
-    monkeypatch.setattr(lanes, "recorded", lambda: took)
-    took[chosen] = 29.0
-    everyday = {slow: (), chosen: ("-m", "everyday")}
-    monkeypatch.setattr(
-        lanes,
-        "_everyday_of",
-        lambda names, *words: [one for one in names if one in everyday and words in ((), everyday[one])],
-    )
-    monkeypatch.setattr(subprocess, "call", run)
-    assert lanes.bound() == code and len(commands) == len(then)
-    assert all(command[-1] == slow for command in commands)
-    assert (f"error: {slow} took 11.0 s; a test of the everyday lane has 10 s." in capsys.readouterr().out) == code
-
-
-@pytest.mark.clock
-def test_of_tests_that_took_too_long_the_everyday_ones_are_found() -> None:
-    here = "tests/unit/project/test_lanes.py::"
-    names = [f"{here}test_a_change_of_a_part_runs_its_faults", f"{here}test_that_is_gone",
-             f"{here}test_every_promise_of_the_guarantees_has_a_test_in_a_lane"]  # fmt: skip
-    command = "tests/integration/test_installed.py::test_without_vllm_sft_trains"
-    assert lanes._bounds_of([*names, command]) == {names[0]: 10.0, command: 30.0}
-    assert lanes._bounds_of([]) == {}
-    with pytest.raises(SystemExit, match="cannot be collected"):
-        lanes._everyday_of(["tests/unit/no_such_file.py::test_a"])
-
-
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).exists() and all((ROOT / test).exists() for test in tests)
@@ -246,29 +155,16 @@ def test_a_share_fails_its_lane_whatever_ends_it(
     assert (f"failed: {', '.join(failed)}\n" in capsys.readouterr().out) == bool(failed)
 
 
-def test_a_choice_of_tests_need_not_be_in_every_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = "import sys; sys.exit(0 if 'tests/unit/run' in sys.argv and '-kx' in sys.argv else 5)"
-    monkeypatch.setattr(lanes, "_PYTEST", (sys.executable, "-c", share))
-    assert lanes.everyday(["-kx"], processes=2) == 0
-    assert lanes.everyday(["-ky"], processes=2) == 5 and lanes.everyday([], processes=2) != 0
-
-
-def test_a_share_that_nobody_ran_has_failed() -> None:
-    assert lanes.EverydayRun(list(SHARES), [], processes=2).failed == sorted(share.name for share in SHARES)
-
-
-def test_pytest_without_a_place_for_its_cache_removes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "kept").touch()
-    program = "import sys, pytest, tempfile; tempfile.mkdtemp = None; sys.exit(pytest.main(['-p', 'tests.conftest']))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
-    assert done.returncode and "'NoneType' object is not callable" in done.stdout + done.stderr
-    assert (tmp_path / "work" / "kept").exists()
-
-
 def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:
+    page = "# A\n\nIt lives.[^a] It dies. It was not tried.\n\n" + (
+        "| what | test |\n|---|---|\n| one | `test_x.py` |\n| two | none |\n\n- **Bold.** Noted.[^b]\n- Not noted\n\n"
+        "## Tests\n\nNothing.\n\n[^a]: `test_x.py::test_a`,\n    `test_y.py`\n[^b]: `test_x.py::test_b`\n"
+    )
+    notes = guarantees.footnotes(page)
+    assert notes == {"a": ["test_x.py::test_a", "test_y.py"], "b": ["test_x.py::test_b"]}
+    claims = [one for one in guarantees.claims(page) if not guarantees.is_not_tried(one)]
+    without = [one for one in claims if not guarantees.tests_of(one, notes)]
+    assert without == ["It dies.", "| two | none |", "- Not noted"] and guarantees.notes_used(page) == {"a", "b"}
     page = "# A\n\nIt lives.[^a] It dies. It was not tried.\n\n## Tests\n\n[^a]: `test_x.py::test_a`, `test_y.py`\n"
     rows = promises.table(page, {"test_x.py::test_a": {"nightly", "everyday"}})
     assert rows == [

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.algorithms.curves import Curve, read_curves, summary, write_curves
+from benchmarks.algorithms.curves import Curve, read_curves, summary
 from benchmarks.algorithms.runs import NAMES
-from benchmarks.learning import controls, gsm8k, lengths, preferences, runs
+from benchmarks.learning import controls, gsm8k, lengths
 from benchmarks.learning.commands import environment_of
-from benchmarks.learning.results import Estimate, Run, read_runs, table, write_runs
+from benchmarks.learning.results import read_runs, table
 from benchmarks.learning.runs import CONTROLS, OVERLAYS
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
@@ -27,24 +27,6 @@ from tests.conftest import ROOT
 from tests.runs.interpreters import NO_VERIFIERS, VERIFIERS_PYTHON
 
 BENCHMARK = ROOT / "benchmarks" / "learning"
-
-
-def of_run(task: str, variant: str, seed: int, before: float, after: float) -> Run:
-    def estimates(value: float) -> dict[str, Estimate]:
-        return {name: Estimate(value, value - 0.0625, value + 0.0625) for name in ("greedy", "pass@1", "pass@8")}
-
-    return Run(task, variant, seed, estimates(before), estimates(after), {0: before, 25: 0.5, 50: after})
-
-
-def test_what_was_written_is_read_again_and_a_run_takes_the_place_of_the_same_one(tmp_path: Path) -> None:
-    assert read_runs(tmp_path) == []
-    first, second, other = (
-        of_run("a", "grpo", 0, 0.125, 0.75), of_run("a", "grpo", 1, 0.125, 0.5), of_run("b", "trl", 0, 0.25, 0.125)
-    )  # fmt: skip
-    again = of_run("a", "grpo", 1, 0.125, 0.625)
-    write_runs(tmp_path, [other, second, first])
-    write_runs(tmp_path, [again, *read_runs(tmp_path)])
-    assert read_runs(tmp_path) == [first, again, other]
 
 
 def _skip_without_its_extra(task: str) -> None:
@@ -64,45 +46,6 @@ def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_pa
         text = "".join(message["content"] for message in messages)
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and len(ids) < 64
-
-
-def test_pairs_are_what_is_right_and_what_is_wrong_of_the_same_task() -> None:
-    def sample(task: int, solved: bool, answer: str) -> str:
-        texts = [f"<|user|>q{task}<|end|><|assistant|>", answer]
-        return json.dumps({"task": task, "solved": solved, "turns": [{"text": text} for text in texts]})
-
-    found = list(
-        preferences.pairs_of([
-            sample(0, False, "ba<|end|>"), sample(0, True, "ab<|end|>"), sample(0, False, "bb"),
-            sample(1, True, "cd<|end|>"), sample(2, False, "ff<|end|>"),
-        ])
-    )  # fmt: skip
-    sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "ab"), ("rejected", "ba"))}
-    assert found == [{"prompt": [{"role": "user", "content": "q0"}], **sides}]
-
-
-def test_dpo_is_trained_and_judged_on_different_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = {}
-
-    def run(program: str, *words: object) -> str:
-        flags = dict(zip(map(str, words[1:]), words[2:], strict=False))
-        of = "--environments" if program == "evaluate" else "--eval.environments"
-        (section,) = json.loads(str(flags[of]))
-        played[program] = Path(section["args"]["path"]).name
-        if program == "evaluate":
-            folder = Path(str(flags["--output-dir"]))
-            folder.mkdir(parents=True)
-            estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
-            summary = {"environments": {section["name"]: {"estimates": {"pass@1": estimate}}}}
-            (folder / "summary.json").write_text(json.dumps(summary))
-            (folder / "rollouts.jsonl").touch()
-        return ""
-
-    monkeypatch.setattr(runs, "run", run)
-    runs._train_dpo("next_letters", runs.DPO, 0, tmp_path / "start", tmp_path, 10, runs.Settings(tmp_path))
-    assert played == {"evaluate": "next_letters_train.jsonl", "dpo": "next_letters_test.jsonl"}
-    others = [name for name, task in TASKS.items() if not task.has_answers]
-    assert others == ["guess_number", "ledger", "verifiers_sort"]
 
 
 def test_controls_have_the_faults_that_they_are_named_for() -> None:
@@ -210,14 +153,6 @@ def test_the_table_has_mean_and_sample_std_over_seeds() -> None:
     shown = summary(curves).splitlines()[1].split()
     # 0.1 and 0.3: std sqrt(2 * 0.1²); 0.4 and 0.5: sqrt(2 * 0.05²); rises 0.3 and 0.2.
     assert " ".join(shown) == "DPO 2 0.200 ± 0.141 0.450 ± 0.071 0.250 ± 0.071 0.200"
-
-
-def test_a_run_takes_the_place_of_the_same_one_and_leaves_the_others(tmp_path: Path) -> None:
-    old, other_seed = curve("grpo", 0, [0.1]), curve("grpo", 1, [0.2])
-    other = curve("ppo", 0, [0.3])
-    again = curve("grpo", 0, [0.9])
-    write_curves(tmp_path / "curves.csv", [again, other, other_seed, old])
-    assert read_curves(tmp_path / "curves.csv") == [again, other_seed, other]
 
 
 def test_the_committed_curves_rise_for_every_seed_and_are_those_of_the_docs() -> None:

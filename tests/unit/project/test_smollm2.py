@@ -145,9 +145,7 @@ def test_the_tokens_are_those_that_the_model_was_trained_on(model: Path) -> None
 
 @needs_package
 @pytest.mark.launch
-def test_the_settings_of_the_example_fit_it_and_it_answers(
-    model: Path, run_command: RunCommand, in_root: Path, tmp_path: Path
-) -> None:
+def test_the_settings_fit_and_it_answers(model: Path, run_command: RunCommand, in_root: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,10 +14,7 @@ from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.weight_sync import check_canary, describe_weights
 from holdfast.protocol.inference import CANARY_NAME, Canary, deviation
 from holdfast.run.run_dir import RunDir
-from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
-
-MODEL = ROOT / "examples" / "reverse_text" / "model"
 
 
 @pytest.mark.parametrize(
@@ -67,9 +64,7 @@ def test_an_engine_that_computes_something_else_is_refused(
                 asyncio.run(check())
 
 
-def test_weights_may_come_without_a_canary_but_not_with_a_broken_one(
-    tmp_path: Path,
-) -> None:
+def test_weights_may_come_without_a_canary_but_not_with_a_broken_one(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 3, b"weights")
     weights = describe_weights(run_dir, 3)

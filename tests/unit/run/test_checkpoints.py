@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.config.base import CkptConfig
 from holdfast.errors import CheckpointError
-from holdfast.run import atomic, manifest
+from holdfast.run import atomic
 from holdfast.run.checkpoints import BestMetric, Kind, Retention, describe_found, kind_of, list_entries, require_weights
+from tests.builders import checkpoint_files
 
 
 def write(directory: Path, *names: str) -> Path:
@@ -23,12 +24,8 @@ def write(directory: Path, *names: str) -> Path:
     return directory
 
 
-def commit(directory: Path, step: int, kind: str = "checkpoint", **fields: object) -> Path:
-    write(directory, "trainer/.metadata", "trainer/__0_0.distcp")
-    files = manifest.describe_files(directory)
-    listing = manifest.Manifest(kind=kind, step=step, policy_version=step, files=files, **fields)  # type: ignore[arg-type]
-    manifest.write_manifest(directory, listing)
-    return directory
+def commit(directory: Path, step: int) -> Path:
+    return checkpoint_files.commit(write(directory, "trainer/.metadata", "trainer/__0_0.distcp"), "checkpoint", step)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +129,7 @@ saved_steps = st.dictionaries(
 
 
 @given(saved=saved_steps, name=st.sampled_from(["loss", "reward"]), lower=st.booleans())
-def test_the_best_step_has_no_better_and_no_earlier_equal(
-    saved: dict[int, dict[str, float]], name: str, lower: bool
-) -> None:
+def test_no_step_is_better_than_the_best(saved: dict[int, dict[str, float]], name: str, lower: bool) -> None:
     best = BestMetric(name, lower).best(saved)
     known = {step: metrics[name] for step, metrics in saved.items() if not math.isnan(metrics.get(name, math.nan))}
     assert (best is None) == (not known)
@@ -155,9 +150,7 @@ retentions = st.builds(
 
 
 @given(retention=retentions, saved=saved_steps, protected=st.sets(st.integers(0, 60), max_size=4))
-def test_what_is_superseded_is_exactly_what_nothing_keeps(
-    retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]
-) -> None:
+def test_superseded_is_the_rest(retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]) -> None:
     removed = retention.superseded(saved, protected)
     assert removed == sorted(set(removed)) and set(removed) <= saved.keys()
     newest = sorted(saved)[-(retention.keep or len(saved) or 1) :]

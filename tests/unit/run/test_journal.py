@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -45,16 +46,6 @@ def make_batch(step: int = 3) -> Batch:
     )
 
 
-def test_a_batch_comes_out_as_it_went_in(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    directory = publish_batch(run_dir, make_batch(), b'{"next": 4}')
-    assert directory == run_dir.batch(3) and run_dir.published_batches() == [3]
-    assert read_batch(run_dir, 3) == make_batch()
-    assert (directory / STATE_NAME).read_bytes() == b'{"next": 4}'
-    manifest = read_manifest(directory)
-    assert (manifest.kind, manifest.step, manifest.policy_version) == ("batch", 3, 2)
-
-
 def rewrite(directory: Path, batch: bytes) -> None:
     """Put other content into a published batch, with a manifest that fits it."""
     (directory / BATCH_NAME).write_bytes(batch)
@@ -63,8 +54,7 @@ def rewrite(directory: Path, batch: bytes) -> None:
     write_manifest(directory, manifest)
 
 
-def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_the_batch_of_another_step_or_format_is_refused(run_dir: RunDir) -> None:
     directory = publish_batch(run_dir, make_batch(), b"{}")
     rewrite(directory, encode_batch(make_batch(step=4)))
     with pytest.raises(CheckpointError, match="expected batch 3"):
@@ -84,14 +74,17 @@ def test_the_batch_of_another_step_or_format_is_refused(tmp_path: Path) -> None:
             read_batch(run_dir, 3)
 
 
-def test_waiting_ends_when_the_batch_appears_by_its_time_or_by_the_check(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_waiting_ends_when_the_batch_appears_by_its_time_or_by_the_check(run_dir: RunDir, tmp_path: Path) -> None:
     looked = threading.Event()
-    writer = threading.Thread(target=lambda: looked.wait(HANG_S) and publish_batch(run_dir, make_batch(), b"{}"))
+    publish = partial(publish_batch, run_dir, make_batch(), b'{"next": 4}')
+    writer = threading.Thread(target=lambda: looked.wait(HANG_S) and publish())
     writer.start()
     assert wait_for(run_dir.batch(3), timeout_s=HANG_S, check=looked.set)
     writer.join()
-    assert read_batch(run_dir, 3) == make_batch(), "what appears is complete"
+    assert read_batch(run_dir, 3) == make_batch() and run_dir.published_batches() == [3], "what appears is complete"
+    assert (run_dir.batch(3) / STATE_NAME).read_bytes() == b'{"next": 4}'
+    manifest = read_manifest(run_dir.batch(3))
+    assert (manifest.kind, manifest.step, manifest.policy_version) == ("batch", 3, 2)
     assert not wait_for(tmp_path / "never", timeout_s=0.0)
 
     def check() -> None:

@@ -55,7 +55,6 @@ def test_an_error_of_reading_keeps_its_cause(three: RunDir) -> None:
 def test_no_older_step_is_taken_for_one_that_cannot_be_read(
     three: RunDir, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the newest step was skipped as damaged and moved aside."""
 
     def fail(path: Path) -> str:
         raise OSError(number, os.strerror(number), str(path))
@@ -80,9 +79,7 @@ def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
     assert three.committed_steps() == [10, 20, 30]
 
 
-def test_the_commands_call_it_unreadable_and_remove_nothing(
-    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_commands_remove_nothing_unreadable(three: RunDir, run_command: Callable[..., tuple[int, str, str]]) -> None:
     places = CheckpointDirs(three.path)
     with unreadable(three.checkpoint(10) / MANIFEST_NAME):
         (problem,) = ls(places, metric=None).problems
@@ -94,9 +91,7 @@ def test_the_commands_call_it_unreadable_and_remove_nothing(
     assert three.committed_steps() == [10, 30]
 
 
-def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
-    three: RunDir, run_command: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_an_unreadable_file_is_told_of_a_step(three: RunDir, run_command: Callable[..., tuple[int, str, str]]) -> None:
     shard = three.checkpoint(10) / "trainer/__0.distcp"
     kept = shard.rename(shard.with_name("kept"))
     shard.symlink_to(shard)
@@ -110,7 +105,6 @@ def test_a_file_of_a_step_that_cannot_even_be_looked_at_makes_it_unreadable(
 
 
 def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:
-    """Before, the batch was made again, and another version of the weights sampled the next one."""
     write_weights(run_dir, 3)
     schedule = StrictSchedule(DirectoryTransport(run_dir, timeout_s=1), async_level=1, trainer_step=4)
     with unreadable(run_dir.weights_of(3) / MANIFEST_NAME), pytest.raises(ReadError):
@@ -145,10 +139,7 @@ def store(three: RunDir, tmp_path: Path) -> str:
     return url
 
 
-def test_a_full_disk_here_is_not_held_against_the_store(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before, each newer step of the store counted as damaged, and was then made not to exist."""
+def test_a_full_disk_here_is_no_fault_of_stores(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = RunDir(tmp_path / "scratch")
     write_checkpoint(here, 10)
     for name in ("make_directory", "publish_directory"):
@@ -174,7 +165,6 @@ def test_a_checkpoint_here_that_cannot_be_read_is_not_replaced_by_that_of_the_st
 
 
 def test_a_damaged_checkpoint_that_the_store_has_is_set_aside(store: str, three: RunDir) -> None:
-    """Before, it was removed."""
     shard = three.checkpoint(30) / "trainer/__0.distcp"
     shard.write_bytes(b"damaged")
     assert fetch(store, three, "auto") == 30

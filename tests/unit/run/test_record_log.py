@@ -113,13 +113,13 @@ def test_the_name_of_a_new_log_is_durable_before_it_says_so(tmp_path: Path, monk
     calls: list[str] = []
     monkeypatch.setattr(atomic, "fsync_directory", lambda path: calls.append(f"directory {path.name}"))
     monkeypatch.setattr(record_log.os, "fdatasync", lambda _: calls.append("file"))
-    write(tmp_path / "rollouts" / "one.log", PAYLOADS[:1])
-    assert calls == [f"directory {tmp_path.name}", "directory rollouts", "file"]
+    for _ in range(2):
+        write(tmp_path / "run" / "rollouts" / "one.log", PAYLOADS[:1])
+    synced = ["directory rollouts", "file"]
+    assert calls == [f"directory {tmp_path.name}", "directory run", *synced, *synced]
 
 
-def test_what_cannot_be_made_durable_is_told_at_the_next_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(_: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -190,9 +190,8 @@ def found(log: GenerationLog) -> list[int]:
     ],
 )
 def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
-    place: int, left: list[int], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: int, left: list[int], message: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir = RunDir(tmp_path)
     path = make_log(run_dir, answers=5).path
     content = bytearray(path.read_bytes())
     content[place] ^= 1

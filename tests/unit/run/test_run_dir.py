@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -17,20 +16,16 @@ from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
+from tests.builders import checkpoint_files
 from tests.conftest import ROOT
 from tests.faults.disks import Disk
-from tests.runs.processes import HANG_S
 
 
 def commit(run_dir: RunDir, step: int) -> Path:
     directory = run_dir.checkpoint(step)
     directory.mkdir(parents=True)
     (directory / "data").write_bytes(b"%d" % step)
-    files = manifest.describe_files(directory)
-    manifest.write_manifest(
-        directory, manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files=files)
-    )
-    return directory
+    return checkpoint_files.commit(directory, "checkpoint", step)
 
 
 def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
@@ -63,42 +58,15 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
     RunDir(tmp_path).lock()  # the kernel freed it
 
 
-def test_the_lock_of_a_killed_holder_is_waited_for_while_its_ranks_end(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from holdfast.run.run_dir import RunDir\n"
-        "RunDir(Path(sys.argv[1])).lock()\n"
-        "if os.fork() == 0: print('held', flush=True)\n"
-        "sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
-    holder.kill()
-    holder.wait(HANG_S)
-    with ThreadPoolExecutor() as pool:
-        taken = pool.submit(RunDir(tmp_path).lock)
-        with pytest.raises(TimeoutError):
-            taken.result(timeout=0.3)
-        holder.stdin.close()  # now its child ends
-        taken.result(timeout=HANG_S)
-    holder.stdout.close()
-
-
-@pytest.mark.parametrize(("wanted", "step"), [(None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)])
-def test_the_step_to_resume_from(wanted: object, step: int | None, run_dir: RunDir) -> None:
-    for committed in (5, 20):
-        commit(run_dir, committed)
-    assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
-
-
-def test_a_step_that_is_not_there_lists_those_that_are(run_dir: RunDir) -> None:
+def test_the_step_to_resume_from_and_one_that_is_not_there(run_dir: RunDir) -> None:
     assert resolve_resume_step(run_dir, "auto") is None
     for wanted in ("latest", -1, 3):
         with pytest.raises(CheckpointError, match="no committed checkpoint"):
             resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
     for committed in (5, 20):
         commit(run_dir, committed)
+    for wanted, step in ((None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)):
+        assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
     for wanted in (7, 0, -2, 21):
         with pytest.raises(CheckpointError, match=f"{wanted}.*5, 20") as caught:
             resolve_resume_step(run_dir, wanted)
@@ -145,22 +113,6 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
     assert set_aside_after(run_dir, 2, attempt=5) == []
 
 
-def test_the_journal_may_stay_to_be_trained_again(run_dir: RunDir) -> None:
-    for step in (1, 2, 3, 4):
-        run_dir.batch(step).mkdir(parents=True)
-    for step in (4, 5):
-        run_dir.generations(step).write_text("finished")
-    run_dir.weights_of(2).mkdir(parents=True)
-    moved = set_aside_after(run_dir, 1, attempt=2, last_batch=3)
-    aside = run_dir.discarded(2)
-    assert moved == [
-        aside / "weights" / "step_2",
-        aside / "rollouts" / "step_4",
-        aside / "rollouts" / "generations_5.log",
-    ]
-    assert run_dir.published_batches() == [1, 2, 3] and run_dir.generations(4).exists()
-
-
 def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: RunDir) -> None:
     for loss in (1, 2):
         (commit(run_dir, 2) / "data").write_bytes(b"%d" % loss)
@@ -190,19 +142,6 @@ def test_what_lies_on_another_disk_is_set_aside_there_and_forgotten_with_its_att
         assert [*run_dir.path.rglob("*/discarded/*")] == []
         run_dir.remove_run()
         assert [*Path(disk).rglob("step_*")] == [] and run_dir.weights.is_symlink()
-
-
-def test_damaged_checkpoints_are_set_aside_wherever_they_lie(run_dir: RunDir) -> None:
-    for step in (1, 2, 3):
-        commit(run_dir, step)
-    (run_dir.checkpoint(1) / manifest.MANIFEST_NAME).unlink()
-    shutil.copy(run_dir.checkpoint(2) / manifest.MANIFEST_NAME, run_dir.checkpoint(3))
-    set_aside = set_aside_damaged(run_dir, 4)
-    aside = run_dir.discarded(4) / "checkpoints"
-    assert [path for path, _ in set_aside] == [aside / "step_1", aside / "step_3"]
-    assert "manifest.json is missing" in set_aside[0][1] and "the manifest of step 2" in set_aside[1][1]
-    assert (aside / "step_1" / "data").read_bytes() == b"1" and (aside / "step_3" / "data").read_bytes() == b"3"
-    assert [entry.step for entry in run_dir.entries()] == run_dir.committed_steps() == [2]
 
 
 def test_pruning_removes_old_batches_and_cleaning_the_run_and_nothing_else(run_dir: RunDir) -> None:
@@ -242,26 +181,22 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     (run_dir.checkpoint(15) / manifest.MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
         resolve_resume_step(run_dir, 15)
-    assert resolve_resume_step(run_dir, 5) == 5
-
-
-def test_files_of_another_step_or_kind_are_no_checkpoint(run_dir: RunDir) -> None:
-    commit(run_dir, 5)
+    shutil.rmtree(run_dir.checkpoint(10))
     shutil.copytree(run_dir.checkpoint(5), run_dir.checkpoint(10))
     with pytest.raises(CheckpointError, match="resume_step = 10: .*the manifest of step 5, not of step 10"):
         resolve_resume_step(run_dir, 10)
-    weights = run_dir.checkpoint(15)
-    weights.mkdir()
-    manifest.write_manifest(weights, manifest.Manifest(kind="weights", step=15, policy_version=15, files={}))
+    checkpoint_files.write_weights(run_dir, 16).replace(run_dir.checkpoint(16))
     with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
-        resolve_resume_step(run_dir, 15)
+        resolve_resume_step(run_dir, 16)
+    assert resolve_resume_step(run_dir, 5) == 5
+    aside = run_dir.discarded(4) / "checkpoints"
+    assert [path for path, _ in set_aside_damaged(run_dir, 4)] == [aside / f"step_{step}" for step in (10, 15)]
+    assert [entry.step for entry in run_dir.entries()] == [5, 16]
 
 
 @pytest.mark.parametrize("wanted", ["latest", "auto"])
 @pytest.mark.parametrize("file", ["data", manifest.MANIFEST_NAME])
-def test_only_damaged_checkpoints_are_never_a_fresh_start(
-    run_dir: RunDir, wanted: Literal["latest", "auto"], file: str
-) -> None:
+def test_damaged_alone_is_no_fresh_start(run_dir: RunDir, wanted: Literal["latest", "auto"], file: str) -> None:
     (commit(run_dir, 5) / file).unlink()
     with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
         resolve_resume_step(run_dir, wanted, say=lambda _: None)

@@ -79,23 +79,16 @@ def test_lines_behind_one_that_was_cut_off_are_whole(run_dir: RunDir) -> None:
     assert [(one.name, one.step) for one in read_timeline(run_dir)] == [("start", 4)]
 
 
-def test_a_storage_that_takes_no_lines_is_told_of_once(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir.logs(1).mkdir(parents=True)
-    (run_dir.logs(1) / "timeline_trainer.jsonl").symlink_to("/dev/full")
-    with caplog.at_level(logging.WARNING, logger="holdfast"):
-        start_timeline(run_dir.logs(1), "trainer")
-        record("generate", 1, 2)
-    (said,) = caplog.messages
-    assert "timeline_trainer.jsonl lacks lines" in said and "No space left on device" in said
-
-
-def test_a_part_of_a_line_spoils_no_other(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("room", "why"), [(0, "File too large"), (10, "the storage took a part of a line")], ids=["none", "a part"]
+)
+def test_lines_without_room(room: int, why: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     start_timeline(run_dir.logs(1), "trainer")
     path = run_dir.logs(1) / "timeline_trainer.jsonl"
-    with caplog.at_level(logging.WARNING, logger="holdfast"), _files_of_at_most(path.stat().st_size + 10):
+    with caplog.at_level(logging.WARNING, logger="holdfast"), _files_of_at_most(path.stat().st_size + room):
         record("lost", 1, 2)
         record("lost too", 2, 3)
     record("kept", 3, 4)
     assert [one.name for one in read_timeline(run_dir)] == ["kept", "start"]
     (said,) = caplog.messages
-    assert "the storage took a part of a line" in said
+    assert "timeline_trainer.jsonl lacks lines" in said and why in said

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from holdfast.run.run_dir import RunDir
-from holdfast.view.console import Console, Shown, event_line, run_lines
+from holdfast.view.console import Console, Shown, event_line, run_lines, step_line
 from holdfast.view.follow import Follower, Stepped, Tail
-from holdfast.view.state import Alarm, Checkpoints, CheckpointWatch, RunState, TimeLeft, find_bottleneck
+from holdfast.view.state import Alarm, Checkpoints, CheckpointWatch, RunState, TimeLeft, duration, find_bottleneck
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 
@@ -72,8 +72,7 @@ def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -
     assert [line["step"] for line in tail] == [1, 2, 3, 4, 7, 8] and tail.replaced == 1
 
 
-def test_steps_that_a_resume_took_back_are_forgotten(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_steps_that_a_resume_took_back_are_forgotten(run_dir: RunDir) -> None:
     write_steps(run_dir.metrics, 1, 2, 3, 4)
     follower = Follower(run_dir, max_steps=10)
     follower.catch_up()
@@ -95,8 +94,7 @@ def test_a_step_that_comes_again_replaces_itself_and_what_came_after() -> None:
     assert state.metrics["loss"] == 0.75 and [line["step"] for line in state.recent] == [1, 2]
 
 
-def test_events_of_all_attempts_are_known_and_told_once(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_events_of_all_attempts_are_known_and_told_once(run_dir: RunDir) -> None:
     first, second = (run_dir.logs(number) / "events.jsonl" for number in (1, 2))
     write_event(first, "trainer", "waiting for batches", step=0, max_steps=8)
     write_event(first, "trainer", "ALERT: entropy fell", step=3)
@@ -129,16 +127,6 @@ def test_an_evaluation_that_has_ended_goes_on_no_more() -> None:
     assert told("evaluated", tasks="3/8") == ["evaluated"], "how far it is"
     assert told("evaluated", version=5) == [], "nobody is still at it"
     assert told("generating", step=7) == ["generating"] == told("saved checkpoint", step=6)
-
-
-def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    deep = b"[" * 100_000
-    damaged = [b'{"st\xffep": 2}', b'{"step": "two"}', b'{"loss": 1}', deep, b"[NaN, " + deep]
-    run_dir.metrics.write_bytes(b"\n".join([b'{"step": 1, "loss": NaN}', *damaged, b'{"step": 2}', b'{"step": 3']))
-    follower = Follower(run_dir)
-    follower.catch_up()
-    assert follower.state.step == 2 and [line["step"] for line in follower.state.recent] == [1, 2]
 
 
 def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
@@ -216,6 +204,32 @@ def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
     assert str(state.bottleneck).startswith("bottleneck: training")
 
 
+def test_the_time_left_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
+    left = TimeLeft()
+    assert left.after(10, max_steps=100, now=5.0) is None
+    assert left.after(11, max_steps=100, now=7.0) == 2.0 * 89
+    assert left.after(13, max_steps=100, now=9.0) == pytest.approx((9 - 5) / 3 * 87), "two lines may be read at once"
+    for step in range(14, 65):
+        left.after(step, max_steps=100, now=9.0 + (step - 13))
+    assert left.after(65, max_steps=100, now=61.0) == pytest.approx(35), "only the last fifty count"
+    assert left.after(100, max_steps=100, now=99.0) == 0
+
+
+def test_the_first_step_says_nothing_and_one_that_comes_again_begins_anew() -> None:
+    left = TimeLeft()
+    assert left.after(1, max_steps=10, now=50.0, step_s=40.0) is None, "it takes longer than those after it"
+    assert left.after(2, max_steps=10, now=53.0) == 24.0
+    assert left.after(2, max_steps=10, now=100.0, step_s=1.0) is None
+    assert left.after(3, max_steps=10, now=100.0, step_s=2.0) == 14.0, "both were read at once"
+
+
+def test_durations_and_the_line_of_a_step() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.6, 725, 11240)] == ["0:00", "1:00", "12:05", "3:07:20"]
+    line = step_line({"step": 3, "loss": 0.5, "time/step": 2.0}, 10, left_s=14.0)
+    assert line.startswith("step  3/10") and line.endswith("left 0:14")
+    assert "left" not in step_line({"step": 10, "loss": 0.5}, 10, left_s=0.0)
+
+
 def test_steps_that_nobody_saw_end_say_how_long_they_took_and_the_start_of_an_attempt_is_none() -> None:
     left = TimeLeft()
     assert left.begin_with([], max_steps=20, now=0.0) is None
@@ -257,8 +271,7 @@ def away(path: Path) -> Iterator[None]:
         yield
 
 
-def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_steps_that_could_not_be_read_at_first_are_no_news(run_dir: RunDir) -> None:
     write_steps(run_dir.metrics, 1, 2, 3)
     with away(run_dir.metrics):
         follower = Follower(run_dir, max_steps=10)
@@ -275,8 +288,7 @@ def test_steps_that_could_not_be_read_at_first_are_no_news(tmp_path: Path) -> No
     assert list(follower.news()) == [] and follower.state.step == 2
 
 
-def test_a_launcher_never_takes_an_old_step_for_its_last(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_a_launcher_never_takes_an_old_step_for_its_last(run_dir: RunDir) -> None:
     write_steps(run_dir.metrics, 1, 2, 3)
     with away(run_dir.metrics):
         console = Console(run_dir, attempt=2, first_step=5, max_steps=10)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -195,45 +193,6 @@ def test_a_monitor_follows_a_run_through_a_resume(run: Run) -> None:
         assert terminal.end() == 0
         assert terminal.has_cursor and terminal.modes_now == terminal.modes
         assert "finished" in terminal.screen[0], "what was known last stays"
-
-
-@contextmanager
-def locked(run_dir: RunDir) -> Iterator[None]:
-    """Have another process hold the lock of a run."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(write)
-        run_dir.lock()
-        os.read(read, 1)
-        os._exit(0)
-    os.close(read)
-    try:
-        yield
-    finally:
-        os.close(write)
-        os.waitpid(pid, 0)
-
-
-@pytest.mark.launch
-def test_several_runs_are_rows_and_their_lock_says_who_lives(run: Run, tmp_path: Path) -> None:
-    other = Run(tmp_path / "other")
-    run.steps(1, 2)
-    other.steps(1)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with locked(run.dir), monitor(run.dir.path, other.dir.path, "--interval", "0.05", columns=50, lines=12) as terminal:
-        screen = terminal.wait_for(lambda screen: any("reverse_text_rl  running" in line for line in screen))
-        assert screen[0].startswith("run") and [
-            line for line in screen if line.startswith("other") and "stopped" in line
-        ]
-        assert all(len(line) < 50 for line in screen)
-        terminal.type("\x03")
-        assert terminal.end() == 0
-        assert terminal.modes_now == terminal.modes
-    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "run.lock"}
-    assert {path: time for path, time in after.items() if path in before and path != run.dir.path} == {
-        path: time for path, time in before.items() if path != run.dir.path
-    }, "nothing was written"
 
 
 @pytest.mark.launch

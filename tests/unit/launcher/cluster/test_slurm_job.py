@@ -78,9 +78,7 @@ def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
-def test_what_only_trains_is_started_on_every_node(
-    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_is_started_on_every_node(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By one step, which signals are sent to: `srun` takes SIGTERM for an order to kill."""
     script = training_script(program, tmp_path / "run", capsys, "--slurm.nodes", "2", "--slurm.gpus-per-node", "8")
     lines = script.splitlines()
@@ -93,20 +91,16 @@ def test_what_only_trains_is_started_on_every_node(
     assert "export MASTER_ADDR" in lines and "HOLDFAST_ADMIN_TOKEN" not in script
     for name in ("USR1", "TERM"):
         assert f"trap 'scancel --signal {name} \"$SLURM_JOB_ID\"' {name}" in lines
-    check_shell(script)
-
-
-def test_the_nodes_of_a_job_are_those_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = training_script("sft", tmp_path / "run", capsys, "--parallel.nodes", "3")
-    assert "#SBATCH --nodes=3" in script and "export MASTER_ADDR" in script
-    alone = training_script("sft", tmp_path / "run", capsys)
+    alone = training_script(program, tmp_path / "run", capsys)
     assert "#SBATCH --nodes=1" in alone and "MASTER_ADDR" not in alone and "--label" not in alone
-    check_shell(alone)
+    for one in (script, alone):
+        check_shell(one)
 
 
 def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As `scontrol` says it; a real shell reads that."""
-    script = training_script("sft", tmp_path / "run", capsys, "--slurm.nodes", "2")
+    script = training_script("sft", tmp_path / "run", capsys, "--parallel.nodes", "3")
+    assert "#SBATCH --nodes=3" in script
     for name, code in (
         ("scontrol", 'echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n Version=24"'),
         ("sft", 'echo "$MASTER_ADDR"'),
@@ -120,9 +114,7 @@ def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, caps
     assert (done.returncode, done.stdout) == (0, "10.0.0.7\n"), done.stderr
 
 
-def test_a_script_holds_what_a_shell_would_read_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch splits its lines at blanks, and takes off quotes, as a shell does; % stands for something in its names."""
     output_dir = tmp_path / "a run's \"100%é"
     script = script_of(output_dir, capsys, "--slurm.job-name", "two words")
@@ -164,9 +156,7 @@ def test_a_time_is_read_as_sbatch_reads_it(time: str, seconds: float | None) -> 
     assert SlurmConfig().time_s is None
 
 
-def test_the_script_passes_signals_on_and_queues_itself_again_when_its_time_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_passes_signals_on_and_requeues_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real shell runs it, with a launcher that ends as one does that has saved for SIGUSR1."""
     script = script_of(tmp_path / "run", capsys)
     for name, code in (
@@ -247,9 +237,7 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_what_no_job_of_a_trainer_can_be_is_refused(
-    flags: tuple[str, ...], reason: str, more: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_impossible_jobs_are_told(flags: tuple[str, ...], reason: str, more: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         launch_training(parsed_training("sft", tmp_path / "run", *flags, *more))
 

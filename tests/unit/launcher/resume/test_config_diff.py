@@ -11,7 +11,6 @@ import pytest
 from holdfast.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.config.algorithm import PretrainingConfig
 from holdfast.config.base import CkptConfig
-from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig, TeacherConfig
 from holdfast.config.resolved import FREE, fingerprint, makes_same_batches
 from holdfast.config.training import SftDataConfig, learning_rate
@@ -23,7 +22,6 @@ from holdfast.launcher.resume.config_diff import (
     refuse_other_tensors,
     settings_of,
 )
-from holdfast.run.settings import read_settings
 from tests.builders.toy import ENVIRONMENTS
 
 
@@ -71,21 +69,6 @@ def test_every_free_setting_is_one() -> None:
             assert further[-1] in type(owner).model_fields, key
 
 
-def test_settings_are_read_from_the_checkpoint_or_refused(tmp_path: Path) -> None:
-    config = SftConfig(max_steps=7)
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(config))
-    assert read_settings(path) == settings_of(config)
-    path.write_text("max_steps = ")
-    with pytest.raises(CheckpointError, match=r"config\.toml is damaged: .* from a copy\.$"):
-        read_settings(path)  # a checkpoint without it is none: nobody is told to remove it
-    of_attempt = tmp_path / "configs" / "attempt_1" / "sft.toml"
-    of_attempt.parent.mkdir(parents=True)
-    of_attempt.write_text("max_steps = ")
-    with pytest.raises(CheckpointError, match="continues without it if it is removed"):
-        read_settings(of_attempt)
-
-
 def sft(max_steps: int, schedule: str = "linear", **optim: Any) -> SftConfig:
     settings = {"lr": 0.5, "schedule": schedule, "warmup_steps": 0, **optim}
     return SftConfig.model_validate({"max_steps": max_steps, "optim": settings})
@@ -105,23 +88,11 @@ def test_another_max_steps_stretches_the_schedule_and_is_told_with_both_rates(sc
     assert describe_stretch(settings_of(before), kept, step=10) is None
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (sft(20), sft(20)),
-        (sft(20, "constant"), sft(40, "constant")),
-        (sft(20, schedule_steps=20), sft(40, schedule_steps=20)),
-        (sft(20, "constant"), sft(40, "linear")),
-    ],
-    ids=["same", "constant", "fixed end", "another schedule, which the diff names"],
-)
-def test_no_schedule_is_stretched_elsewhere(before: SftConfig, after: SftConfig) -> None:
-    assert describe_stretch(settings_of(before), after, step=10) is None
-
-
 def test_a_schedule_of_another_version_is_left_to_the_diff_and_one_without_its_fixed_end_is_not() -> None:
     before = settings_of(sft(20))
     assert describe_stretch(before | {"optim": {"schedule": "spiral"}}, sft(40), step=10) is None
+    for one, other in ((sft(20), sft(20)), (sft(20, "constant"), sft(40, "constant")), (sft(20, "constant"), sft(40))):
+        assert describe_stretch(settings_of(one), other, step=10) is None
     assert describe_stretch(before, sft(40), step=10) is not None
     # Dropping the fixed end stretches the schedule too.
     told = describe_stretch(settings_of(sft(40, schedule_steps=20)), sft(40), step=10)
@@ -184,19 +155,15 @@ def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> No
     refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="my/model", step=5)
 
 
-def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
-    for name in ("before.json", "after.json"):
-        (tmp_path / name).write_text("{")
-    with pytest.raises(CheckpointError, match=r"before\.json or .*after\.json is not JSON"):
-        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", step=5)
-
-
 def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: Path) -> None:
     before = {"model_type": "qwen3", "hidden_size": 32, "head_dim": None, "attention_dropout": 0.0}
     _models(tmp_path, before, {"model_type": "qwen3", "hidden_size": 32, "head_dim": 8, "attention_dropout": 0.3})
     refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", step=5)
     with pytest.raises(CheckpointError, match="text_config.vocab_size: 5 -> 6"):
         _models(tmp_path, {"text_config": {"vocab_size": 5}}, {"text_config": {"vocab_size": 6}})
+    (tmp_path / "before.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"before\.json or .*after\.json is not JSON"):
+        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", step=5)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +183,7 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
         ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
     ],
 )
-def test_tensors_that_the_checkpoint_lacks_or_has_besides_are_refused(
-    before: dict[str, Any], after: dict[str, Any], says: str
-) -> None:
+def test_other_tensors_than_before_are_refused(before: dict[str, Any], after: dict[str, Any], says: str) -> None:
     settings = settings_of(TrainerConfig.model_validate(before))
     with pytest.raises(CheckpointError) as caught:
         refuse_other_tensors(settings, TrainerConfig.model_validate(after), step=5)

@@ -67,9 +67,7 @@ def test_other_libraries_are_said_until_a_checkpoint_has_them_and_their_batches_
     assert go_on(killed, data, capsys) == ([3], changed)
 
 
-def test_a_file_that_comes_to_the_tokenizer_or_leaves_it_is_said(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_added_or_gone_tokenizer_files(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, run = tmp_path / "model", RunDir(tmp_path / "run")
     shutil.copytree(ROOT / "examples" / "reverse_text" / "model", model)
     (model / "generation_config.json").unlink(missing_ok=True)
@@ -87,9 +85,7 @@ def test_a_file_that_comes_to_the_tokenizer_or_leaves_it_is_said(
     assert "not there" not in capsys.readouterr().out and run.published_batches() == [1]
 
 
-def test_trackers_are_told_that_other_inputs_make_other_steps(
-    killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_inputs_are_a_rewind_for_trackers(killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     go_on(killed, data, capsys)
     assert killed.rewinds() == []
     data.write_text('{"prompt": "a", "answer": "c"}\n')
@@ -113,9 +109,7 @@ def test_an_evaluation_with_other_data_is_another_evaluation(tmp_path: Path, dat
         claim_directory(tmp_path, identity())
 
 
-def test_a_digest_is_of_the_content_and_of_a_large_file_of_all_its_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_covers_all_parts_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "_WHOLE_BYTES", 1000)
     monkeypatch.setattr(content, "_BLOCK_BYTES", 10)
     monkeypatch.setattr(content, "_BLOCKS", 4)

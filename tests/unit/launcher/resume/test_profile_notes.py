@@ -12,32 +12,24 @@ from holdfast.launcher.resume.plan import prepare, profile_notes
 from holdfast.run.run_dir import RunDir
 
 
-def _notes(profile: str, *, done: int) -> list[str]:
-    return profile_notes(SftConfig(profile=profile), done=done)
-
-
-def test_a_run_that_is_past_the_steps_says_that_nothing_is_profiled() -> None:
-    for done in (5, 7):
-        assert _notes("3:5", done=done) == [
-            f"WARNING: profile = 3:5: nothing is profiled, the run goes on from step {done}"
-        ]
-
-
-def test_a_run_that_goes_on_among_the_steps_says_so() -> None:
-    assert _notes("3:5", done=3) == ["profile = 3:5: the run goes on from step 3, and is profiled from there"]
-    assert _notes("3:5", done=2) == _notes("3:5", done=0) == profile_notes(SftConfig(), done=3) == []
-
-
-def test_many_steps_are_warned_of() -> None:
-    assert _notes("1:20", done=0) == []
-    (said,) = _notes("1:21", done=0)
-    assert said.startswith("WARNING: profile = 1:21 records 21 steps: ") and "memory and disk" in said
+@pytest.mark.parametrize(
+    ("profile", "done", "said"),
+    [
+        ("3:5", 5, ["WARNING: profile = 3:5: nothing is profiled, the run goes on from step 5"]),
+        ("3:5", 7, ["WARNING: profile = 3:5: nothing is profiled, the run goes on from step 7"]),
+        ("3:5", 3, ["profile = 3:5: the run goes on from step 3, and is profiled from there"]),
+        *((profile, done, []) for profile, done in (("3:5", 2), ("3:5", 0), (None, 3), ("1:20", 0))),
+    ],
+)
+def test_a_run_says_which_steps_it_no_longer_profiles(profile: str | None, done: int, said: list[str]) -> None:
+    assert profile_notes(SftConfig(profile=profile), done=done) == said
 
 
 def test_a_start_says_it_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = SftConfig(output_dir=tmp_path / "run", profile="1:30", ckpt=CkptConfig())
     prepare(config, clean=False, dry_run=True)
-    assert "WARNING: profile = 1:30 records 30 steps" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "WARNING: profile = 1:30 records 30 steps" in said and "memory and disk" in said
 
 
 def test_the_end_names_the_profiles_of_the_newest_attempt_that_has_any(tmp_path: Path) -> None:
@@ -57,9 +49,7 @@ def test_the_end_names_the_profiles_of_the_newest_attempt_that_has_any(tmp_path:
     assert profile_lines(run_dir, SftConfig(output_dir=tmp_path)) == []
 
 
-def test_logs_that_cannot_be_listed_do_not_hide_how_a_run_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlisted_logs_do_not_hide_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: RunDir) -> list[Path]:
         raise OSError(5, "Input/output error")
 

@@ -135,9 +135,7 @@ def test_a_fork_begins_with_the_other_runs_checkpoint(
     assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
 
 
-def test_where_links_are_refused_a_fork_is_copied_and_each_copy_is_read_again(
-    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_a_fork_is_a_verified_copy(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -155,9 +153,7 @@ def test_where_links_are_refused_a_fork_is_copied_and_each_copy_is_read_again(
     assert start(config).resume_step == 5 and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
 
 
-def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
-    other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_without_space_leaves_nothing(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: Path, target: Path) -> bool:
         if target.name == "manifest.json":
             raise OSError(28, "No space left on device")
@@ -173,9 +169,7 @@ def test_a_fork_that_runs_out_of_space_leaves_nothing_and_can_be_tried_again(
     assert start(config).resume_step == 5 and new.committed_steps() == [5]
 
 
-def test_a_fork_goes_on_from_checkpoints_of_its_own_and_another_run_must_be_asked_for_by_auto(
-    other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     source = other.checkpoint(5)
     new.create()
     add_checkpoint(new, 3)
@@ -205,14 +199,6 @@ def test_auto_forks_into_a_run_that_has_no_checkpoint_and_sets_its_traces_aside(
     assert new.metrics.read_text() == "" and (new.discarded(2) / "weights" / "step_2").exists()
 
 
-def test_clean_removes_nothing_for_a_fork_that_is_refused(other: RunDir, new: RunDir) -> None:
-    new.create()
-    add_checkpoint(new, 3)
-    with pytest.raises(CheckpointError, match="step_6"):
-        start(config_of(new, resume_dir=other.checkpoint(6)), clean=True)
-    assert new.committed_steps() == [3]
-
-
 def test_a_dry_run_of_a_fork_checks_everything_and_touches_nothing(other: RunDir, sft: Sft, tmp_path: Path) -> None:
     code, out, _ = sft("--ckpt.resume-dir", other.checkpoint(5))
     assert code == 0 and f"would start from step 5 of {other.checkpoint(5)}" in out
@@ -230,7 +216,6 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
     dcp.mkdir()
     (dcp / ".metadata").write_text("")
     shutil.copy(model / "model.safetensors", file)
-    (path / "empty").mkdir()
     weights = add_weights(other, 10)
     return {
         Kind.DCP: (dcp, "--ckpt.weights-only"),
@@ -238,9 +223,7 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
         Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model} or --model.name {model}"),
         Kind.TENSORS: (file, f"--ckpt.weights-only {file}"),
         "a run directory with the steps 5, 10": (other.path, "OTHER/checkpoints/step_"),
-        "a directory of checkpoints with the steps 5, 10": (other.checkpoints, "OTHER/checkpoints/step_"),
         "nothing: there is no such file": (path / "nowhere", "OTHER/checkpoints/step_"),
-        "an empty directory": (path / "empty", "OTHER/checkpoints/step_"),
         "a torch.distributed.checkpoint directory. ": (
             other.checkpoint(5) / "trainer",
             f"--ckpt.resume-dir {other.checkpoint(5)}.",
@@ -248,9 +231,7 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
     }
 
 
-def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fits(
-    other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]
-) -> None:
+def test_what_is_no_checkpoint(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
     for found, (path, advice) in other_kinds(tmp_path, other, plain_model()).items():
         code, _, err = sft("--ckpt.resume-dir", path)
         assert code == 2 and err.startswith("error: ") and "Traceback" not in err
@@ -259,9 +240,7 @@ def test_what_is_no_checkpoint_is_named_with_what_is_needed_and_the_flag_that_fi
         assert not RunDir(tmp_path / "new").holds_run()
 
 
-def test_a_batch_a_misnamed_step_an_own_one_and_one_behind_the_end_are_not_forked(
-    other: RunDir, new: RunDir, sft: Sft
-) -> None:
+def test_only_a_checkpoint_of_another_run_before_the_end_is_forked(other: RunDir, new: RunDir, sft: Sft) -> None:
     new.create()
     own = add_checkpoint(new, 5)
     misnamed = other.checkpoint(5).rename(other.checkpoint(7))
@@ -313,19 +292,7 @@ def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDi
         start(config_of(new, weights_only=other.checkpoint(5)))
 
 
-def test_a_warm_start_needs_weights(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
-    model = ("--model.name", plain_model())
-    for found, (path, _) in other_kinds(tmp_path, other, plain_model()).items():
-        code, _, err = sft("--ckpt.weights-only", path, *model)
-        if isinstance(found, Kind) or path.name == "trainer":
-            assert code == 0, err
-        else:
-            assert code == 2 and f"from {path} (ckpt.weights_only): it is {found}" in err and "Needed: " in err
-
-
-def test_damaged_or_other_weights_are_refused_before_anything_starts(
-    other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]
-) -> None:
+def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
     model = ("--model.name", plain_model())
     (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
     code, _, err = sft("--ckpt.weights-only", other.checkpoint(5), *model)
@@ -338,13 +305,16 @@ def test_damaged_or_other_weights_are_refused_before_anything_starts(
     file.write_bytes((plain_model() / "model.safetensors").read_bytes()[:-1])
     code, _, err = sft("--ckpt.weights-only", file, *model)
     assert code == 2 and f"{file} (ckpt.weights_only) was cut: it has " in err
+    weights = add_weights(other, 10)
+    assert sft("--ckpt.weights-only", weights, *model)[0] == 0
+    (weights / "config.json").write_text("[]")
+    code, _, err = sft("--ckpt.weights-only", weights, *model)
+    assert code == 2 and "config.json is damaged" in err
     assert not RunDir(tmp_path / "new").holds_run()
 
 
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
-def test_a_fresh_start_does_not_clear_the_weights_that_it_starts_from(
-    flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]
-) -> None:
+def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     new.create()
     shutil.copytree(plain_model(), new.weights_of(6))
     for flag in ("--ckpt.weights-only", "--model.name"):
@@ -383,18 +353,10 @@ def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, 
     group = "sft: differs from the checkpoint of step 11; "
     assert f"{group}changes what is computed from here on:\n  data.batch_size: 64 -> 32\n{group}free to change:" in out
     assert "  max_steps: 20 -> 40\n" in out and "  ckpt.interval: 5 -> unset\n" in out
-    assert (
-        "the linear schedule now ends at step 40 instead of 20: the learning rate of step 12 is 0.3625 instead of 0.225"
-        in out
-    )
-    assert "--optim.schedule-steps 20." in out
-    code, out, _ = sft("--ckpt.resume-dir", step, *flags, "--optim.schedule-steps", 20)
-    assert code == 0 and "schedule now ends" not in out
+    assert "the linear schedule now ends at step 40 instead of 20: the learning rate of step 12 is 0.3625 in" in out
 
 
-def test_without_a_configuration_in_the_checkpoint_the_last_attempt_is_compared(
-    other: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_else_the_last_attempt_is_compared(other: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     first = config_of(other, resume_step="latest")
     write_config(Attempt(other, 1, None), "sft", first, dry_run=False)
     changed = first.model_copy(update={"seed": 8})
@@ -405,14 +367,9 @@ def test_without_a_configuration_in_the_checkpoint_the_last_attempt_is_compared(
     )
 
 
-def test_another_architecture_is_refused_before_anything_moves(
-    other: RunDir, sft: Sft, plain_model: Callable[..., Path]
-) -> None:
-    model = plain_model(weights=False)
-    files = {"model/config.json": (model / "config.json").read_text()}
+def test_another_architecture_is_refused(other: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
+    files = {"model/config.json": (plain_model(weights=False) / "config.json").read_text()}
     step = add_checkpoint(other, 11, files=files)
-    code, _, err = sft("--ckpt.resume-dir", step, "--model.name", model)
-    assert code == 0, err
     wider = plain_model(weights=False, hidden_size=64, num_hidden_layers=3)
     code, _, err = sft("--ckpt.resume-dir", step, "--model.name", wider)
     assert code == 2 and f"the checkpoint of step 11 is of another model than model.name = '{wider}'" in err
@@ -492,9 +449,7 @@ def replayed(run: RunDir, resume_step: Any = "latest", **changes: Any) -> list[i
     return [step for step in run.published_batches() if step > attempt.resume_step]
 
 
-def test_an_unchanged_run_trains_its_journal_again_and_not_what_was_trained(
-    killed: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     for step in range(1, 5):
         add_batch(killed, step, version=step - 2)
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
@@ -512,11 +467,12 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
     killed: RunDir, token_id: int, logprob: float, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A version that checked less may have journaled it, and a trainer that reads it dies at every start."""
-    tokens, mask, logprobs = TokenIds([1, token_id]), LossMask([0, 1]), Logprobs([0.0, logprob])
-    rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
-                      logprobs=logprobs, versions=[VersionSpan(6, 1, 2)])  # fmt: skip
-    shutil.rmtree(killed.batch(8))
-    add_batch(killed, 8, version=6, rollouts=[rollout])
+    for step, token, value in ((7, 5, -1.0), (8, token_id, logprob)):
+        tokens, mask, logprobs = TokenIds([1, token]), LossMask([0, 1]), Logprobs([0.0, value])
+        rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
+                          logprobs=logprobs, versions=[VersionSpan(step - 2, 1, 2)])  # fmt: skip
+        shutil.rmtree(killed.batch(step))
+        add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]
     assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
 
@@ -529,9 +485,7 @@ def test_falling_back_past_damage_keeps_the_journal(killed: RunDir, file: str) -
 
 
 @pytest.mark.parametrize("written", [(), ("trainer.toml",), ("trainer.toml", "orchestrator.toml")])
-def test_a_start_that_was_killed_before_it_started_anything_costs_no_batch_and_no_settings_of_the_engine(
-    killed: RunDir, written: tuple[str, ...]
-) -> None:
+def test_a_start_that_was_killed_early_costs_nothing(killed: RunDir, written: tuple[str, ...]) -> None:
     killed.configs(2).mkdir()
     for name in written:
         shutil.copy(killed.configs(1) / name, killed.configs(2))
@@ -550,9 +504,7 @@ def test_deaths_do_not_fill_the_disk_with_weights_that_come_out_again(killed: Ru
     assert (killed.discarded(2) / "weights").exists() is not again
 
 
-def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_does_not(
-    killed: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_heal_does_without_the_store(killed: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "store").write_text("no directory any more")
     config = rl(killed, resume_step="auto", dir=f"file://{tmp_path}/store/run")
     with pytest.raises(StorageError, match="listing it"):
@@ -567,9 +519,7 @@ def test_a_run_that_is_under_way_goes_on_without_its_store_and_one_that_begins_d
 
 
 @pytest.mark.parametrize("store", [{}, {"dir": "memory://run"}], ids=["without a store", "with a store"])
-def test_a_heal_reads_the_newest_checkpoint_once(
-    killed: RunDir, store: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heal_reads_one_step_once(killed: RunDir, store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[Path, Any]] = []
     verify = manifest.verify
 
@@ -632,6 +582,7 @@ def test_a_run_from_other_weights_must_name_its_reference(other: RunDir, new: Ru
         ({"inference__model__dtype": "bfloat16"}, []),
         # Versions after 6 come out differently at another learning rate; batch 9 was sampled by version 7.
         ({"trainer__optim__lr": 0.1}, [7, 8]),
+        ({"trainer__optim__schedule": "linear"}, [7, 8]),
     ],
     ids=str,
 )
@@ -642,22 +593,8 @@ def test_what_makes_other_batches_makes_them_all_again_and_other_weights_those_b
     assert killed.generations(10).exists() is (kept == [7, 8, 9])
 
 
-def test_a_stretched_schedule_changes_the_weights(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    config = rl(run)
-    config.trainer.optim.schedule = "linear"
-    start_rl(config)
-    add_checkpoint(run, 6, files=STATE)
-    for step in (7, 8, 9):
-        add_batch(run, step, version=step - 2)
-    assert replayed(run, trainer__optim__schedule="linear") == [7, 8, 9]
-    assert replayed(run, trainer__optim__schedule="linear", trainer__max_steps=200) == [7, 8]
-
-
 @pytest.mark.parametrize("damage", ["gap", "bit"])
-def test_the_journal_holds_until_its_first_gap_or_damage(
-    killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_journal_ends_at_a_gap_or_damage(killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     if damage == "gap":
         shutil.rmtree(killed.batch(8))
     else:

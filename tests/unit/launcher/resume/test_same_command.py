@@ -14,10 +14,9 @@ from holdfast.config.rl import hand_down_shared
 from holdfast.errors import RunDirError
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.launcher.resume.plan import prepare
-from holdfast.protocol.rollouts import Batch, encode_batch
 from holdfast.run.run_dir import RunDir
-from tests.builders.checkpoint_files import commit
 from tests.builders.launches import start_rl
+from tests.unit.launcher.resume.test_resume import add_batch, add_checkpoint
 
 
 @pytest.fixture
@@ -37,13 +36,6 @@ def _start(config: SftConfig) -> Attempt:
 
 def _train(run: RunDir, step: int) -> None:
     run.metrics.write_text("".join(json.dumps({"step": one}) + "\n" for one in range(1, step + 1)))
-
-
-def _checkpoint(run: RunDir, step: int, *, program: str = "sft") -> None:
-    for name in ("trainer/.metadata", "trainer/__0_0.distcp", "orchestrator/orchestrator.json"):
-        (run.checkpoint(step) / name).parent.mkdir(parents=True, exist_ok=True)
-        (run.checkpoint(step) / name).write_text("{}")
-    commit(run.checkpoint(step), "checkpoint", step, run_id=run.run_id(), program=program)
 
 
 def _end(run: RunDir, attempt: int, *, step: int, exit_code: int) -> None:
@@ -67,7 +59,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(run: RunDir, capsys: py
     config = _sft(run, ckpt=CkptConfig(interval=5))
     _start(config)
     _train(run, 7)
-    _checkpoint(run, 5)
+    add_checkpoint(run, 5)
     assert _start(config).resume_step == 5
     assert f"{run.path} holds an unfinished run with these settings: going on with it" in capsys.readouterr().out
 
@@ -88,10 +80,7 @@ def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
     config = hand_down_shared(RlConfig(output_dir=run.path, max_steps=100))
     start_rl(config)
     for step in (1, 2, 3):
-        run.batch(step).mkdir(parents=True)
-        batch = Batch(step=step, policy_version=max(0, step - 1), weights_digest="", rollouts=[])
-        (run.batch(step) / "batch.msgpack").write_bytes(encode_batch(batch))
-        commit(run.batch(step), "batch", step, policy_version=batch.policy_version)
+        add_batch(run, step, version=step - 1)
     assert start_rl(config).resume_step is None
     said = capsys.readouterr().out
     assert "batches 1 to 3 are in the journal: they are trained again, not made again" in said
@@ -110,7 +99,7 @@ def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
 )
 def test_an_attempt_knows_which_command_goes_on(run: RunDir, changes: dict[str, Any], said: str) -> None:
     _start(_sft(run))
-    _checkpoint(run, 5)
+    add_checkpoint(run, 5)
     config = _sft(run, **changes)
     assert prepare(config, clean=config.clean, dry_run=True).to_go_on == f"give the same command {said}"
 
@@ -139,7 +128,7 @@ def test_a_run_with_checkpoints_does_not_go_on_without(run: RunDir) -> None:
     """Its trainer would begin at step 1, behind the metrics of the steps before."""
     _start(_sft(run, ckpt=CkptConfig(interval=5)))
     _train(run, 7)
-    _checkpoint(run, 5)
+    add_checkpoint(run, 5)
     with pytest.raises(RunDirError, match="ckpt: set -> unset"):
         _start(_sft(run))
 
@@ -151,22 +140,12 @@ def test_an_end_of_the_schedule_that_moves_is_refused(run: RunDir) -> None:
         _start(_sft(run, max_steps=200, optim={"schedule": "linear"}))
 
 
-def test_many_changes_are_cut(run: RunDir) -> None:
-    _start(_sft(run))
-    _train(run, 7)
-    model = {"lora": {"rank": 4}}
-    optim = {"lr": 0.5, "betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 0.1, "max_grad_norm": 3.0, "warmup_steps": 2}
-    data = {"batch_size": 3, "seq_len": 33, "shuffle": False, "too_long": "drop"}
-    with pytest.raises(RunDirError, match=r"and \d+ more\n"):
-        _start(_sft(run, seed=1, model=model, optim=optim, data=data))
-
-
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_a_finished_run_is_refused(run: RunDir, has_checkpoint: bool) -> None:
     _start(_sft(run))
     _train(run, 100)
     if has_checkpoint:
-        _checkpoint(run, 100)
+        add_checkpoint(run, 100)
     _end(run, 1, step=100, exit_code=0)
     for max_steps in (100, 200):
         with pytest.raises(RunDirError) as caught:
@@ -180,7 +159,7 @@ def test_a_finished_run_is_refused(run: RunDir, has_checkpoint: bool) -> None:
 def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir) -> None:
     _start(_sft(run))
     _train(run, 100)
-    _checkpoint(run, 100)
+    add_checkpoint(run, 100)
     _end(run, 1, step=100, exit_code=0)
     longer = _sft(run, max_steps=200, ckpt=CkptConfig(resume_step="latest"))
     _start(longer)
@@ -188,22 +167,11 @@ def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir)
     assert _start(_sft(run, max_steps=200, ckpt=CkptConfig())).resume_step == 100
 
 
-def test_settings_that_are_gone_are_refused(run: RunDir) -> None:
-    run.create()
-    _train(run, 7)
-    with pytest.raises(RunDirError, match="its settings are not there to compare with"):
-        _start(_sft(run))
-
-
-def _dpo(run: RunDir) -> Attempt:
-    return prepare(DpoConfig(output_dir=run.path), clean=False, dry_run=False)
-
-
 def test_the_directory_of_another_program_is_refused(run: RunDir) -> None:
     _start(_sft(run))
     _train(run, 7)
     with pytest.raises(RunDirError, match="holds a run of sft: choose another directory"):
-        _dpo(run)
+        prepare(DpoConfig(output_dir=run.path), clean=False, dry_run=False)
 
 
 def test_the_directory_of_an_evaluation_is_refused(run: RunDir) -> None:

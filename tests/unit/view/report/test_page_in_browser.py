@@ -1,4 +1,4 @@
-"""The page of a report, opened in a browser without a network."""
+"""The page of a report, opened in a browser without a network, and that of 10,000 steps and a million rollouts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.report import make_journal, measure
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds
 from holdfast.run import atomic
 from holdfast.run.journal import publish_batch
@@ -20,7 +21,7 @@ from tests.builders.shown_runs import make_run
 from tests.conftest import BASE
 from tests.runs.browser import browser_command
 from tests.unit.commands.test_rollouts_cli import state_after
-from tests.unit.view.report.test_report import figures_of
+from tests.unit.view.report.test_report import figures_of, text_of
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
@@ -77,3 +78,16 @@ def test_the_page_names_no_place_to_load_from(run_command: RunCommand, tmp_path:
     assert "default-src 'none'" in outside and not re.search(r"(src|href)=(?!\"#)|url\(|@import", outside)
     nonces = set(re.findall(r'nonce[=-]"?([\w-]+)', outside))
     assert len(nonces) == 1
+
+
+@pytest.mark.clock
+def test_a_long_run_takes_seconds_and_a_bounded_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=10_000, metrics=42, resumed_from=(2500, 5000, 7500))
+    make_journal(run_dir, 10_000)
+    cost = measure(run_dir.path)
+    # Of a core, not of the wall clock: that of a busy machine says nothing.
+    assert cost.cpu_s < 20 and cost.memory_bytes < 1e9 and cost.page_bytes < 10e6
+    page = run_dir.path / "page.html"
+    assert len(figures_of(page)["reward"]["data"][0]["x"]) <= 1000
+    assert "long curves show the least and the greatest" in text_of(page)
+    assert "spans are too many to draw" in text_of(page) and text_of(page).count('class="rollout') == 16

@@ -145,7 +145,6 @@ def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> Non
 
 @pytest.mark.launch
 def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
-    """Before, it was told as what the process does: not among the warnings, and gone with the next step."""
     name = "tests.runs.own_tracker:OutOfOrder"
     run.settings(2, "seed = 3\n")
     events = run.run_dir.logs(2) / "events.jsonl"  # of the attempt that goes on, whichever it began in
@@ -182,9 +181,7 @@ def _senders(run: TrackedDirectory, tracker: str) -> Senders:
 
 
 @pytest.mark.launch
-def test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more(
-    run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_dies_late_is_started_again(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     run.train(1, 2)
     with _senders(run, "tests.runs.own_tracker:DiesOnce") as senders:
         senders.look(print)
@@ -193,20 +190,7 @@ def test_a_tracker_that_dies_in_the_last_seconds_of_a_run_is_started_once_more(
     assert capfd.readouterr().out == "", "it has everything"
 
 
-def test_a_tracker_that_dies_again_is_left_alone(
-    run: TrackedDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "tests.runs.own_tracker:OutOfOrder"
-    monkeypatch.setenv("TRACKER_FAILS", "die")
-    with _senders(run, name) as senders:
-        senders.look(print)
-    command = f"`track {run.run_dir.path} --to {name}`"
-    assert capfd.readouterr().out == f"WARNING: {name} ended with 1. {command} sends what is missing.\n"
-
-
-def test_a_tracker_that_cannot_be_started_once_more_is_told(
-    run: TrackedDirectory, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_cannot_start_is_told(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     name, logs = "tests.runs.own_tracker:DiesOnce", run.run_dir.path / "logs"
     run.train(1, 2)
     with _senders(run, name) as senders:
