@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from holdfast.trainer.preference.reference import (
 )
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
+from tests.builders.plain_models import copy_with_other_tokens
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 from tests.models.plain_logprobs import answer_logprob
 
@@ -182,12 +182,7 @@ def test_another_reference_says_what_its_own_weights_say(
 
 
 def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(tiny_model(seed=1), other)
-    content = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (other / "tokenizer.json").write_text(json.dumps(content))
+    other = copy_with_other_tokens(tiny_model(seed=1), tmp_path / "other")
     config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
     with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
         _beside(config, ragged_pairs(1), mesh)

@@ -1,70 +1,25 @@
-"""KL estimators and the adaptive coefficient against values worked out by hand, and exact expectations."""
+"""The coefficients of KL penalty and entropy bonus, which are steered, and the penalty as a term of the loss.
+
+The estimators themselves: test_every_name_computes.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import get_args
+import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from holdfast.config.algorithm import EntropyConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
 from holdfast.errors import TrainingError
-from holdfast.trainer.rl.kl import MAX_KL_WEIGHT, KlCoefficient, estimate_kl
-
-POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
-REFERENCE = torch.tensor([-1.2, -1.5, -0.5], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(("estimator", "mean"), [("k1", -0.1), ("k2", 0.0483333), ("k3", 0.0558173)])
-def test_estimators_of_the_worked_example(estimator: KlEstimator, mean: float) -> None:
-    per_token = estimate_kl(POLICY, REFERENCE, estimator)
-    assert per_token.shape == POLICY.shape
-    assert per_token.mean().item() == pytest.approx(mean, abs=1e-7)
-
-
-def expected_gradient(estimator: KlEstimator, logits: Tensor, reference: Tensor, *, base: Tensor) -> Tensor:
-    """Return E over the base's tokens of the gradient of the estimate, by enumeration of the vocabulary."""
-    total = torch.zeros_like(logits)
-    for token in range(len(logits)):
-        leaf = logits.clone().requires_grad_()
-        estimate = estimate_kl(leaf.log_softmax(0)[token], reference[token], estimator, base_logprobs_N=base[token])
-        total += base[token].exp() * torch.autograd.grad(estimate, leaf)[0]
-    return total
-
-
-def kl_gradient(logits: Tensor, reference: Tensor, *, forward: bool) -> Tensor:
-    leaf = logits.clone().requires_grad_()
-    policy = leaf.log_softmax(0)
-    towards = (reference.exp() * (reference - policy)) if forward else (policy.exp() * (policy - reference))
-    return torch.autograd.grad(towards.sum(), leaf)[0]
-
-
-def test_k2_has_the_gradient_of_the_divergence_on_policy_and_unbiased_k3_off_policy_too() -> None:
-    torch.manual_seed(0)
-    logits, other = torch.randn(2, 5, dtype=torch.float64)
-    reference = torch.randn(5, dtype=torch.float64).log_softmax(0)
-    right = kl_gradient(logits, reference, forward=False)
-    assert right.norm() > 0.1
-    on_policy, off_policy = (
-        {name: expected_gradient(name, logits, reference, base=base) for name in get_args(KlEstimator)}
-        for base in (logits.log_softmax(0), other.log_softmax(0))
-    )
-    torch.testing.assert_close(on_policy["k1"], torch.zeros(5, dtype=torch.float64))
-    for found in (on_policy["k2"], on_policy["k3_unbiased"], off_policy["k3_unbiased"]):
-        torch.testing.assert_close(found, right)
-    torch.testing.assert_close(on_policy["k3"], kl_gradient(logits, reference, forward=True))
-    for found in (on_policy["k3"], off_policy["k1"], off_policy["k2"], off_policy["k3"]):
-        assert (found - right).norm() > 0.1
-
-
-def test_no_importance_ratio_weighs_a_token_of_the_kl_term_by_more_than_20() -> None:
-    logprob = torch.tensor(-0.5, dtype=torch.float64, requires_grad=True)
-    for base, weight in ((-0.5 - math.log(19), 19.0), (-5.0, MAX_KL_WEIGHT), (-90.0, MAX_KL_WEIGHT)):
-        found = estimate_kl(logprob, torch.tensor(-1.0), "k3_unbiased", base_logprobs_N=torch.tensor(base).double())
-        assert found.item() == pytest.approx(weight * (math.exp(-0.5) + 0.5 - 1))
-        assert torch.autograd.grad(found, logprob)[0].item() == pytest.approx(weight * 0.5)
+from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
+from tests.builders.policy_inputs import policy_input
+from tests.builders.slow_preferences import KL_ESTIMATES
 
 
 @pytest.mark.parametrize(
@@ -76,12 +31,6 @@ def test_the_coefficient_of_the_worked_examples(kl: float, coef: float) -> None:
     assert coefficient.coef == pytest.approx(coef, abs=1e-12) and coefficient.num_updates == 1
 
 
-def test_without_a_target_the_coefficient_stays_and_updates_count() -> None:
-    coefficient = KlCoefficient(0.2)
-    coefficient.update(100.0, 256)
-    assert coefficient.coef == 0.2 and coefficient.num_updates == 1
-
-
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_divergence_that_is_no_number_changes_nothing_and_is_told(kl: float) -> None:
     coefficient = KlCoefficient(0.2, target=6.0)
@@ -90,7 +39,7 @@ def test_a_divergence_that_is_no_number_changes_nothing_and_is_told(kl: float) -
     assert (coefficient.coef, coefficient.num_updates) == (0.2, 0)
 
 
-def test_what_is_configured_wins_over_the_checkpoint() -> None:
+def test_a_configured_coefficient_of_the_penalty_wins_over_the_checkpoint() -> None:
     saved = KlCoefficient(0.2, target=6.0, horizon=100)
     saved.update(12.0, 50)
     changed = KlCoefficient(0.5, target=3.0, horizon=200)
@@ -98,4 +47,70 @@ def test_what_is_configured_wins_over_the_checkpoint() -> None:
     assert changed.values() == {"coef": saved.coef, "target": 3.0, "horizon": 200, "num_updates": 1}
     fixed = KlCoefficient(0.5)
     fixed.restore(saved.values())
-    assert (fixed.coef, fixed.num_updates) == (0.5, 1)
+    fixed.update(100.0, 256)
+    assert (fixed.coef, fixed.num_updates) == (0.5, 2), "without a target it stays, and updates count"
+
+
+# Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.
+LOGPROBS, REFERENCE, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.2, -1.5, -0.5], [0.5, 0.5, -1.0]
+WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
+IN_LOSSES = [name for name in KL_ESTIMATES if name != "k1"]
+
+
+def loss_input(logprobs_N: Tensor) -> PolicyLossInput:
+    fixed_N = torch.tensor(LOGPROBS, dtype=torch.float64)
+    return policy_input(
+        logprobs_N, old_logprobs_N=fixed_N, sampler_logprobs_N=fixed_N,
+        advantages_N=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        weights_N=torch.tensor(WEIGHTS["sequence"], dtype=torch.float64),
+        sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,
+        reference_logprobs_N=torch.tensor(REFERENCE, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
+    logprobs_N = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
+    value, counts = loss(loss_input(logprobs_N))
+    value.backward()
+    assert logprobs_N.grad is not None
+    return float(value.detach()), logprobs_N.grad.tolist(), counts
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token"])
+@pytest.mark.parametrize("estimator", IN_LOSSES)
+def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregation: Any) -> None:
+    config = PolicyLossConfig(type="policy_gradient", aggregation=aggregation)
+    plain = build_policy_loss(config)
+    penalised = with_kl_term(plain, config, KlCoefficient(0.3), estimator)
+    (base, base_slopes, base_counts), (value, slopes, counts) = value_and_gradient(plain), value_and_gradient(penalised)
+    weights, ds = WEIGHTS[aggregation], [p - r for p, r in zip(LOGPROBS, REFERENCE, strict=True)]
+    term = sum(weight * KL_ESTIMATES[estimator](d, 1.0)[0] for weight, d in zip(weights, ds, strict=True))
+    assert value == pytest.approx(base + 0.3 * term, rel=1e-12)
+    for slope, before, weight, d in zip(slopes, base_slopes, weights, ds, strict=True):
+        assert slope == pytest.approx(before + 0.3 * weight * KL_ESTIMATES[estimator](d, 1.0)[1], rel=1e-12)
+    assert counts.keys() == base_counts.keys()
+
+
+STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
+
+
+def test_a_fixed_bonus_stays() -> None:
+    coefficient = EntropyCoefficient(EntropyConfig(coef=0.3))
+    coefficient.update(0.0)
+    assert coefficient.coef == 0.3 and coefficient.tensors() == {}
+
+
+def test_a_steered_bonus_is_that_of_the_slow_one() -> None:
+    generator = random.Random(0)
+    coefficient, expected, last = EntropyCoefficient(STEERED), 0.01, None
+    for _ in range(200):
+        assert coefficient.coef == pytest.approx(expected if last is not None and last <= 0.5 else 0.0, abs=1e-12)
+        last = generator.choice([generator.random(), 0.5])
+        expected = min(expected + 0.004, 0.02) if last <= 0.5 else max(expected - 0.004, 0.0)
+        coefficient.update(last)
+
+
+def test_a_configured_largest_bonus_wins_over_the_checkpoint() -> None:
+    lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
+    lower.restore({"steered": 0.02, "last": 0.1})
+    assert lower.coef == 0.001

@@ -45,15 +45,6 @@ def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(mesh: Mesh) -> 
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_reference_counts_by_reference_over_policy(mesh: Mesh) -> None:
-    statistics = PolicyStatistics([0], has_reference=True)
-    data, age_N = loss_input([(-1.0, -1.0, -1.0, -1.2, 0), (-2.0, -2.0, -2.0, -1.5, 0), (-0.5, -0.5, -0.5, -0.5, 0)])
-    statistics.add(data, {}, torch.zeros(3), age_N)
-    metrics = statistics.reduce(mesh)
-    assert metrics["ref_kld"] == pytest.approx(0.0558173, abs=1e-6)  # the worked example
-    assert metrics["ppo_kl"] == metrics["mismatch_kl"] == 0.0
-
-
 def test_a_step_without_trained_tokens_has_metrics_too(mesh: Mesh) -> None:
     statistics = PolicyStatistics([], has_reference=False)
     data, age_N = loss_input([])

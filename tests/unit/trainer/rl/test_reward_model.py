@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import _with_padding
 from holdfast.trainer.rl.auxiliary_models import RewardModel
+from tests.builders.plain_models import copy_with_other_tokens
 from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
@@ -68,13 +68,9 @@ def test_a_language_model_is_no_reward_model(tiny_model: Models, mesh: Mesh) -> 
 
 
 def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
-    path = directory / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    path.write_text(json.dumps(content))
+    other = copy_with_other_tokens(directory, directory.with_name("other"))
     with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
-        RewardModel(str(directory), policy_config(tiny_model), mesh)
+        RewardModel(str(other), policy_config(tiny_model), mesh)
 
 
 @pytest.mark.parametrize(
