@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,10 @@ def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) ->
     for name, elements in (("a", 10), ("b", 16), ("c", 50), ("d", 1), ("e", 24)):
         writer.add(name, torch.zeros(elements))
     writer.close()
-    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
-        f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
-    ]
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == names and index["metadata"]["total_size"] == 404
     assert (writer.num_tensors, writer.num_elements, writer.num_bytes) == (5, 101, 404)
 
 

@@ -37,8 +37,9 @@ def by_hand(
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 10, 11, 4096])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.0, 2.0), (1.3, 5.0)])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients_do_not_depend_on_the_chunks(
-    chunk_tokens: int, temperature: float, softcap: float | None, with_bias: bool
+    chunk_tokens: int, temperature: float, softcap: float | None, with_bias: bool, entropy_gradient: bool
 ) -> None:
     hidden, head, bias, targets = inputs()
     used = bias if with_bias else None
@@ -46,43 +47,23 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
         hidden,
         plain_head(head, bias_V=used, softcap=softcap),
         targets,
-        Reading(Sampling(temperature), entropy=True),
+        Reading(Sampling(temperature), entropy=True, entropy_gradient=entropy_gradient),
         chunk_tokens=chunk_tokens,
     )
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
-    assert logprobs.dtype == torch.float32
+    assert logprobs.dtype == torch.float32 and entropy is not None and entropy.requires_grad == entropy_gradient
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
-    assert not entropy.requires_grad
     upstream = torch.linspace(-1, 1, N)
     leaves = (hidden, head, bias) if with_bias else (hidden, head)
-    ours = torch.autograd.grad((logprobs * upstream).sum(), leaves)
-    theirs = torch.autograd.grad((expected * upstream).sum(), leaves)
+    ours, theirs = (
+        torch.autograd.grad((values * upstream + entropy_gradient * entropies * upstream.flip(0)).sum(), leaves)
+        for values, entropies in ((logprobs, entropy), (expected, expected_entropy))
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 4096])
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 5.0)])
-def test_entropies_carry_the_gradient_of_whole_logits_where_asked_for(
-    chunk_tokens: int, temperature: float, softcap: float | None
-) -> None:
-    hidden, head, bias, targets = inputs()
-    ours = token_logprobs(
-        hidden,
-        plain_head(head, bias_V=bias, softcap=softcap),
-        targets,
-        Reading(Sampling(temperature), entropy_gradient=True),
-        chunk_tokens=chunk_tokens,
-    )
-    theirs = by_hand(hidden, head, targets, bias, temperature, softcap)
-    upstream_N = torch.linspace(-1, 1, N)
-    found, expected = (
-        torch.autograd.grad((logprobs_N * upstream_N.flip(0) + entropy_N * upstream_N).sum(), (hidden, head, bias))
-        for logprobs_N, entropy_N in (ours[:2], theirs)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        assert not token_logprobs(hidden, plain_head(head), targets, Reading(entropy_gradient=True))[1].requires_grad
+        found = token_logprobs(hidden, plain_head(head), targets, Reading(entropy_gradient=True))
+        assert found.entropy_N is not None and not found.entropy_N.requires_grad
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, N])

@@ -114,31 +114,18 @@ def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, 
 
 
 def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, mesh: Mesh) -> None:
-    results = []
+    results, calls = [], []
     for recompute in (False, True):
         policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
+        passes = list[None]()
+        mlp = decoder_layers(policy.hf_model)[0].get_submodule("mlp")
+        mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
         values = logprobs(policy)
         values.sum().backward()
-        results.append((values.detach(), gradients(policy)))
-    (plain, plain_gradients), (recomputed, recomputed_gradients) = results
-    assert torch.equal(plain, recomputed)
-    assert all(torch.equal(plain_gradients[key], recomputed_gradients[key]) for key in plain_gradients)
-
-
-def test_recomputing_happens(tiny_model: Models, mesh: Mesh) -> None:
-    calls = {}
-    for recompute in (False, True):
-        policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
-        count = 0
-
-        def counted(*_: object) -> None:
-            nonlocal count
-            count += 1
-
-        decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_pre_hook(counted)
-        logprobs(policy).sum().backward()
-        calls[recompute] = count
-    assert calls == {False: 1, True: 2}
+        results.append({"values": values.detach(), **gradients(policy)})
+        calls.append(len(passes))
+    assert calls == [1, 2], "they are recomputed"
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Models, mesh: Mesh) -> None:
@@ -300,10 +287,13 @@ def test_a_directory_that_is_no_model_is_named(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("gpt2", {}), ("opt", {}), ("gptj", {"rotary_dim": 4})])
+@pytest.mark.parametrize(
+    ("kind", "fields", "has_last"),
+    [("gpt2", {}, True), ("opt", {}, True), ("gptj", {"rotary_dim": 4}, True), ("llama", {}, False)],
+)
 @pytest.mark.parametrize("pack", [True, False])
-def test_a_sample_beyond_the_last_position_is_refused(
-    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, mesh: Mesh
+def test_a_sample_beyond_the_last_position_is_refused_where_there_is_one(
+    kind: str, fields: dict[str, Any], has_last: bool, pack: bool, tiny_model: Models, mesh: Mesh
 ) -> None:
     policy = build(tiny_model(kind, max_position_embeddings=16, **fields), mesh)
 
@@ -313,11 +303,8 @@ def test_a_sample_beyond_the_last_position_is_refused(
         predict(policy, micro)
 
     run(16)
-    with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
-        run(17)
-
-
-def test_rotary_positions_have_no_last_one(tiny_model: Models, mesh: Mesh) -> None:
-    policy = build(tiny_model("llama", max_position_embeddings=16), mesh)
-    sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, dtype=bool))
-    predict(policy, build_micro_batch([sample], [0], pack=True, device=mesh.device))
+    if has_last:
+        with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
+            run(17)
+    else:
+        run(40)

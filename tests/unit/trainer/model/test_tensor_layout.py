@@ -32,7 +32,7 @@ from holdfast.trainer.model.lora import Adapters
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
-from tests.builders.train_states import local_part
+from tests.builders.train_states import fill, local_part
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -200,9 +200,7 @@ def test_an_engine_merges_an_adapter_of_a_model_with_other_names_as_the_trainer_
     model = original_of("mixtral", tiny_model, tmp_path)
     config = TrainedModelConfig.model_validate({"name": str(model), "lora": {"rank": 2}})
     policy = build_policy(config, mesh, seed=0)
-    with torch.no_grad():
-        for factor in trained_tensors(policy.hf_model).values():
-            factor.normal_()
+    fill(policy.hf_model)
     layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
     adapters = Adapters(policy.hf_model, layout, base_name=str(model))
     publisher = WeightPublisher(
