@@ -23,8 +23,6 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.state import TrainState
 from tests.builders.train_states import MakeState, copied, draw, same, train
 
-both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
-
 
 def save(run_dir: RunDir, state: TrainState, **options: Any) -> Path:
     """Save one step to its end."""
@@ -38,7 +36,7 @@ def load(run_dir: RunDir, state: TrainState, step: int) -> None:
         assert checkpointer.load(step) == step
 
 
-@both
+@pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
     seed_everything(5, step=0, rank=0)
     state = make_state(steps=3)
@@ -60,19 +58,6 @@ def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir
     assert draw() == next_numbers
     train(resumed, 2)
     assert same(copied(resumed.tensors()), straight), "the next steps are the same steps"
-
-
-@both
-def test_a_resume_before_the_first_step(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
-    seed_everything(0, step=0, rank=0)
-    state = make_state()
-    with Checkpointer(run_dir.checkpoints, state, save_async=save_async) as checkpointer:
-        checkpointer.save(0)
-        train(state, 2)
-    resumed = make_state(seed=1)
-    load(run_dir, resumed, 0)
-    train(resumed, 2)
-    assert same(copied(resumed.tensors()), copied(state.tensors()))
 
 
 @pytest.mark.parametrize(
@@ -175,15 +160,6 @@ def test_auto_starts_afresh_where_latest_is_refused(make_state: MakeState, run_d
     assert same(copied(state.tensors()), before)
 
 
-def test_a_load_waits_for_the_save_before_it(make_state: MakeState, run_dir: RunDir) -> None:
-    state = make_state(steps=1)
-    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
-        for _ in range(5):
-            checkpointer.save(state.progress.step)
-            assert checkpointer.load() == state.progress.step
-            train(state, 1)
-
-
 def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
     make_state: MakeState, run_dir: RunDir
 ) -> None:
@@ -195,14 +171,9 @@ def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_us
     ) as checkpointer:
         checkpointer.load(0)
         for step, loss in enumerate((5.0, 2.0, 9.0, 7.0, float("inf"), 8.0, 7.0), start=1):
-            checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan")})
+            checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan"), "worse": float("-inf")})
     assert run_dir.committed_steps() == [0, 2, 3, 4, 6, 7]
-    assert manifest.read_manifest(run_dir.checkpoint(2)).metrics == {"loss": 2.0}
-
-
-def test_a_metric_without_bounds_does_not_spoil_the_manifest(make_state: MakeState, run_dir: RunDir) -> None:
-    save(run_dir, make_state(steps=1), metrics={"loss": float("inf"), "worse": float("-inf"), "lr": 0.5})
-    assert manifest.verify(run_dir.checkpoint(1)).metrics == {"lr": 0.5}
+    assert manifest.verify(run_dir.checkpoint(2)).metrics == {"loss": 2.0}, "it holds no numbers without bounds"
 
 
 def test_a_damaged_step_does_not_count_as_one_of_the_kept(make_state: MakeState, run_dir: RunDir) -> None:

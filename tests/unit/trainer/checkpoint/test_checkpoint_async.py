@@ -193,15 +193,21 @@ def test_what_was_being_written_when_a_loop_fails_is_committed(make_state: MakeS
     assert run_dir.committed_steps() == [0]
 
 
-def test_other_tensors_are_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[int] = []
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks of every plan that is made."""
+    found: list[int] = []
     make_plan = DefaultSavePlanner.create_global_plan
 
     def counted(planner: DefaultSavePlanner, all_plans: Any) -> Any:
-        plans.append(len(all_plans))
+        found.append(len(all_plans))
         return make_plan(planner, all_plans)
 
     monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", counted)
+    return found
+
+
+def test_other_tensors_are_planned_again(tmp_path: Path, plans: list[int]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     state = ObjectsState({"model": model})
 
@@ -274,40 +280,9 @@ def test_a_save_leaves_the_gpus_alone(make_state: MakeState, run_dir: RunDir, mo
         assert checkpointer.poll() == [1]
 
 
-def test_only_staging_is_on_the_caller(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, set[threading.Thread]] = {}
-
-    def note(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(*args: Any, **options: Any) -> Any:
-            threads.setdefault(name, set()).add(threading.current_thread())
-            return original(*args, **options)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    for owner, name in (
-        (Stager, "stage"), (ShardWriter, "write"), (atomic, "fsync_tree"), (atomic, "publish_directory"),
-        (manifest, "write_manifest"), (manifest, "describe_files"),
-    ):  # fmt: skip
-        note(owner, name)
-    with Checkpointer(run_dir.checkpoints, make_state(steps=1)) as checkpointer:
-        checkpointer.save(1)
-    assert threads.pop("stage") == {threading.main_thread()}
-    assert len(threads) == 5
-    assert all(threading.main_thread() not in seen for seen in threads.values()), threads
-
-
 def test_buffers_are_reused_and_no_second_plan_is_made(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, plans: list[int]
 ) -> None:
-    plans: list[int] = []
-    make_plan = DefaultSavePlanner.create_global_plan
-
-    def counted(planner: DefaultSavePlanner, all_plans: Any) -> Any:
-        plans.append(len(all_plans))
-        return make_plan(planner, all_plans)
-
     pointers: list[set[int]] = []
     write = ShardWriter.write
 
@@ -315,7 +290,6 @@ def test_buffers_are_reused_and_no_second_plan_is_made(
         pointers.append(pointers_of(tensors))
         return write(writer, tensors, directory)
 
-    monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", counted)
     monkeypatch.setattr(ShardWriter, "write", noted)
     state = make_state(steps=1)
     with Checkpointer(run_dir.checkpoints, state) as checkpointer:

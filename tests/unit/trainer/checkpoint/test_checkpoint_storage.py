@@ -14,7 +14,7 @@ from holdfast.run.checkpoints import Retention
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
+from holdfast.trainer.checkpoint.storage import ObjectStorage
 from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.builders.train_states import NotifyingStorage
 from tests.runs.processes import HANG_S
@@ -57,14 +57,6 @@ def test_what_a_store_has_refused_is_told_once(tmp_path: Path, run_dir: RunDir) 
     with pytest.raises(CheckpointError, match="is damaged"):
         storage.close(HANG_S)
     storage.poll()
-
-
-def test_steps_that_stay_where_they_are_can_be_removed_at_any_time(tmp_path: Path) -> None:
-    storage = LocalStorage()
-    storage.publish(tmp_path)
-    storage.poll()
-    storage.close(0.0)
-    assert storage.release(1) and not storage.close_s
 
 
 def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(

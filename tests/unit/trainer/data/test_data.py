@@ -1,4 +1,4 @@
-"""Supervised samples: formats, what is trained, order, and every error."""
+"""Supervised samples: files, lengths, validation, order, and what is refused; their formats: test_row_formats."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, HoldfastError
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.rows import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
 from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, load_samples, load_tokenizer
-from tests.conftest import ROOT
 
 Tokenizer = PreTrainedTokenizerBase
 USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -57,17 +56,6 @@ def load(path: Path, tokenizer: Tokenizer, **config: Any) -> list[Sample]:
     return load_samples(SftDataConfig(name=str(path), **config), tokenizer, seed=0)[0]
 
 
-@given(prompt=st.text("abc ", max_size=6), completion=st.text("xyz", min_size=1, max_size=6))
-def test_the_prompt_has_the_tokens_that_it_has_at_inference(prompt: str, completion: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/reverse_text/base")
-    user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
-    sample = tokenize_row({"messages": [user, assistant]}, tokenizer)
-    rendered = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    at_inference = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert sample.token_ids[~sample.loss_mask].tolist() == at_inference
-    assert trained_text(sample, tokenizer) == f"{completion}<|end|>"
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("as_directory", [False, True])
 def test_files_and_directories(suffix: str, as_directory: bool, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -76,11 +64,6 @@ def test_files_and_directories(suffix: str, as_directory: bool, tokenizer: Token
     assert [whole_text(sample, tokenizer) for sample in samples] == [
         f"{k}>{'x' * (k + 1)}<|end|>" for k in range(len(TEXT_ROWS))
     ]
-
-
-def test_messages_survive_parquet(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [{"messages": [USER, HELLO]}, {"messages": [USER, HELLO, USER, HELLO]}])
-    assert [trained_text(s, tokenizer) for s in load(path, tokenizer)] == ["ba<|end|>", "ba<|end|>ba<|end|>"]
 
 
 def test_a_changed_file_is_read_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -149,26 +132,6 @@ def test_when_nothing_is_left_it_is_an_error(tokenizer: Tokenizer, tmp_path: Pat
     assert "no samples to train on are left of 6: all have more than 2 tokens and were dropped" in said
     said = refused(path, tokenizer, seq_len=2, too_long="truncate")
     assert "no samples to train on are left of 6: all were cut before their answer" in said
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"messages": [USER]}, "no assistant message"),
-        ({"messages": []}, "no assistant message"),
-        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
-        ({"messages": ["hello"]}, "`role` and `content`"),
-        ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
-        ({"prompt": "a"}, "both text or both lists"),
-        ({"prompt": None, "completion": None}, "both text or both lists"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(
-    row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    good = {"messages": [USER, HELLO]} if "messages" in row else TEXT_ROWS[0]
-    message = refused(write(tmp_path / "data.jsonl", [good, good, row, good]), tokenizer)
-    assert "data.jsonl, row 3: " in message and said in message
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,13 @@
-"""Packing: the tensors of a forward pass, and that no loss or gradient depends on how a step is split."""
+"""Packing: the tensors of a forward pass. That no loss or gradient depends on it: test_families, test_programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
-from holdfast.config.training import TrainedModelConfig
-from holdfast.trainer.data.packing import Sample, build_micro_batch, first_fit_decreasing
-from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.supervised import cross_entropy
+from holdfast.trainer.data.packing import Sample, build_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -93,75 +82,3 @@ def test_the_first_token_is_never_a_target() -> None:
     everything = sample([5, 6], [True, True])
     assert everything.num_targets == 1
     assert build_micro_batch([everything], [0], pack=True, device=CPU).target_ids_N.tolist() == [6]
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
-    return build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
-
-
-def ragged(seed: int) -> list[Sample]:
-    generator = np.random.default_rng(seed)
-    return [
-        sample(generator.integers(5, 100, length).tolist(), (generator.random(length) < 0.6).tolist())
-        for length in generator.integers(2, 30, 12)
-    ]
-
-
-def loss_and_gradients(
-    policy: Policy, samples: list[Sample], groups: list[list[int]], *, pack: bool
-) -> tuple[float, dict[str, Tensor]]:
-    total = sum(s.num_targets for s in samples)
-    loss_sum = 0.0
-    for group in groups:
-        micro = build_micro_batch(samples, group, pack=pack, device=CPU)
-        logprobs, *_ = policy(
-            micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
-            packed_index=micro.packed_index,
-        )  # fmt: skip
-        loss = cross_entropy(logprobs, torch.full_like(logprobs, 1 / total))
-        loss.backward()
-        loss_sum += loss.item()
-    gradients = {}
-    for name, parameter in policy.hf_model.named_parameters():
-        assert parameter.grad is not None
-        gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    policy.zero_grad(set_to_none=True)
-    return loss_sum, gradients
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_however_a_step_is_split_loss_and_gradients_are_those_of_transformers(
-    seed: int, policy: Policy, tiny_model: Callable[..., Path]
-) -> None:
-    samples = ragged(seed)
-    total = sum(s.num_targets for s in samples)
-    reference = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager", dtype=torch.float32)
-    loss_sum = 0.0
-    for one in samples:  # one sample at a time, the plainest way there is
-        ids = torch.as_tensor(one.token_ids, dtype=torch.long)[None]
-        labels = ids.masked_fill(torch.as_tensor(~one.loss_mask)[None], -100)
-        logits = reference(ids).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum") / total
-        loss.backward()
-        loss_sum += loss.item()
-    lengths = [len(s.token_ids) for s in samples]
-    splits = {
-        "one packed row": ([list(range(len(samples)))], True),
-        "packed rows": (first_fit_decreasing(lengths, 40), True),
-        "packed rows and empty ones": ([[], *first_fit_decreasing(lengths, 64), []], True),
-        "one padded batch": ([list(range(len(samples)))], False),
-        "one sample a time": ([[k] for k in range(len(samples))], False),
-    }
-    for name, (groups, pack) in splits.items():
-        got, gradients = loss_and_gradients(policy, samples, groups, pack=pack)
-        assert got == pytest.approx(loss_sum, rel=1e-5), name
-        for key, parameter in reference.named_parameters():
-            assert parameter.grad is not None
-            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-3, atol=2e-6, msg=f"{name}: {key}")
-
-
-def test_a_micro_batch_of_nothing_contributes_exactly_nothing(policy: Policy) -> None:
-    loss, gradients = loss_and_gradients(policy, SAMPLES, [[]], pack=True)
-    assert loss == 0.0
-    assert all(torch.count_nonzero(gradient) == 0 for gradient in gradients.values())

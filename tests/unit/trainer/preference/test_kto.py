@@ -111,6 +111,8 @@ def test_labelled_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> No
         trained = answer.mismatched.token_ids[answer.mismatched.loss_mask]
         other = answers[0 if answer.number == 2 else 2].answer
         assert trained.tolist() == other.token_ids[other.loss_mask].tolist()
+    turned = load_answers(settings_of(tmp_path, [{**row, "label": not row["label"]} for row in ROWS]), tokenizer)
+    assert fingerprint_preferences(answers) != fingerprint_preferences(turned), "labels are part of it"
 
 
 def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -152,12 +154,6 @@ def test_what_cannot_be_used_is_refused_or_left_out(
     longer = {**ROWS[2], "completion": "edcedc"}
     mismatched = [answer.mismatched for answer in load([*ROWS[:1], longer], seq_len=11)]
     assert max(len(sample.token_ids) for sample in mismatched) <= 11
-
-
-def test_labels_are_part_of_the_fingerprint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    straight = load_answers(settings_of(tmp_path, ROWS), tokenizer)
-    turned = load_answers(settings_of(tmp_path, [{**row, "label": not row["label"]} for row in ROWS]), tokenizer)
-    assert fingerprint_preferences(straight) != fingerprint_preferences(turned)
 
 
 def ragged_answers(count: int) -> list[LabelledAnswer]:
