@@ -62,7 +62,6 @@ def test_what_a_store_has_refused_is_told_once(tmp_path: Path, run_dir: RunDir) 
 def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the upload was submitted when large directories had been removed."""
     happened: list[str] = []
     remove = atomic.remove_directory
     monkeypatch.setattr(atomic, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))
@@ -80,7 +79,6 @@ def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
 
 
 def test_what_a_step_needs_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, metrics were flushed when the run ended, and the generators of other ranks were never."""
     happened: list[str] = []
     fsync, publish = os.fsync, atomic.publish_directory
 

@@ -61,7 +61,6 @@ def calls(name: str, argument: str) -> list[bytes]:
 @pytest.mark.parametrize("read", [read_names, TensorReader, load_weights])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_index_can_name_nothing_but_parts_of_an_index(name: str, read: Read, tmp_path: Path) -> None:
-    """Before, the index was unpickled as it was, and ran what it named."""
     mark = tmp_path / "mark"
     (tmp_path / "index").mkdir()
     for content in calls(name, f"touch {mark}"):
@@ -95,7 +94,6 @@ def test_a_spoilt_index_is_an_index_or_an_error(tmp_path: Path) -> None:
 
 
 def test_weights_beside_a_foreign_index_are_refused(tmp_path: Path) -> None:
-    """Before, the index came first: a directory that looks like one of safetensors ran its code."""
     for name in ("config.json", "model.safetensors", ".metadata"):
         (tmp_path / name).write_bytes(calls("os system", f"touch {tmp_path}/mark")[0])
     for read in (require_weights, load_weights):

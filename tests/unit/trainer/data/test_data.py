@@ -1,8 +1,12 @@
-"""Supervised samples: files, lengths, validation, order, and what is refused; their formats: test_row_formats."""
+"""Supervised samples: files, lengths, validation, order, what is refused, and what a start says of them.
+
+Their formats: test_row_formats.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.config.training import SftDataConfig
+from holdfast.config import DpoConfig, RewardTrainingConfig, SftConfig
+from holdfast.config.training import SftDataConfig, SupervisedCommand
 from holdfast.errors import DataError, HoldfastError
+from holdfast.run.inputs import Survey
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.rows import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
 from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, load_samples, load_tokenizer
+from holdfast.trainer.survey import take_survey, tell_data
+from tests.builders.toy import DATA, MODEL, PAIRS
 
 Tokenizer = PreTrainedTokenizerBase
 USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -195,3 +203,35 @@ def test_epochs_and_seeds_differ() -> None:
     first, second = order.batch(0, 50), order.batch(50, 50)
     assert first != second != list(range(50))
     assert SampleOrder(50, seed=1, shuffle=True).batch(0, 50) != first
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "samples"),
+    [(DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4)],
+)
+def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
+    config: type[SupervisedCommand], kind: str, samples: int, tmp_path: Path
+) -> None:
+    lines = Path(DATA if kind == "samples" else PAIRS).read_text().splitlines()[:5]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*lines[:3], "{", *lines[3:]]) + "\n")
+    settings = {
+        "model": {"name": MODEL},
+        "data": {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"},
+        "loss": {"type": "kto"} if kind == "answers" else {},
+    }
+    if config is SftConfig:
+        settings.pop("loss")
+    survey = take_survey(config.model_validate(settings))
+    assert (survey.kind, survey.samples) == (kind, samples) and survey.held_out == samples // 4
+    assert survey.tokens > 10 and all("<|assistant|>[[" in text for text in survey.first.values())
+    assert any("row 4 is not JSON" in note for note in survey.notes), json.dumps(survey.notes)
+
+
+def test_a_run_tells_that_a_step_takes_more_than_all_samples(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = SftConfig.model_validate({"model": {"name": MODEL}, "data": {"name": DATA, "batch_size": 64}})
+    for samples, is_told in ((64, False), (50, True)):
+        caplog.clear()
+        tell_data(config, Survey("samples", samples, 0, 900, {}), is_main=True)
+        assert ("data.batch_size = 64 exceeds the 50 samples: " in caplog.text) is is_told

@@ -104,7 +104,6 @@ def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
 
 
 def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
-    """Before, a critic or a reward model that took long over many rows was killed for being stuck."""
     heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), mesh)
     for _ in range(3):
         score_samples(model, samples(), [0, 1, 2], pack=True, device=CPU)

@@ -188,7 +188,6 @@ _BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 def test_what_is_random_in_training_is_found_whatever_it_is_called(
     name: str, fields: dict[str, Any], lora: dict[str, Any] | None, is_random: bool, build: Build, mesh: Mesh
 ) -> None:
-    """Before, dropout that is no module of its own was seen by one name alone, and such runs ended as mismatches."""
     policy = build(name, fields, lora=lora)
     before = torch.get_rng_state()
     assert is_random_in_training(policy, mesh) == is_random

@@ -237,7 +237,6 @@ def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelF
 def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
     tiny_model: ModelFactory, tmp_path: Path
 ) -> None:
-    """Before, an import gave the tensors of a checkpoint the names that `save_pretrained` has for them."""
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
     loaded = AutoModelForCausalLM.from_pretrained(model)
     layout = TensorLayout(loaded, names_in_files(str(model)))

@@ -92,7 +92,6 @@ def test_two_ranks_measure_the_bits_that_one_measures(
 def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
-    """Before, each rank tokenised all of them."""
     one, two = one_and_two
     fingerprint, chunks = one["tokenised"]
     assert chunks == [0, 1, 2]
