@@ -118,17 +118,6 @@ def reference_S(tiny_model: ModelFactory, trl_trainers: ModuleType) -> Tensor:
         return answers(PAIR_LENGTHS).sums(trl_trainers.causal_model(tiny_model(seed=1)))
 
 
-def test_the_reference_of_trl_is_the_model_that_it_starts_with(
-    trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    trainer = trl_trainers.preference_trainer("dpo", model, tmp_path)
-    batch = answers(PAIR_LENGTHS)
-    inputs = {name: value for name, value in batch.for_dpo(torch.zeros(8)).items() if not name.startswith("ref_")}
-    theirs = trainer._compute_loss(trainer.model, inputs, False)
-    scored = ours(batch.pairs(trainer.model, batch.sums(trainer.model).detach()), type="dpo")
-    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
-
-
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "hinge", "robust", "apo_zero", "apo_down"])
 def test_the_losses_of_dpo_are_those_of_trl(
     kind: str, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
