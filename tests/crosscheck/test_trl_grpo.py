@@ -290,22 +290,6 @@ def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path,
     assert ours == pytest.approx(scored_rewards(trainer, REWARDS), rel=1e-3, abs=1e-3)
 
 
-def test_rloo_subtracts_the_k1_of_the_whole_sequence_from_the_reward(
-    trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    beta = 0.1
-    trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=beta)
-    step = random_step(0)
-    trainer.completions, trainer.rewards = step.completions, REWARDS
-    trainer.forwards = [step.old_BT, step.reference_BT]
-    theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(REWARDS))["advantages"].tolist()
-    k1_BT = estimate_kl(step.old_BT, step.reference_BT, "k1")
-    sums = (k1_BT * step.mask_BT).sum(1).tolist()
-    penalised = [reward - beta * kl for reward, kl in zip(REWARDS, sums, strict=True)]
-    ours = flat(advantage_of("rloo")(scored_groups(groups_of(penalised))))
-    assert ours == pytest.approx(theirs, **SCORED)
-
-
 def test_the_gradient_of_rloo_is_that_of_trl_at_the_sampling_policy(
     trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:

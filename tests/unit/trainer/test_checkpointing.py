@@ -135,13 +135,6 @@ class Loop:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path)
-    made.create()
-    return made
-
-
-@pytest.fixture
 def start(run_dir: RunDir, mesh: Mesh) -> Callable[..., Loop]:
     return lambda **config: Loop(run_dir.checkpoints, mesh, **config)
 

@@ -17,7 +17,7 @@ from holdfast.config.algorithm import EntropyConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
 from holdfast.errors import TrainingError
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
-from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
+from holdfast.trainer.rl.losses import build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
 from tests.builders.slow_preferences import KL_ESTIMATES
 
@@ -57,23 +57,18 @@ WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
 IN_LOSSES = [name for name in KL_ESTIMATES if name != "k1"]
 
 
-def loss_input(logprobs_N: Tensor) -> PolicyLossInput:
-    fixed_N = torch.tensor(LOGPROBS, dtype=torch.float64)
-    return policy_input(
-        logprobs_N, old_logprobs_N=fixed_N, sampler_logprobs_N=fixed_N,
-        advantages_N=torch.tensor(ADVANTAGES, dtype=torch.float64),
-        weights_N=torch.tensor(WEIGHTS["sequence"], dtype=torch.float64),
-        sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,
-        reference_logprobs_N=torch.tensor(REFERENCE, dtype=torch.float64),
-    )  # fmt: skip
-
-
 def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
     logprobs_N = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    value, counts = loss(loss_input(logprobs_N))
-    value.backward()
-    assert logprobs_N.grad is not None
-    return float(value.detach()), logprobs_N.grad.tolist(), counts
+    reference_N, advantages_N, weights_N = torch.tensor(
+        [REFERENCE, ADVANTAGES, WEIGHTS["sequence"]], dtype=torch.float64
+    )
+    value, counts = loss(policy_input(
+        logprobs_N, old_logprobs_N=logprobs_N.detach(), sampler_logprobs_N=logprobs_N.detach(),
+        advantages_N=advantages_N, weights_N=weights_N, sequence_N=torch.tensor([0, 0, 1]), step_sequences=2,
+        step_tokens=3, reference_logprobs_N=reference_N,
+    ))  # fmt: skip
+    (gradient_N,) = torch.autograd.grad(value, logprobs_N)
+    return float(value.detach()), gradient_N.tolist(), counts
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])

@@ -105,10 +105,14 @@ def start(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{}, {"logits_chunk_tokens": 8}, {"activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("heads", [2, 4])
 def test_with_several_minibatches_the_first_one_diverges_from_nothing_exactly(
-    start: Start, seen: list[PolicyLossInput], tiny_model: Callable[..., Path], dtype: str
+    start: Start, seen: list[PolicyLossInput], tiny_model: Callable[..., Path], dtype: str, settings: Any, heads: int
 ) -> None:
-    run = start(kl={}, updates={"epochs": 2, "minibatches": 3}, model={"name": str(tiny_model()), "dtype": dtype})
+    """What is measured before the update has the bits of what is trained."""
+    model = {"name": str(tiny_model(num_key_value_heads=heads)), "dtype": dtype, **settings}
+    run = start(kl={}, updates={"epochs": 2, "minibatches": 3}, model=model)
     metrics = run.learn(1)
     assert len(seen) == 6 and {data.step_sequences for data in seen} == {4}
     assert torch.equal(seen[0].logprobs_N.detach(), seen[0].old_logprobs_N)
