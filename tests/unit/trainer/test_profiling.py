@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,20 +75,19 @@ def test_what_was_recorded_before_a_stop_is_written(run_dir: RunDir, mesh: Mesh,
     assert _left(run_dir) == ["profile_steps_2_to_4"]
 
 
-def test_an_error_in_the_first_step_leaves_what_came_before_it(run_dir: RunDir, mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("begun", "is_agreed", "left"),
+    [(range(1, 3), False, ["profile_steps_2_to_2"]), (range(1, 2), True, []), (range(1, 3), True, [])],
+    ids=["an error in the first step", "before the first step", "where it begins"],
+)
+def test_what_ends_before_a_whole_step_leaves_what_was_begun(
+    run_dir: RunDir, mesh: Mesh, begun: range, is_agreed: bool, left: list[str]
+) -> None:
     profiler = Profiler(ProfiledSteps(2, 9), run_dir, mesh, done=0)
-    _train(profiler, range(1, 3))
-    profiler.stop(1, is_agreed=False)
-    assert _left(run_dir) == ["profile_steps_2_to_2"]
-
-
-@pytest.mark.parametrize("steps", [range(1, 2), range(1, 3)], ids=["before the first step", "where it begins"])
-def test_a_stop_before_any_of_the_steps_writes_nothing(run_dir: RunDir, mesh: Mesh, steps: range) -> None:
-    profiler = Profiler(ProfiledSteps(2, 9), run_dir, mesh, done=0)
-    for step in steps:
+    for step in begun:
         profiler.begin_step(step)
-    profiler.stop(1, is_agreed=True)
-    assert _left(run_dir) == []
+    profiler.stop(1, is_agreed=is_agreed)
+    assert _left(run_dir) == left
 
 
 def _no_directory(run_dir: RunDir) -> None:
@@ -129,23 +127,6 @@ def test_a_disk_that_takes_a_part_of_a_trace_leaves_none(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (said,) = [text for text in caplog.messages if "profile is left out" in text]
     assert "is that full, or read-only?" in said
-    assert _left(run_dir) == []
-
-
-def test_a_trace_without_its_end_is_not_kept(
-    run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export = torch.profiler.profile.export_chrome_trace
-
-    def torn(profiler: torch.profiler.profile, path: str) -> None:
-        export(profiler, path)
-        whole = Path(path).read_bytes()
-        Path(path).write_bytes(whole[: whole.rindex(b'"traceName"')])
-
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", torn)
-    with caplog.at_level(logging.INFO, logger="holdfast"):
-        _train(Profiler(ProfiledSteps(1, 2), run_dir, mesh, done=0), range(1, 3)).end()
-    assert any("is that full, or read-only?" in text for text in caplog.messages)
     assert _left(run_dir) == []
 
 

@@ -192,21 +192,6 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_
     assert keys()[0] == plain and keys()[1] != today
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_makes_is_not(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    cache = tmp_path / "cache"
-    dead, alive = cache / ".tmp-dead", cache / ".tmp-alive"
-    for directory in (dead, alive):
-        directory.mkdir(parents=True)
-        (directory / "samples.arrow").write_bytes(b"half")
-    descriptor = os.open(alive, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    load_samples(config, tokenizer, seed=0)
-    os.close(descriptor)
-    assert not dead.exists() and alive.exists()
-
-
 def test_two_runs_that_start_at_once_end_with_one_cache(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -235,10 +220,15 @@ def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = entries(config)
     assert left.name.startswith(".tmp-")
+    alive = left.with_name(".tmp-alive")
+    alive.mkdir()
+    descriptor = os.open(alive, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     monkeypatch.setattr(token_cache, "chunks_to_file", written)
     assert len(load_samples(config, tokenizer, seed=0)[0]) == len(ROWS)
-    (directory,) = entries(config)
-    assert not directory.name.startswith(".tmp-")
+    os.close(descriptor)
+    assert [path.name for path in entries(config) if path.name.startswith(".tmp-")] == [alive.name]
+    assert len(entries(config)) == 2, "what a living process makes stays"
 
 
 def test_where_the_disk_cannot_take_it_a_run_does_without(

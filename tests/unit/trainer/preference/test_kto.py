@@ -244,13 +244,3 @@ def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mes
     alone = objective.measure(policy, [answers[k] for k in good])
     assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
     assert "rewards/chosen" not in objective.measure(policy, [answers[k] for k in bad])
-
-
-def test_a_rank_without_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
-    answers = ragged_answers(2)
-    objective = objective_of(policy, mesh, answers, offset=0.0)
-    columns = objective._compared_with(0.5).forward(policy, answers, [])
-    assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
-    policy.zero_grad(set_to_none=True)
-    columns["loss"].sum().backward()
-    assert not taken_gradients(policy).any()
