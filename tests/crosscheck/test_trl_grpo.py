@@ -16,11 +16,11 @@ from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
-from holdfast.trainer.rl.group_advantages import dr_grpo, sample_std
+from holdfast.trainer.rl.group_advantages import sample_std
 from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
-from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout
+from tests.builders.scored_rollouts import advantage_of, scored_groups
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.trl
@@ -260,49 +260,3 @@ def test_group_advantages_are_those_of_trl(
     assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
     equal = [3.25] * len(REWARDS)
     assert scored_rewards(trainer, equal) == flat(advantage_of(name, **settings)(scored_groups(groups_of(equal))))
-
-
-def test_reinforce_pp_whitens_like_trl() -> None:
-    from trl.experimental.ppo.ppo_trainer import masked_whiten  # slow to import
-
-    groups = [[scored_rollout(reward, 1 + number) for number, reward in enumerate(g)] for g in groups_of(REWARDS)]
-    rollouts = [one for group in groups for one in group]
-    mask_BT = torch.zeros(len(rollouts), GROUP_SIZE)
-    for row, one in enumerate(rollouts):
-        mask_BT[row, : one.num_tokens] = 1
-    for name, values in (("reinforce_pp", REWARDS), ("reinforce_pp_baseline", flat(map(dr_grpo, groups_of(REWARDS))))):
-        theirs_BT = masked_whiten(torch.tensor(values).double()[:, None].expand(mask_BT.shape), mask_BT)
-        ours = flat(advantage_of(name)(groups))
-        for row, one in enumerate(rollouts):
-            assert ours[row].tolist() == pytest.approx(theirs_BT[row, : one.num_tokens].tolist(), rel=1e-5)
-
-
-def test_gdpo_is_trl_s_normalize_then_sum(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    others, weights = [0.0, 4.0, -1.0, 2.0, 1.0, 1.0, 3.0, -2.0], [1.0, 0.5]
-    trainer = trl_trainers.grpo_trainer(model, tmp_path, multi_objective_aggregation="normalize_then_sum")
-    trainer.reward_funcs, trainer.reward_func_names = trainer.reward_funcs * 2, ["reward", "other"]
-    trainer.reward_weights = torch.tensor(weights)
-    trainer._calculate_rewards = lambda *_: torch.tensor([REWARDS, others], dtype=torch.float64).T
-    rollouts = [scored_rollout(r, metrics={"other": other}) for r, other in zip(REWARDS, others, strict=True)]
-    groups = [rollouts[first : first + GROUP_SIZE] for first in range(0, len(rollouts), GROUP_SIZE)]
-    ours = flat(advantage_of("gdpo", rewards={"weights": {"reward": 1.0, "other": 0.5}})(groups))
-    # TRL adds 1e-4 to standard deviations of about 1, ours adds 1e-6.
-    assert ours == pytest.approx(scored_rewards(trainer, REWARDS), rel=1e-3, abs=1e-3)
-
-
-def test_the_gradient_of_rloo_is_that_of_trl_at_the_sampling_policy(
-    trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    """TRL clips the ratio of whole sequences; where it is 1, the gradient is REINFORCE's.
-
-    The mean over sequences is our `constant` aggregation, times its `constant_tokens`.
-    """
-    trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
-    step = random_step(0, spread=0.0)
-    trainer.forwards = [step.new_BT]
-    old_B = (step.old_BT * step.mask_BT).sum(1)
-    theirs = trainer._compute_loss(trainer.model, step.for_trl() | {"old_logps": old_B})
-    config = PolicyLossConfig(type="policy_gradient", aggregation="constant", constant_tokens=20)
-    ours, _ = build_policy_loss(config)(step.for_ours())
-    gradients = [torch.autograd.grad(loss, step.new_BT)[0] for loss in (20 * ours, theirs)]
-    torch.testing.assert_close(*gradients, **EXACT)
