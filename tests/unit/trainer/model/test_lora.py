@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import peft
 import pytest
@@ -187,6 +188,10 @@ def test_engines_get_the_adapter_alone(published: Any, tiny_model: Models) -> No
     assert (alone / ADAPTER_NAME).read_bytes() == (whole / ADAPTER_DIR / ADAPTER_NAME).read_bytes()
     assert (alone / ADAPTER_NAME).stat().st_mode & 0o444 == 0o444
     assert read_base(alone) == Base(str(tiny_model()), digest_of(base_tensors(policy.hf_model)))
+    adapters = publisher._adapters
+    adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])
+    with pytest.raises(DataError, match=r"files of model\.name hold 'a\.weight' in another layout"):
+        publisher.publish(3, for_engines=True)
 
 
 def test_adapters_of_ours_and_of_peft_are_warm_starts_of_adapted_models_alone(

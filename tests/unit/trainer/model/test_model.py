@@ -97,13 +97,6 @@ def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, mesh: Mes
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
 
 
-def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, mesh: Mesh) -> None:
-    config = TrainedModelConfig(name=str(tiny_model()))
-    policy = build_policy(config, mesh, seed=0, weights=False)
-    expected = dict(reference(tiny_model()).named_buffers())
-    assert all(torch.equal(buffer, expected[key]) for key, buffer in policy.hf_model.named_buffers())
-
-
 def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, mesh: Mesh) -> None:
     results, calls = [], []
     for recompute in (False, True):

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from holdfast.errors import DataError
 from holdfast.inference.weight_files import Architecture, BaseWeights, read_adapter, read_architecture, read_weights
 from holdfast.run.manifest import MANIFEST_NAME
 from holdfast.run.run_dir import RunDir
-from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME, weights_digest
+from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME, read_base, weights_digest
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.lora import Adapters
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.publish import WeightPublisher
-from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
 from tests.builders.train_states import fill
 from tests.models.served import write_model
 
@@ -177,13 +178,16 @@ Publish = Callable[..., tuple[Path, Path, Path]]
 def publish(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
     """Return a maker of (model directory, merged weights, adapter alone), all of one policy."""
 
-    def make(*, tied: bool = True, dtype: str = "float32") -> tuple[Path, Path, Path]:
-        model = tiny_model(tied=tied)
-        config = {"name": str(model), "dtype": dtype, "lora": {"rank": 3, "alpha": 5.0}}
+    def make(**fields: Any) -> tuple[Path, Path, Path]:
+        model = tiny_model(**fields)
+        config = {"name": str(model), "lora": {"rank": 3, "alpha": 5.0}}
         policy = build_policy(TrainedModelConfig.model_validate(config), mesh, seed=0)
-        adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(model))
+        layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
+        adapters = Adapters(policy.hf_model, layout, base_name=str(model))
         fill(policy.hf_model)
-        publisher = WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype, adapters=adapters)
+        publisher = WeightPublisher(
+            RunDir(tmp_path), policy, tokenizer, mesh, dtype="float32", layout=layout, adapters=adapters
+        )
         return model, publisher.publish(1), publisher.publish(2, for_engines=True)
 
     return make
@@ -193,11 +197,17 @@ def base_of(model: Path) -> BaseWeights:
     return BaseWeights(model, read_architecture(model))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+OTHER_NAMES = {"kind": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tied": False}, OTHER_NAMES | {"tied": False}], ids=["tied", "untied", "mixtral"]
+)
 @pytest.mark.parametrize("engine", [torch.float32, torch.bfloat16])
-def test_an_engine_merges_as_the_trainer_does(publish: Publish, tied: bool, engine: torch.dtype) -> None:
-    model, merged, adapter = publish(tied=tied)
+def test_an_engine_merges_as_the_trainer_does(publish: Publish, fields: dict[str, Any], engine: torch.dtype) -> None:
+    model, merged, adapter = publish(**fields)
     base = base_of(model)
+    assert read_base(adapter).digest == base.digest
     for _ in range(2):  # the base is as it was
         ours = read_adapter(adapter, base, dtype=engine, version=2)
         theirs = read_weights(merged, base.architecture, dtype=engine, version=1)

@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
-from holdfast.inference.weight_files import BaseWeights, read_adapter, read_architecture, read_weights
+from holdfast.inference.weight_files import BaseWeights, read_architecture, read_weights
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import NAMES_NAME
 from holdfast.run.run_dir import RunDir
-from holdfast.run.weights import read_base, weights_digest
+from holdfast.run.weights import weights_digest
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.commit import Identity
 from holdfast.trainer.checkpoint.init_from import load_weights_only
@@ -31,11 +31,10 @@ from holdfast.trainer.export import Export, export, import_weights
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import hf_files
 from holdfast.trainer.model.build import initial_weights, load_model_config, trained_tensors
-from holdfast.trainer.model.lora import Adapters
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
-from tests.builders.train_states import fill, local_part
+from tests.builders.train_states import local_part
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -214,32 +213,6 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
             load_weights_only(
                 trained_tensors(policy.hf_model), directory.with_name("lacking.safetensors"), layout=layout
             )
-
-
-def test_an_engine_merges_an_adapter_of_a_model_with_other_names_as_the_trainer_does(
-    tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    model = original_of("mixtral", tiny_model, tmp_path)
-    config = TrainedModelConfig.model_validate({"name": str(model), "lora": {"rank": 2}})
-    policy = build_policy(config, mesh, seed=0)
-    fill(policy.hf_model)
-    layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
-    adapters = Adapters(policy.hf_model, layout, base_name=str(model))
-    publisher = WeightPublisher(
-        RunDir(tmp_path), policy, tokenizer, mesh, dtype="float32", layout=layout, adapters=adapters
-    )
-    merged, alone = publisher.publish(1), publisher.publish(2, for_engines=True)
-    adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])
-    with pytest.raises(DataError, match=r"files of model\.name hold 'a\.weight' in another layout"):
-        publisher.publish(3, for_engines=True)
-    architecture = read_architecture(model)
-    base = BaseWeights(model, architecture)
-    assert read_base(alone).digest == base.digest
-    ours = read_adapter(alone, base, dtype=torch.float32, version=2)
-    theirs = read_weights(merged, architecture, dtype=torch.float32, version=1)
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for name, tensor in theirs.tensors.items():
-        assert torch.equal(ours.tensors[name], tensor), name
 
 
 def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelFactory, tmp_path: Path) -> None:
