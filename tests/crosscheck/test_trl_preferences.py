@@ -1,11 +1,10 @@
-"""Preference losses, and the divergence from a teacher, against TRL's trainers, with the gradients of a real model.
+"""Preference losses against TRL's trainers, from the token ids on, with the gradients of a real model.
 
 Shape legend: P pairs, S = 2 P answers (first all that are chosen), L positions, N tokens of all answers.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
-from holdfast.protocol.rollouts import Sampling
-from holdfast.trainer.model.logprobs import Reading, Readout, plain_head, token_logprobs
 from holdfast.trainer.preference.losses import (
     PairLogprobs,
     PairLosses,
@@ -211,34 +208,3 @@ def test_the_loss_of_reward_models_is_that_of_trl(
     rewards_S = trainer.model(**inputs).logits[:, 0]
     losses_P = reward_loss(*rewards_S.chunk(2), margins_P, RewardLossConfig(center_coef=0.05))
     assert_same_loss_and_gradient(theirs, losses_P.mean(), trainer.model)
-
-
-@pytest.mark.usefixtures("trl_trainers")  # imports TRL without what it has no use for here
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_reverse_kl_of_whole_vocabularies(temperature: float, softcap: float | None) -> None:
-    trl = importlib.import_module("trl.trainer.distillation_trainer")
-    B, T, H, V = 3, 6, 5, 23
-    generator = torch.Generator().manual_seed(0)
-    student_BTH, teacher_BTH = (torch.randn(B, T, width, generator=generator) for width in (H, H + 2))
-    student_VH, teacher_VH = (torch.randn(V, width, generator=generator) for width in (H, H + 2))
-    leaves = (student_BTH.requires_grad_(), student_VH.requires_grad_())
-    mask_BT = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0], [0] * 6])
-    theirs, _, count = trl._chunked_divergence_loss(
-        student_BTH, teacher_BTH, student_VH, teacher_VH, mask_BT, beta=1.0, chunk_size=4, temperature=temperature,
-        student_final_logit_softcapping=softcap, teacher_final_logit_softcapping=softcap,
-    )  # fmt: skip
-    chosen = mask_BT == 1
-    found = token_logprobs(
-        student_BTH[chosen],
-        plain_head(student_VH, softcap=softcap),
-        torch.zeros(int(count), dtype=torch.long),
-        Reading(Sampling(temperature)),
-        chunk_tokens=2,
-        teacher=Readout(teacher_BTH[chosen], plain_head(teacher_VH, softcap=softcap)),
-    )
-    assert found.teacher_kl_N is not None
-    ours = found.teacher_kl_N.mean()
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    gradients = (torch.autograd.grad(loss, leaves) for loss in (ours, theirs))
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
