@@ -59,6 +59,16 @@ def test_rates_are_those_of_transformers_without_its_step_at_rate_0(schedule: st
     assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
 
 
+@pytest.mark.parametrize("end", [1, 2, 3, 50])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_every_step_trains_and_the_first_behind_the_warm_up_at_the_peak(schedule: str, end: int) -> None:
+    for warmup in range(min(end, 4)):
+        config = OptimConfig(lr=0.25, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
+        rates = [learning_rate(step, config, end) for step in range(1, end + 1)]
+        assert min(rates) > 0 and rates[warmup] == max(rates) == 0.25
+        assert rates[:warmup] == sorted(rates[:warmup]) and rates[warmup:] == sorted(rates[warmup:], reverse=True)
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_schedule_that_ends_at_a_step_of_its_own_ignores_max_steps(schedule: str) -> None:
     fixed = OptimConfig(lr=0.25, warmup_steps=4, min_lr_ratio=0.1, schedule=schedule, schedule_steps=20)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from holdfast.config.base import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.preference import PreferenceLossConfig
@@ -221,6 +222,8 @@ def fails(groups: list[list[ScoredRollout]]) -> list[list[float]]:
 
 
 def test_a_wrong_advantage_of_the_user_is_named() -> None:
+    with pytest.raises(ValidationError, match="Did you mean 'rloo'.*reinforce_pp.*module:function"):
+        advantage_of("rlo")
     with pytest.raises(ConfigError, match=r"advantage = '.*:shortest'.*has no function 'shortest'"):
         advantage_of(f"{__name__}:shortest")
     for function, message in (
