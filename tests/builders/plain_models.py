@@ -33,6 +33,16 @@ def write_plain_model(directory: Path, *, weights: bool = True, seed: int = 0, *
     return directory
 
 
+def copy_with_other_tokens(model: Path, target: Path) -> Path:
+    """Copy a model whose tokenizer then has two letters the other way round; return the copy."""
+    shutil.copytree(model, target)
+    content = json.loads((target / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    return target
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head

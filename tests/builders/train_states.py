@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from holdfast.config.training import OptimConfig, TrainedModelConfig
 from holdfast.run.manifest import FileEntry
 from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.state import Progress, TrainState
@@ -54,6 +56,15 @@ def train(state: TrainState, steps: int) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or the tensor itself where it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(model: PreTrainedModel, *, seed: int = 1) -> None:
+    """Give what is trained of a model random values, under which adapters matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in trained_tensors(model).values():
+            local = local_part(tensor)
+            local.copy_(torch.randn(local.shape, generator=generator) * 0.2)
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -118,17 +118,6 @@ def reference_S(tiny_model: ModelFactory, trl_trainers: ModuleType) -> Tensor:
         return answers(PAIR_LENGTHS).sums(trl_trainers.causal_model(tiny_model(seed=1)))
 
 
-def test_the_reference_of_trl_is_the_model_that_it_starts_with(
-    trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    trainer = trl_trainers.preference_trainer("dpo", model, tmp_path)
-    batch = answers(PAIR_LENGTHS)
-    inputs = {name: value for name, value in batch.for_dpo(torch.zeros(8)).items() if not name.startswith("ref_")}
-    theirs = trainer._compute_loss(trainer.model, inputs, False)
-    scored = ours(batch.pairs(trainer.model, batch.sums(trainer.model).detach()), type="dpo")
-    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
-
-
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "hinge", "robust", "apo_zero", "apo_down"])
 def test_the_losses_of_dpo_are_those_of_trl(
     kind: str, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
@@ -146,42 +135,6 @@ def test_the_losses_of_dpo_are_those_of_trl(
     for name, rewards_P in (("chosen", scored.chosen_rewards_P), ("rejected", scored.rejected_rewards_P)):
         logged = trainer._metrics["train"][f"rewards/{name}"][0]
         assert kind == "ipo" or rewards_P.mean().item() == pytest.approx(logged, rel=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "trl_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
-@pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
-def test_rpo_is_dpo_of_trl_with_its_likelihood(
-    kind: str,
-    trl_type: str,
-    lengths: tuple[int, int],
-    trl_trainers: ModuleType,
-    model: Path,
-    tmp_path: Path,
-) -> None:
-    """TRL's likelihood is a mean over the tokens of a micro-batch, the paper's over those of an answer: one pair."""
-    trainer = trl_trainers.preference_trainer(
-        "dpo", model, tmp_path, loss_type=[trl_type, "sft"], loss_weights=[1.0, 0.7], beta=0.3,
-        precompute_ref_log_probs=True,
-    )  # fmt: skip
-    batch, reference_S = answers([lengths]), torch.tensor([-20.0, -18.0], dtype=torch.float64)
-    theirs = trainer._compute_loss(trainer.model, batch.for_dpo(reference_S), False)
-    scored = ours(batch.pairs(trainer.model, reference_S), type=kind, beta=0.3, rpo_alpha=0.7)
-    assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
-
-
-@pytest.mark.parametrize(("kind", "trl_type"), [("ipo_sum", "ipo"), ("dpo", "sigmoid")])
-def test_the_formulas_of_ipo_and_smoothed_dpo_are_those_of_cpo(
-    kind: str, trl_type: str, trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    """CPOTrainer's are the same without a reference; its DPOTrainer has no smoothing of this kind."""
-    smoothing = {"label_smoothing": 0.2} if kind == "dpo" else {}
-    trainer = trl_trainers.preference_trainer("cpo", model, tmp_path, loss_type=trl_type, beta=0.3, **smoothing)
-    pairs = answers(PAIR_LENGTHS).pairs(trainer.model)
-    theirs, chosen_P, rejected_P = trainer.cpo_loss(pairs.chosen_P, pairs.rejected_P)
-    scored = ours(pairs, type=kind, beta=0.3, **smoothing)
-    assert_same_loss_and_gradient(theirs.mean(), scored.losses_P.mean(), trainer.model)
-    torch.testing.assert_close(scored.chosen_rewards_P, chosen_P)
-    torch.testing.assert_close(scored.rejected_rewards_P, rejected_P)
 
 
 def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ Shape legend: B sequences, T tokens of the longest completion.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from trl import (
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 _PREFERENCE = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
 
@@ -162,98 +159,3 @@ def reward_trainer(model: Path, output: Path, **settings: Any) -> RewardTrainer:
     )
     trainer.model.train()
     return trainer
-
-
-@dataclass(frozen=True)
-class PpoUpdate:
-    """What TRL's PPO loop holds when it calls backward; the gradients are those of `loss`.
-
-    Attributes:
-        tokens_BT: True where a token was sampled.
-        valued_BT: the same, and the position behind the last token, where TRL puts the score.
-    """
-
-    loss: Tensor
-    build_policy_loss: Tensor
-    value_loss: Tensor
-    value_clip_fraction: Tensor
-    new_logprobs_BT: Tensor
-    new_logprobs_gradient_BT: Tensor
-    old_logprobs_BT: Tensor
-    reference_logprobs_BT: Tensor
-    new_values_BT: Tensor
-    new_values_gradient_BT: Tensor
-    old_values_BT: Tensor
-    scores_B: Tensor
-    rewards_BT: Tensor
-    returns_BT: Tensor
-    whitened_advantages_BT: Tensor
-    tokens_BT: Tensor
-    valued_BT: Tensor
-
-
-def ppo_updates(model: Path, reference: Path, output: Path, *, num_sequences: int, **settings: Any) -> list[PpoUpdate]:
-    """Train with TRL's PPOTrainer on one batch of rollouts; return what it had at every update of that batch.
-
-    Its loop is one function, so the tensors are read from the frame that calls backward.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    reward_model, value_model = (
-        AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64) for _ in range(2)
-    )
-    args = PPOConfig(
-        **plain_settings(
-            output,
-            per_device_train_batch_size=num_sequences,
-            total_episodes=num_sequences,
-            num_sample_generations=0,
-            stop_token="eos",
-            temperature=1.0,
-            **settings,
-        )
-    )
-    trainer = PPOTrainer(
-        args=args,
-        processing_class=tokenizer,
-        model=causal_model(model),
-        ref_model=causal_model(reference),
-        reward_model=reward_model,
-        value_model=value_model,
-        train_dataset=Dataset.from_list([{"input_ids": [5 + index]} for index in range(num_sequences)]),
-    )
-    updates: list[PpoUpdate] = []
-    backward = trainer.accelerator.backward
-
-    def noting(loss: Tensor) -> None:
-        updates.append(_ppo_update(sys._getframe(1).f_locals))
-        backward(loss)
-
-    trainer.accelerator.backward = noting
-    trainer.train()
-    return updates
-
-
-def _ppo_update(seen: dict[str, Any]) -> PpoUpdate:
-    rows_B = seen["micro_batch_inds"]
-    inputs = (seen["new_logprobs"], seen["vpred"])
-    gradients = torch.autograd.grad(seen["loss"], inputs, retain_graph=True)
-    tensors = {
-        "loss": seen["loss"],
-        "build_policy_loss": seen["pg_loss"],
-        "value_loss": seen["vf_loss"],
-        "value_clip_fraction": seen["vf_clipfrac"],
-        "new_logprobs_BT": inputs[0],
-        "new_logprobs_gradient_BT": gradients[0],
-        "old_logprobs_BT": seen["mb_logprobs"],
-        "reference_logprobs_BT": seen["ref_logprobs"][rows_B],
-        "new_values_BT": inputs[1],
-        "new_values_gradient_BT": gradients[1],
-        "old_values_BT": seen["mb_values"],
-        "scores_B": seen["scores"][rows_B],
-        "rewards_BT": seen["rewards"][rows_B],
-        "returns_BT": seen["mb_return"],
-        "whitened_advantages_BT": seen["mb_advantage"],
-        "tokens_BT": ~seen["padding_mask"][rows_B],
-        "valued_BT": ~seen["padding_mask_p1"][rows_B],
-    }
-    return PpoUpdate(**{name: tensor.detach().clone() for name, tensor in tensors.items()})

@@ -5,6 +5,8 @@ Every check is a function of a device; `tests/unit/project/test_gpu_checks.py` r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,12 +19,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
 
 
-def test_the_ranks_start(place: Place) -> None:
-    run_checks.starts(place)
-
-
-def test_rl_learns_from_a_journal_what_the_cpu_learns(place: Place) -> None:
-    run_checks.rl_over_a_journal(place)
+@pytest.mark.parametrize(
+    "check",
+    [
+        run_checks.starts,
+        run_checks.rl_over_a_journal,
+        run_checks.speed,
+        run_checks.offload,
+        run_checks.checkpoints,
+        run_checks.ends,
+        run_checks.out_of_memory,
+        device_checks.head,
+    ],
+)
+def test_a_check(check: Callable[[Place], None], place: Place) -> None:
+    check(place)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -44,10 +55,6 @@ def test_attention(dtype: torch.dtype, window: int | None, place: Place) -> None
     device_checks.attention(place, dtype, window)
 
 
-def test_the_head(place: Place) -> None:
-    device_checks.head(place)
-
-
 def test_nothing_waits_between_micro_batches(place: Place, mesh: Mesh) -> None:
     device_checks.no_waiting(place, mesh)
 
@@ -59,23 +66,3 @@ def test_families(name: str, place: Place, mesh: Mesh) -> None:
 
 def test_publishing(place: Place, mesh: Mesh) -> None:
     device_checks.files_for_engines(place, mesh)
-
-
-def test_speed(place: Place) -> None:
-    run_checks.speed(place)
-
-
-def test_offload(place: Place) -> None:
-    run_checks.offload(place)
-
-
-def test_checkpoints(place: Place) -> None:
-    run_checks.checkpoints(place)
-
-
-def test_ends(place: Place) -> None:
-    run_checks.ends(place)
-
-
-def test_out_of_memory(place: Place) -> None:
-    run_checks.out_of_memory(place)

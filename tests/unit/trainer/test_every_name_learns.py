@@ -28,6 +28,7 @@ from holdfast.protocol.rollouts import (
     TokenIds,
     VersionSpan,
 )
+from holdfast.run.run_dir import REFERENCE_NAME
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
 from tests.builders.advantage_settings import NEEDED
@@ -176,6 +177,7 @@ def test_every_preference_loss_learns(name: str, tmp_path: Path, tiny_model: Mod
         "ckpt": {"interval": HALF},
     }  # fmt: skip
     run_dir = train("dpo", tmp_path / "run", settings, until=STEPS)
+    assert (run_dir.path / REFERENCE_NAME).exists() == PREFERENCE_LOSSES[name].has_reference
     shutil.copytree(run_dir.path, tmp_path / "again")
     again = train("dpo", tmp_path / "again", settings, until=STEPS, resume=HALF)
     assert differing(end_state(again, last=STEPS), end_state(run_dir, last=STEPS)) == []

@@ -7,7 +7,10 @@ The page docs/models.md is the table of the outcomes:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from tests.conftest import ROOT
 from tests.models.families import (
     FAMILIES,
     Family,
+    Outcome,
     group_samples,
     random_samples,
     reference_outcome,
@@ -91,8 +95,8 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
     rows[family.name] = Row(family, layout=policy.layout, plain_head=policy.has_plain_head)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid"])
-def test_adapters_of_hybrid_models_train_as_the_merged_model_would(name: str, mesh: Mesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "granitemoehybrid"])
+def test_adapters_train_as_the_merged_model_would(name: str, mesh: Mesh, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     directory = write_model(family, tmp_path, seed=3)
     config = TrainedModelConfig.model_validate({"name": str(directory), "lora": {"rank": 3, "alpha": 6.0}})
@@ -111,8 +115,58 @@ def test_adapters_of_hybrid_models_train_as_the_merged_model_would(name: str, me
     matrices = adapted_matrices(factors)
     assert len(matrices) > 8
     for matrix, (a_name, b_name) in matrices.items():
-        by_hand = 2.0 * expected.gradients[matrix] @ factors[a_name].detach().T
-        torch.testing.assert_close(factors[b_name].grad, by_hand, rtol=1e-3, atol=5e-6)  # float32 sums
+        a, b, gradient = factors[a_name], factors[b_name], expected.gradients[matrix]
+        for found_one, by_hand in ((b.grad, 2.0 * gradient @ a.detach().T), (a.grad, 2.0 * b.detach().T @ gradient)):
+            torch.testing.assert_close(found_one, by_hand, rtol=1e-3, atol=5e-6)  # float32 sums
+
+
+ORIGINAL = 16
+ROTARY_LENGTHS = (23, 5, ORIGINAL, ORIGINAL + 1, 31, 2, 14)
+FACTORS = [3.0, 2.0, 5.0, 1.5, 4.0, 7.0, 2.0, 3.0]
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1] * 8, "long_factor": FACTORS,
+    "original_max_position_embeddings": ORIGINAL, "short_mscale": 1.2, "long_mscale": 1.4,
+}  # fmt: skip
+PER_LAYER = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+# Rotary frequencies that depend on the length of a sample.
+ROTARY: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": ORIGINAL}),
+    ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}),
+    ("phimoe", {"rope_parameters": LONGROPE, "num_local_experts": 4}),
+    ("stablelm", {"rope_parameters": DYNAMIC, "max_position_embeddings": ORIGINAL}),  # cannot be packed
+    (
+        "gemma3_text",
+        {"rope_parameters": PER_LAYER, "max_position_embeddings": ORIGINAL, "sliding_window": 8,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+]  # fmt: skip
+
+
+def each_alone(directory: Path, samples: Sequence[Sample]) -> Outcome:
+    """Return what a fresh model of transformers gives for each sample: `dynamic` remembers those before."""
+    total, loss, gradients = sum(sample.num_targets for sample in samples), 0.0, {}
+    for sample in samples:
+        if sample.num_targets:
+            share, alone = sample.num_targets / total, reference_outcome(directory, [sample])
+            loss += share * alone.loss
+            gradients = {name: gradients.get(name, 0) + share * one for name, one in alone.gradients.items()}
+    return Outcome(loss, gradients)
+
+
+@pytest.mark.parametrize(("kind", "fields"), ROTARY, ids=[kind for kind, _ in ROTARY])
+def test_each_sample_has_the_rotary_frequencies_that_it_has_alone(
+    kind: str, fields: dict[str, Any], mesh: Mesh, tmp_path: Path
+) -> None:
+    directory = write_model(Family(kind, deepcopy(fields)), tmp_path, seed=3)  # transformers writes into them
+    samples = random_samples(ROTARY_LENGTHS, seed=3)
+    expected = each_alone(directory, samples)
+    policy = build_policy(TrainedModelConfig(name=str(directory)), mesh, seed=0)
+    check_model(policy, mesh, name=kind, pack=True, dtype="float32")
+    policy.eval()
+    for pack in (True, False, True):  # the last: nothing of the passes before is left
+        loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
+        assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}"
 
 
 def test_the_page_is_what_the_tests_found(rows: dict[str, Row]) -> None:

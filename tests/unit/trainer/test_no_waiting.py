@@ -192,25 +192,18 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "cispo": {"correction": {"type": "truncate"}},
 }
+ONE = Reading(Sampling(temperature=0.7, top_p=0.9, min_p=0.01, top_k=5), entropy_gradient=True)
+SEVERAL = Reading(SamplingByToken((Sampling(0.7, top_p=0.9, top_k=5), Sampling(1.2, min_p=0.1))))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_policy_steps(name: str, policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]) -> None:
+@pytest.mark.parametrize(("name", "reading"), [*((name, ONE) for name in LOSSES), ("grpo", SEVERAL)])
+def test_policy_steps(
+    name: str, reading: Reading, policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
+) -> None:
     config = PolicyLossConfig.model_validate({"type": name} | LOSSES[name])
     statistics = PolicyStatistics([0, 1], has_reference=True)
-    batch = minibatch(SAMPLER_LOGPROB, OLD_LOGPROB, REFERENCE_LOGPROB, ADVANTAGE, AGE)
-    reading = Reading(Sampling(temperature=0.7, top_p=0.9, min_p=0.01, top_k=5), entropy_gradient=True)
+    batch = minibatch(SAMPLER_LOGPROB, OLD_LOGPROB, REFERENCE_LOGPROB, ADVANTAGE, AGE, SAMPLING)
     loss = policy_step(policy, batch, build_policy_loss(config), on_device, statistics, reading=reading)
-    assert loss == 0.5 and len(passes) == 4 and reads == ["loss"] and has_gradients(policy)
-
-
-def test_policy_steps_of_several_distributions(
-    policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
-) -> None:
-    statistics = PolicyStatistics([0, 1], has_reference=False)
-    batch = minibatch(SAMPLER_LOGPROB, ADVANTAGE, AGE, SAMPLING)
-    reading = Reading(SamplingByToken((Sampling(0.7, top_p=0.9, top_k=5), Sampling(1.2, min_p=0.1))))
-    loss = policy_step(policy, batch, build_policy_loss(PolicyLossConfig()), on_device, statistics, reading=reading)
     assert loss == 0.5 and len(passes) == 4 and reads == ["loss"] and has_gradients(policy)
 
 

@@ -1,4 +1,4 @@
-"""Profiles of steps: which steps are recorded, and what happens if a profile cannot be written."""
+"""The phases of steps in the timeline, and profiles: which steps are recorded, and what cannot be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from holdfast.config.view import ProfiledSteps
+from holdfast.run import timeline
 from holdfast.run.run_dir import RunDir
+from holdfast.run.timeline import read_timeline, start_timeline
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.profiling import Profiler
 from holdfast.trainer.session import Stopwatch
@@ -50,15 +52,17 @@ def test_exactly_the_steps_asked_for_are_recorded(run_dir: RunDir, mesh: Mesh) -
     trace.check_phase("forward_backward")
 
 
-def test_the_last_step_of_the_run_is_recorded(run_dir: RunDir, mesh: Mesh) -> None:
-    _train(Profiler(ProfiledSteps(1, 2), run_dir, mesh, done=0), range(1, 3)).end()
-    assert Trace.read(*run_dir.profiles()).steps() == [1, 2]
-
-
-def test_a_run_that_goes_on_within_the_steps_profiles_the_rest(run_dir: RunDir, mesh: Mesh) -> None:
-    _train(Profiler(ProfiledSteps(2, 4), run_dir, mesh, done=2), range(3, 6))
-    assert _left(run_dir) == ["profile_steps_3_to_4"]
-    assert Trace.read(*run_dir.profiles()).steps() == [3, 4]
+@pytest.mark.parametrize(
+    ("asked", "done", "trained", "recorded"),
+    [((1, 2), 0, range(1, 3), [1, 2]), ((2, 4), 2, range(3, 6), [3, 4])],
+    ids=["to the last step", "a run that goes on within the steps"],
+)
+def test_the_steps_that_are_left_are_recorded(
+    run_dir: RunDir, mesh: Mesh, asked: tuple[int, int], done: int, trained: range, recorded: list[int]
+) -> None:
+    _train(Profiler(ProfiledSteps(*asked), run_dir, mesh, done=done), trained).end()
+    assert _left(run_dir) == [f"profile_steps_{recorded[0]}_to_{recorded[-1]}"]
+    assert Trace.read(*run_dir.profiles()).steps() == recorded
 
 
 @pytest.mark.parametrize("is_agreed", [True, False])
@@ -72,20 +76,19 @@ def test_what_was_recorded_before_a_stop_is_written(run_dir: RunDir, mesh: Mesh,
     assert _left(run_dir) == ["profile_steps_2_to_4"]
 
 
-def test_an_error_in_the_first_step_leaves_what_came_before_it(run_dir: RunDir, mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("begun", "is_agreed", "left"),
+    [(range(1, 3), False, ["profile_steps_2_to_2"]), (range(1, 2), True, []), (range(1, 3), True, [])],
+    ids=["an error in the first step", "before the first step", "where it begins"],
+)
+def test_what_ends_before_a_whole_step_leaves_what_was_begun(
+    run_dir: RunDir, mesh: Mesh, begun: range, is_agreed: bool, left: list[str]
+) -> None:
     profiler = Profiler(ProfiledSteps(2, 9), run_dir, mesh, done=0)
-    _train(profiler, range(1, 3))
-    profiler.stop(1, is_agreed=False)
-    assert _left(run_dir) == ["profile_steps_2_to_2"]
-
-
-@pytest.mark.parametrize("steps", [range(1, 2), range(1, 3)], ids=["before the first step", "where it begins"])
-def test_a_stop_before_any_of_the_steps_writes_nothing(run_dir: RunDir, mesh: Mesh, steps: range) -> None:
-    profiler = Profiler(ProfiledSteps(2, 9), run_dir, mesh, done=0)
-    for step in steps:
+    for step in begun:
         profiler.begin_step(step)
-    profiler.stop(1, is_agreed=True)
-    assert _left(run_dir) == []
+    profiler.stop(1, is_agreed=is_agreed)
+    assert _left(run_dir) == left
 
 
 def _no_directory(run_dir: RunDir) -> None:
@@ -175,3 +178,31 @@ def test_another_rank_than_the_first_warns_in_the_log(
     assert [record.name for record in caplog.records if "rank 1: the profile is left out" in record.message] == [
         "trainer"
     ]
+
+
+def test_many_phases_of_one_step_are_a_bounded_number_of_lines(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "_own", None)
+    start_timeline(run_dir.logs(1), "trainer", step=0)
+    stopwatch = Stopwatch()
+    for step in (1, 2):
+        stopwatch.begin_step(step)
+        for _ in range(100):
+            with stopwatch.phase("forward"):
+                pass
+            with stopwatch.phase("optimizer"):
+                pass
+        stopwatch.take()
+        with stopwatch.phase("checkpoint"):
+            pass
+    found = read_timeline(run_dir)[1:]
+    for step in (1, 2):
+        mine = [one for one in found if one.step == step]
+        for name in ("forward", "optimizer"):
+            assert [one.count for one in mine if one.name == name] == [1, 1, 98]
+        assert [one.name for one in mine][-1] == "checkpoint" and len(mine) == 7
+    assert all(one.begin <= one.end for one in found)
+    # 10,000 steps of a trainer with ten phases, three lines each, and of an orchestrator with five: under 20 MB.
+    size = (run_dir.logs(1) / "timeline_trainer.jsonl").stat().st_size
+    assert size / 15 < 130

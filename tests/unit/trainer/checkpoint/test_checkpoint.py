@@ -1,7 +1,8 @@
-"""Checkpoints: bit-equal after loading, refused when they do not fit or are damaged."""
+"""Checkpoints: bit-equal after loading, refused when they do not fit or are damaged, kept here and in stores."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -12,18 +13,21 @@ import pytest
 from torch import Tensor
 
 from holdfast.errors import CheckpointError
-from holdfast.run import manifest
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
 from holdfast.run.journal import STATE_NAME
+from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.commit import Identity, fingerprint_tensors
 from holdfast.trainer.checkpoint.state import capture_random_state, seed_everything
+from holdfast.trainer.checkpoint.storage import ObjectStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.state import TrainState
-from tests.builders.train_states import MakeState, copied, draw, same, train
-
-both = pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
+from tests.builders.checkpoint_files import write_checkpoint, write_weights
+from tests.builders.train_states import MakeState, NotifyingStorage, copied, draw, same, train
+from tests.runs.processes import HANG_S
 
 
 def save(run_dir: RunDir, state: TrainState, **options: Any) -> Path:
@@ -38,7 +42,7 @@ def load(run_dir: RunDir, state: TrainState, step: int) -> None:
         assert checkpointer.load(step) == step
 
 
-@both
+@pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
 def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
     seed_everything(5, step=0, rank=0)
     state = make_state(steps=3)
@@ -60,19 +64,6 @@ def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir
     assert draw() == next_numbers
     train(resumed, 2)
     assert same(copied(resumed.tensors()), straight), "the next steps are the same steps"
-
-
-@both
-def test_a_resume_before_the_first_step(make_state: MakeState, run_dir: RunDir, save_async: bool) -> None:
-    seed_everything(0, step=0, rank=0)
-    state = make_state()
-    with Checkpointer(run_dir.checkpoints, state, save_async=save_async) as checkpointer:
-        checkpointer.save(0)
-        train(state, 2)
-    resumed = make_state(seed=1)
-    load(run_dir, resumed, 0)
-    train(resumed, 2)
-    assert same(copied(resumed.tensors()), copied(state.tensors()))
 
 
 @pytest.mark.parametrize(
@@ -175,15 +166,6 @@ def test_auto_starts_afresh_where_latest_is_refused(make_state: MakeState, run_d
     assert same(copied(state.tensors()), before)
 
 
-def test_a_load_waits_for_the_save_before_it(make_state: MakeState, run_dir: RunDir) -> None:
-    state = make_state(steps=1)
-    with Checkpointer(run_dir.checkpoints, state) as checkpointer:
-        for _ in range(5):
-            checkpointer.save(state.progress.step)
-            assert checkpointer.load() == state.progress.step
-            train(state, 1)
-
-
 def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
     make_state: MakeState, run_dir: RunDir
 ) -> None:
@@ -195,14 +177,9 @@ def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_us
     ) as checkpointer:
         checkpointer.load(0)
         for step, loss in enumerate((5.0, 2.0, 9.0, 7.0, float("inf"), 8.0, 7.0), start=1):
-            checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan")})
+            checkpointer.save(step, metrics={"loss": loss, "nothing": float("nan"), "worse": float("-inf")})
     assert run_dir.committed_steps() == [0, 2, 3, 4, 6, 7]
-    assert manifest.read_manifest(run_dir.checkpoint(2)).metrics == {"loss": 2.0}
-
-
-def test_a_metric_without_bounds_does_not_spoil_the_manifest(make_state: MakeState, run_dir: RunDir) -> None:
-    save(run_dir, make_state(steps=1), metrics={"loss": float("inf"), "worse": float("-inf"), "lr": 0.5})
-    assert manifest.verify(run_dir.checkpoint(1)).metrics == {"lr": 0.5}
+    assert manifest.verify(run_dir.checkpoint(2)).metrics == {"loss": 2.0}, "it holds no numbers without bounds"
 
 
 def test_a_damaged_step_does_not_count_as_one_of_the_kept(make_state: MakeState, run_dir: RunDir) -> None:
@@ -280,3 +257,78 @@ def test_seeds_differ_by_seed_step_and_rank() -> None:
         seed_everything(seed, step=step, rank=rank)
         drawn.append(draw())
     assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
+
+
+def test_a_loop_of_ones_own_keeps_its_steps_in_a_store(tmp_path: Path) -> None:
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}", retention=Retention(keep=2))
+    with Checkpointer(tmp_path / "here", {"progress": {"step": 0}}, storage=storage) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    storage.close(HANG_S)
+    assert RemoteCheckpoints(f"file://{tmp_path / 'there'}").steps() == [2, 3]
+
+
+def test_a_step_takes_the_weights_along_that_a_resume_needs(tmp_path: Path, run_dir: RunDir) -> None:
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}", older_weights=2, weights_of=run_dir.weights_of)
+    for version in (0, 3, 4):
+        write_weights(run_dir, version)
+    storage.publish(write_checkpoint(run_dir, 4))
+    storage.close(HANG_S)
+    there = RemoteCheckpoints(f"file://{tmp_path / 'there'}")
+    assert there.steps() == [4]
+    found = [version for version in range(6) if there.download_weights(version, tmp_path / f"weights_{version}")]
+    assert found == [3], "of the two before it, version 2 was never published"
+
+
+def test_what_a_store_has_refused_is_told_once(tmp_path: Path, run_dir: RunDir) -> None:
+    storage = ObjectStorage(f"file://{tmp_path / 'there'}")
+    directory = write_checkpoint(run_dir, 1)
+    file = next(path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json")
+    file.write_bytes(file.read_bytes() + b"x")
+    storage.publish(directory)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        storage.close(HANG_S)
+    storage.poll()
+
+
+def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    remove = atomic.remove_directory
+    monkeypatch.setattr(atomic, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))
+    checkpointer = Checkpointer(
+        tmp_path,
+        {"counter": {"step": 0}},
+        save_async=False,
+        retention=Retention(keep=1),
+        storage=NotifyingStorage(lambda path: happened.append(f"+ {path.name}")),
+    )
+    with checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+    assert happened == ["+ step_1", "+ step_2", "- step_1"]
+
+
+def test_what_a_step_needs_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    fsync, publish = os.fsync, atomic.publish_directory
+
+    def noted(descriptor: int) -> None:
+        happened.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def published(temporary: Path, final: Path) -> None:
+        happened.append("published")
+        publish(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(atomic, "publish_directory", published)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.write(1, {"loss": 0.5})
+    state = {"counter": {"step": 1}}
+    with Checkpointer(tmp_path / "checkpoints", state, save_async=False, before_commit=metrics.flush) as checkpointer:
+        checkpointer.save(1)
+    before = happened[: happened.index("published")]
+    assert "metrics.jsonl" in before and "random_rank_0.json" in before, before
+    metrics.close()

@@ -34,7 +34,6 @@ def make(directory: Path) -> Checkpointer:
 def test_a_save_in_progress_is_not_pruned(
     tmp_path: Path, run_command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, `ckpt prune` took it for what a dead process had left, and removed it."""
     with make(tmp_path) as checkpointer:
         checkpointer.save(1)
         checkpointer.wait()
@@ -73,7 +72,6 @@ def test_nobody_begins_to_save_while_prune_removes(
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, both wrote into one temporary directory, and what came out was found when it was loaded."""
     (tmp_path / ".tmp-step_9/trainer").mkdir(parents=True)
     monkeypatch.setattr(lock, "_DYING_S", 0.1)
     command = [sys.executable, "-c", HOLD, str(tmp_path)]

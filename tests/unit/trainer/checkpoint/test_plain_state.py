@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,8 @@ from torch.optim import Optimizer
 
 from holdfast.errors import CheckpointError
 from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
-from holdfast.trainer.checkpoint.init_from import load_weights_only
-from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode, module_tensors
+from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -329,16 +330,6 @@ def test_what_holds_weights_alone_is_no_full_state(tiny_model: Callable[..., Pat
             load_state_with_optimizer(path, {"model": nn.Linear(1, 1)})
 
 
-def test_the_weights_alone_can_be_taken(tmp_path: Path) -> None:
-    saved = whole_state()
-    with Checkpointer(tmp_path, saved) as checkpointer:
-        checkpointer.save(5)
-    other = make_net(3)
-    load_weights_only(module_tensors(other), tmp_path / "step_5")
-    mine, theirs = module_tensors(other), module_tensors(saved["model"])
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 def test_a_state_has_a_directory_of_any_name_and_is_not_written_over(tmp_path: Path) -> None:
     state = whole_state()
     save_state(str(tmp_path / "deep" / "best"), state, step=4)
@@ -346,3 +337,17 @@ def test_a_state_has_a_directory_of_any_name_and_is_not_written_over(tmp_path: P
         save_state(tmp_path / "deep" / "best", state)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["best"]
     assert load_state_with_optimizer(tmp_path / "deep" / "best", state) == 4
+
+
+_PROGRAM = """
+import sys
+import holdfast.trainer.checkpoint.checkpointer
+import holdfast.trainer.checkpoint.init_from
+print(*sorted({"transformers", "datasets", "peft", "vllm"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.launch
+def test_checkpoints_of_any_loop_import_no_library_of_models() -> None:
+    run = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""

@@ -11,12 +11,10 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
 from holdfast.chat.masking import Chat, encode_chat, encode_completion, encode_text
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chat.tokenizer import load_tokenizer as load_chat_tokenizer
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.env.interface import Session
 from holdfast.orchestrator.env.tools import Tool
@@ -24,7 +22,6 @@ from holdfast.process.child import DATE_ENV, keep_date
 from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
 from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_chat_tokenizer, make_tokenizer
 from tests.models.tool_templates import tool_templates
-from tests.unit.orchestrator.env.test_environment_session import BASE, Message, make_lines_tokenizer
 from tests.unit.orchestrator.env.test_environment_tools import WITH_TOOLS, add, block
 
 _WORDS = ["a", "fox", "The dog", "It is 12.", "  ", "\n", "é", "東京", "😀", "###", "12", *SPECIAL[3:6], "</s>"]
@@ -422,16 +419,6 @@ def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
 
     with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
         chat_tokenizer(Slow())  # type: ignore[arg-type]
-
-
-def test_tokenizers_in_files_have_the_tokens_of_transformers(tmp_path: Path) -> None:
-    chat = [Message("system", "be brief"), Message("user", "Hi <|im_end|> there!\n"), Message("assistant", "ok")]
-    plain = [{"role": message.role, "content": message.content} for message in chat]
-    for name in (BASE, make_lines_tokenizer(tmp_path)):
-        ours, theirs = load_chat_tokenizer(name), AutoTokenizer.from_pretrained(name)
-        rendered = theirs.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-        assert ours.prompt(chat) == theirs.encode(rendered, add_special_tokens=False)
-        assert ours.decode(ours.prompt(chat)) == theirs.decode(ours.prompt(chat), skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("template", WITH_TOOLS)

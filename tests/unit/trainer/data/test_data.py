@@ -1,8 +1,13 @@
-"""Supervised samples: formats, what is trained, order, and every error."""
+"""Supervised samples: formats and files, lengths, order, rows on several cores, and what is refused or told of them."""
 
 from __future__ import annotations
 
+import copy
+import gzip
 import json
+import logging
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +19,21 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from holdfast.config.training import SftDataConfig
-from holdfast.errors import DataError, HoldfastError
+from holdfast.config import DpoConfig, RewardTrainingConfig, SftConfig
+from holdfast.config.preference import PreferenceDataConfig
+from holdfast.config.training import SftDataConfig, SupervisedCommand
+from holdfast.errors import DataError, HoldfastError, ProcessDied
+from holdfast.run.inputs import Survey
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.rows import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
-from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, load_samples, load_tokenizer
-from tests.conftest import ROOT
+from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
+from holdfast.trainer.data.tokenizing import workers_of_this_rank
+from holdfast.trainer.preference.pairs import load_pairs
+from holdfast.trainer.survey import take_survey, tell_data
+from tests.builders.toy import DATA, MODEL, PAIRS
+from tests.models.chat_templates import make_tokenizer
 
 Tokenizer = PreTrainedTokenizerBase
 USER, HELLO = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -57,17 +69,6 @@ def load(path: Path, tokenizer: Tokenizer, **config: Any) -> list[Sample]:
     return load_samples(SftDataConfig(name=str(path), **config), tokenizer, seed=0)[0]
 
 
-@given(prompt=st.text("abc ", max_size=6), completion=st.text("xyz", min_size=1, max_size=6))
-def test_the_prompt_has_the_tokens_that_it_has_at_inference(prompt: str, completion: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/reverse_text/base")
-    user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
-    sample = tokenize_row({"messages": [user, assistant]}, tokenizer)
-    rendered = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    at_inference = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert sample.token_ids[~sample.loss_mask].tolist() == at_inference
-    assert trained_text(sample, tokenizer) == f"{completion}<|end|>"
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("as_directory", [False, True])
 def test_files_and_directories(suffix: str, as_directory: bool, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -76,11 +77,6 @@ def test_files_and_directories(suffix: str, as_directory: bool, tokenizer: Token
     assert [whole_text(sample, tokenizer) for sample in samples] == [
         f"{k}>{'x' * (k + 1)}<|end|>" for k in range(len(TEXT_ROWS))
     ]
-
-
-def test_messages_survive_parquet(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [{"messages": [USER, HELLO]}, {"messages": [USER, HELLO, USER, HELLO]}])
-    assert [trained_text(s, tokenizer) for s in load(path, tokenizer)] == ["ba<|end|>", "ba<|end|>ba<|end|>"]
 
 
 def test_a_changed_file_is_read_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -152,26 +148,6 @@ def test_when_nothing_is_left_it_is_an_error(tokenizer: Tokenizer, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"messages": [USER]}, "no assistant message"),
-        ({"messages": []}, "no assistant message"),
-        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
-        ({"messages": ["hello"]}, "`role` and `content`"),
-        ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
-        ({"prompt": "a"}, "both text or both lists"),
-        ({"prompt": None, "completion": None}, "both text or both lists"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(
-    row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    good = {"messages": [USER, HELLO]} if "messages" in row else TEXT_ROWS[0]
-    message = refused(write(tmp_path / "data.jsonl", [good, good, row, good]), tokenizer)
-    assert "data.jsonl, row 3: " in message and said in message
-
-
-@pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -232,3 +208,334 @@ def test_epochs_and_seeds_differ() -> None:
     first, second = order.batch(0, 50), order.batch(50, 50)
     assert first != second != list(range(50))
     assert SampleOrder(50, seed=1, shuffle=True).batch(0, 50) != first
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "samples"),
+    [(DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4)],
+)
+def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
+    config: type[SupervisedCommand], kind: str, samples: int, tmp_path: Path
+) -> None:
+    lines = Path(DATA if kind == "samples" else PAIRS).read_text().splitlines()[:5]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*lines[:3], "{", *lines[3:]]) + "\n")
+    settings = {
+        "model": {"name": MODEL},
+        "data": {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"},
+        "loss": {"type": "kto"} if kind == "answers" else {},
+    }
+    if config is SftConfig:
+        settings.pop("loss")
+    survey = take_survey(config.model_validate(settings))
+    assert (survey.kind, survey.samples) == (kind, samples) and survey.held_out == samples // 4
+    assert survey.tokens > 10 and all("<|assistant|>[[" in text for text in survey.first.values())
+    assert any("row 4 is not JSON" in note for note in survey.notes), json.dumps(survey.notes)
+
+
+def test_a_run_tells_that_a_step_takes_more_than_all_samples(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = SftConfig.model_validate({"model": {"name": MODEL}, "data": {"name": DATA, "batch_size": 64}})
+    for samples, is_told in ((64, False), (50, True)):
+        caplog.clear()
+        tell_data(config, Survey("samples", samples, 0, 900, {}), is_main=True)
+        assert ("data.batch_size = 64 exceeds the 50 samples: " in caplog.text) is is_told
+
+
+BYE = {"role": "assistant", "content": "dc"}
+CHAT, OTHER = "<|user|>ab<|end|><|assistant|>ba<|end|>", "<|user|>ab<|end|><|assistant|>dc<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "trained"),
+    [
+        ({"prompt": "ab", "completion": "cd"}, "abcd<|end|>", "cd<|end|>"),
+        ({"prompt": [USER], "completion": [HELLO]}, CHAT, "ba<|end|>"),
+        ({"prompt": [USER, BYE, USER], "completion": [HELLO]}, OTHER + CHAT, "ba<|end|>"),
+        ({"messages": [USER, HELLO, USER, BYE]}, CHAT + OTHER, "ba<|end|>dc<|end|>"),
+        ({"messages": [USER, HELLO, USER]}, CHAT, "ba<|end|>"),  # nothing answers the last turn
+        ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]}, CHAT, "ba<|end|>"),
+        ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
+        ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
+        ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
+        (
+            {"instruction": "a", "input": "c", "output": "b", "history": [["ab", "ba"]], "system": "s"},
+            f"<|system|>s<|end|>{CHAT}<|user|>a\nc<|end|><|assistant|>b<|end|>",
+            "ba<|end|>b<|end|>",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}], "system": "s"},
+            f"<|system|>s<|end|>{CHAT}",
+            "ba<|end|>",
+        ),
+        ({"messages": [USER, HELLO], "chat_template_kwargs": {"unset": None}}, CHAT, "ba<|end|>"),
+        ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
+        ({"text": "abc<|end|>"}, "abc<|end|>", "abc<|end|>"),
+        ({"prompt": "ab", "completion": "c<|end|>"}, "abc<|end|>", "c<|end|>"),
+    ],
+)
+def test_formats(row: dict[str, Any], text: str, trained: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (sample,) = load(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert (whole_text(sample, tokenizer), trained_text(sample, tokenizer)) == (text, trained)
+
+
+def test_the_last_turn_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [USER, HELLO, USER, HELLO]}])
+    assert trained_text(load(path, tokenizer, train_on="last")[0], tokenizer) == "ba<|end|>"
+
+
+def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"messages": [USER, HELLO]}, {"messages": [USER, HELLO, USER, HELLO]}]
+    plain = write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    write(tmp_path / "a.parquet", rows)
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "several"))
+    expected = fingerprint_samples(load(plain, tokenizer))
+    for name in ("a.jsonl.gz", "a.json", "a.parquet", "one", "several"):
+        assert fingerprint_samples(load(tmp_path / name, tokenizer)) == expected, name
+    assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
+    for content, said in ((b"no gzip", "is not compressed by gzip"), (b"\x1f\x8b but no more", "could not be read")):
+        (tmp_path / "b.jsonl.gz").write_bytes(content)
+        assert said in refused(tmp_path / "b.jsonl.gz", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [USER]}, "no assistant message"),
+        ({"messages": []}, "no assistant message"),
+        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
+        ({"messages": ["hello"]}, "`role` and `content`"),
+        ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "`from` is 'robot'; known are"),
+        ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
+        ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "`from` is ['human']; known are"),
+        ({"text": 3}, "`text` must be text"),
+        ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
+        ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
+        ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "message 1: the value of a function_call is not",
+        ),
+        ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
+        ({"messages": [USER, HELLO], "documents": {"text": "x"}}, "`documents` must be a list of objects, got {'te"),
+        ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
+        ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
+        ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),
+        ({"messages": [USER, HELLO], "tools": {"name": "f"}}, "`tools` must be a list of JSON objects, got {'name'"),
+        ({"messages": [USER, HELLO], "tools": ["3"]}, "`tools` must be a list of JSON objects, got ['3']"),
+        ({"prompt": [USER], "completion": "ba"}, "both text or both lists of messages"),
+        ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
+        ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools` goes with messages"),
+    ],
+)
+def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert "a.jsonl, row 1: " in message and said in message
+
+
+def test_a_chat_without_messages_says_what_it_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"messages": [USER, HELLO]}, {"messages": None, "prompt": "a", "completion": "b"}, {"messages": None}]
+    said = refused(write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert "row 2: it has no `messages`; it has `prompt`, `completion`" in said
+    assert "row 3: it has no `messages`; it has nothing else" in said
+
+
+def test_calls_of_share_gpt_are_those_of_messages() -> None:
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    theirs = make_tokenizer("byte-level", template, adds_bos=False)
+    calls = [{"name": "weather", "arguments": {"city": "東京"}}, {"name": "time", "arguments": {}}]
+    tool_calls = [{"type": "function", "function": function} for function in calls]
+    expected = tokenize_row(
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]}, theirs
+    ).token_ids.tolist()
+    for value in (calls, json.dumps(calls)):
+        turns = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": value}]
+        assert tokenize_row({"conversations": turns}, theirs).token_ids.tolist() == expected
+    one = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": json.dumps(calls[0])}]
+    text = theirs.decode(tokenize_row({"conversations": one}, theirs).token_ids.tolist())
+    assert text.endswith('<|assistant|>{"name": "weather", "arguments": {"city": "東京"}}<|end|>')
+
+
+def test_alpaca_without_a_chat_template_has_the_prompt_of_stanford_alpaca(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    begin = "Below is an instruction that describes a task"
+    end = "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
+    for more, prompt in (
+        ({}, f"{begin}. {end}### Response:"),
+        (
+            {"input": "1+2"},
+            f"{begin}, paired with an input that provides further context. {end}### Input:\n1+2\n\n### Response:",
+        ),
+    ):
+        sample = tokenize_row({"instruction": "Add.", "output": "3", **more}, plain)
+        assert plain.decode(sample.token_ids[~sample.loss_mask]) == prompt
+        assert trained_text(sample, plain) == "3<|end|>"
+    for name, value in (("system", "s"), ("history", [["ab", "ba"]])):
+        path = write(tmp_path / "a.jsonl", [{"instruction": "Add.", "output": "3", name: value}])
+        assert f"row 1: `{name}` needs a chat template" in refused(path, plain)
+
+
+def test_a_broken_line_is_named_by_its_number_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    assert "row 3 is not JSON" in refused(tmp_path / "a.jsonl", tokenizer)
+    (tmp_path / "a.jsonl").write_bytes('{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"))
+    assert "row 2 is not UTF-8: invalid continuation byte 0xe9 at byte 13" in refused(tmp_path / "a.jsonl", tokenizer)
+
+
+def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"chosen": "q a> good day", "rejected": "q a> good evening"}]
+    config = PreferenceDataConfig(name=str(write(tmp_path / "a.jsonl", rows)))
+    (pair,) = load_pairs(config, tokenizer)
+    assert [trained_text(side, tokenizer) for side in pair.sides] == [" day<|end|>", " evening<|end|>"]
+    assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum() == len("q a> good")
+
+
+def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of torch: no word about these workers
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert workers_of_this_rank() == 8
+    assert workers_of_this_rank(3) == 3
+    for ranks, share, of_three in (("2", 4, 1), ("3", 2, 1), ("16", 1, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert (workers_of_this_rank(), workers_of_this_rank(3)) == (share, of_three)
+
+
+def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr("holdfast.process.events._TELL_S", 0.0)
+    caplog.set_level("INFO")
+    rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
+    path = write(tmp_path / "a.jsonl", rows)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 1)
+    serial = load(path, tokenizer)
+    assert "(400 rows)" in caplog.text and "have `weight`" in caplog.text
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 3)
+    caplog.clear()
+    assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
+    assert "(400 rows)" in caplog.text and "done=400 total=400 unit=rows" in caplog.text
+    for bad in (390, 200, 95):
+        rows[bad] = {"messages": "text"}
+        assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)
+    named = refused(path, tokenizer).splitlines()
+    assert named[0].endswith("a.jsonl, 3 of 400 rows cannot be used:")
+    assert [line.split(":")[0].strip() for line in named[1:4]] == ["row 96", "row 201", "row 391"]
+    caplog.clear()
+    kept = load(path, tokenizer, on_bad_row="drop")
+    expected = [sample for place, sample in enumerate(serial) if place not in (95, 200, 390)]
+    assert fingerprint_samples(kept) == fingerprint_samples(expected)
+    assert "left out: 3 of 400 rows cannot be used:" in caplog.text and "row 391: expected a list" in caplog.text
+
+
+def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_them(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    good = '{"prompt": "ab", "completion": "c"}'
+    path.write_text("\n".join(["{", good, "[1]", '{"prompt": null, "completion": null}', *["{"] * 9, good]) + "\n")
+    said = refused(path, tokenizer)
+    assert "12 of 14 rows cannot be used" in said and "row 11 is not JSON" in said and "row 12" not in said
+    for part in (
+        "row 1 is not JSON",
+        "row 3 is list",
+        "row 4: rows need",
+        "both text or both lists",
+        "and 2 more",
+        "data.on_bad_row = 'drop'",
+    ):
+        assert part in said
+    assert len(load(path, tokenizer, on_bad_row="drop")) == 2
+    path.write_text("\n".join(["{", '{"prompt": "ab"}', good]) + "\n")
+    assert len(load(path, tokenizer, on_bad_row="drop")) == 1, "the first object says nothing of the format"
+    path.write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    assert "Rename the columns" in refused(path, tokenizer, on_bad_row="drop")
+    path.write_text("{\n")
+    assert "row 1 is not JSON" in refused(path, tokenizer, on_bad_row="drop"), "nothing else is there"
+
+
+def test_roles_that_no_template_knows_are_counted(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [USER, HELLO, {"role": "human", "content": "ab"}, {"role": "gpt", "content": "ba"}, USER, HELLO]
+    load(write(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": [USER, HELLO]}] * 3), tokenizer)
+    for role in ("human", "gpt"):
+        assert f"messages have the role `{role}`, which is none of assistant, developer, system" in caplog.text
+    assert caplog.text.count("(3 rows)") >= 2
+    caplog.clear()
+    turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
+    load(write(tmp_path / "b.jsonl", [{"conversations": turns}]), tokenizer)
+    assert "role" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("empty", "full"),
+    [
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, {"messages": [USER, HELLO]}),
+        ({"messages": [USER, {"role": "assistant", "content": " "}, USER, HELLO]}, {"messages": [USER, HELLO]}),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n"}]},
+            {"messages": [USER, {"role": "assistant", "content": "<yes>"}]},
+        ),
+        ({"prompt": "ab", "completion": ""}, {"prompt": "ab", "completion": "c"}),
+        ({"text": ""}, {"text": "a"}),
+    ],
+)
+def test_rows_with_an_empty_answer_are_counted(
+    empty: dict[str, Any], full: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(write(tmp_path / "a.jsonl", [full, empty, full, empty]), tokenizer)
+    assert "an answer that is trained is empty, so that the model learns to end at once (2 rows)" in caplog.text
+    caplog.clear()
+    load(write(tmp_path / "b.jsonl", [full] * 3), tokenizer)
+    assert "empty" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", '[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
+        ("a.json", '[{"text": "a"}, ', "is no JSON array: "),
+    ],
+)
+def test_files_of_something_else_than_objects_are_refused(
+    name: str, content: str, said: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert said in refused(tmp_path / name, tokenizer)
+
+
+def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 2)
+    path = write(tmp_path / "a.jsonl", [{"text": "abc"}] * 200)
+    here = os.getpid()
+
+    def is_killed() -> None:
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fails() -> None:
+        raise MemoryError
+
+    for end, how in ((is_killed, "was killed by signal 9"), (fails, "ended with exit code 1")):
+        monkeypatch.setattr("holdfast.trainer.data.tokenizing._encode_chunk", lambda *_, end=end: end())
+        with pytest.raises(ProcessDied, match=f"a.jsonl: a process that tokenises rows {how}"):
+            load(path, tokenizer)

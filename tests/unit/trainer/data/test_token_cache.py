@@ -27,7 +27,7 @@ from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data import tokenizing as token_cache
 from holdfast.trainer.data.rows import SAMPLE_FORMATS, Format
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
-from holdfast.trainer.data.tokenizing import ChosenSamples, SampleTable, cache_directory, cache_key, sizes_of
+from holdfast.trainer.data.tokenizing import ChosenSamples, Chunk, SampleTable, cache_directory, cache_key, sizes_of
 from holdfast.trainer.preference.pairs import fingerprint_preferences, load_pairs
 from tests.runs.processes import in_a_child
 
@@ -192,21 +192,6 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_
     assert keys()[0] == plain and keys()[1] != today
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_makes_is_not(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    cache = tmp_path / "cache"
-    dead, alive = cache / ".tmp-dead", cache / ".tmp-alive"
-    for directory in (dead, alive):
-        directory.mkdir(parents=True)
-        (directory / "samples.arrow").write_bytes(b"half")
-    descriptor = os.open(alive, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    load_samples(config, tokenizer, seed=0)
-    os.close(descriptor)
-    assert not dead.exists() and alive.exists()
-
-
 def test_two_runs_that_start_at_once_end_with_one_cache(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -235,10 +220,15 @@ def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = entries(config)
     assert left.name.startswith(".tmp-")
+    alive = left.with_name(".tmp-alive")
+    alive.mkdir()
+    descriptor = os.open(alive, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     monkeypatch.setattr(token_cache, "chunks_to_file", written)
     assert len(load_samples(config, tokenizer, seed=0)[0]) == len(ROWS)
-    (directory,) = entries(config)
-    assert not directory.name.startswith(".tmp-")
+    os.close(descriptor)
+    assert [path.name for path in entries(config) if path.name.startswith(".tmp-")] == [alive.name]
+    assert len(entries(config)) == 2, "what a living process makes stays"
 
 
 def test_where_the_disk_cannot_take_it_a_run_does_without(
@@ -260,25 +250,30 @@ def test_where_the_disk_cannot_take_it_a_run_does_without(
     assert entries(config) == []
 
 
-def test_a_directory_that_cannot_be_made_is_done_without(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        samples, _ = load_samples(changed(config, cache_dir=f"{config.name}/cache"), tokenizer, seed=0)
-    assert len(samples) == len(ROWS) and caplog.text.count("WARNING: data.cache_dir") == 1
-
-
-def test_without_a_home_there_is_no_cache_and_that_is_said_once(
+@pytest.mark.parametrize(
+    ("cache_dir", "home", "said"),
+    [
+        ("rows.jsonl/cache", None, "kept in "),
+        (None, "~nobody-of-this-name/cache", "kept in the home directory"),
+    ],
+    ids=["no directory", "no home"],
+)
+def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
+    cache_dir: str | None,
+    home: str | None,
+    said: str,
     config: SftDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_CACHE", "~nobody-of-this-name/cache")
+    if home is not None:
+        monkeypatch.setenv("HOLDFAST_CACHE", home)
+    own = cache_dir and str(Path(config.name).parent / cache_dir)
     with caplog.at_level(logging.INFO):
-        samples, _ = load_samples(changed(config, cache_dir=None), tokenizer, seed=0)
+        samples, _ = load_samples(changed(config, cache_dir=own), tokenizer, seed=0)
     assert len(samples) == len(ROWS)
-    assert caplog.text.count("WARNING: data.cache_dir: tokenised data cannot be kept in the home directory") == 1
+    assert caplog.text.count(f"WARNING: data.cache_dir: tokenised data cannot be {said}") == 1
 
 
 def test_rows_of_a_hub_are_kept_by_their_revision(
@@ -422,3 +417,31 @@ def test_a_directory_that_another_run_takes_for_left_behind_is_made_again(
     assert not temporary.exists()
     if is_held:
         os.close(held[0])
+
+
+def test_chunks_come_in_order_and_only_a_few_are_made_ahead_of_a_slow_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizing, "_CHUNKS_UNDER_WAY", 3)
+    made = tmp_path / "made"
+    made.touch()
+
+    def make(index: int) -> Chunk:
+        # The first comes after all others that are under way. Were it fewer, this would not end.
+        while index == 10 and made.stat().st_size < 5:
+            os.sched_yield()
+        with made.open("ab") as file:
+            file.write(b".")
+        return Chunk(index, num_rows=1, values=np.array([index]))
+
+    mine = range(10, 90, 2)
+    chunks = tokenizing._encoded_by_workers(make, mine, 2, name="data")
+    first = next(chunks)
+    assert first.index == 10 and made.stat().st_size == 6, "two processes of three chunks each"
+    assert [first.index, *(chunk.index for chunk in chunks)] == list(mine)
+    assert made.stat().st_size == len(mine)
+
+
+def test_fewer_chunks_than_processes() -> None:
+    chunks = tokenizing._encoded_by_workers(Chunk, range(2), 5, name="data")
+    assert [chunk.index for chunk in chunks] == [0, 1]

@@ -1,19 +1,22 @@
-"""LoRA: what is trained, what it starts with, what checkpoints and published directories hold."""
+"""LoRA, of policies and of reward models: what is trained, what it starts with, what checkpoints and files hold."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from holdfast.config import RewardTrainingConfig
 from holdfast.config.training import OptimConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
 from holdfast.run.checkpoints import Kind, kind_of
@@ -23,15 +26,18 @@ from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, 
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.build import trained_tensors
-from holdfast.trainer.model.lora import Adapters, digest_of, merged
+from holdfast.trainer.model.build import trained_parameters, trained_tensors
+from holdfast.trainer.model.lora import HEAD, Adapters, digest_of, merged
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
 from holdfast.trainer.optimizer import build_optimizer
+from holdfast.trainer.rl.auxiliary_models import RewardModel
 from holdfast.trainer.state import Progress, TrainState
-from tests.builders.train_states import copied, local_part, same, train
+from tests.builders.train_states import copied, fill, same, train
+from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
 LORA = {"rank": 2, "alpha": 6.0}
@@ -66,16 +72,6 @@ def logprobs(policy: Policy) -> Tensor:
     return predict(policy, micro)[0]
 
 
-def fill(policy: Policy, *, seed: int = 1) -> Policy:
-    """Give the adapters values under which they matter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for factor in trained_tensors(policy.hf_model).values():
-            local = local_part(factor)
-            local.copy_(torch.randn(local.shape, generator=generator) * 0.2)
-    return policy
-
-
 def test_a_merge_is_the_sum_of_the_paper() -> None:
     weight, a, b = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1.0, 0.0, -2.0]]), [[3.0], [-1.0]]
     # B A = [[3, 0, -6], [-1, 0, 2]], and alpha / rank = 0.5
@@ -88,7 +84,8 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(build: Any, tiny_m
     policy = build()
     with torch.no_grad():
         assert torch.equal(logprobs(policy), logprobs(plain))
-        assert not torch.allclose(logprobs(fill(policy)), logprobs(plain), atol=1e-2)
+        fill(policy.hf_model)
+        assert not torch.allclose(logprobs(policy), logprobs(plain), atol=1e-2)
 
 
 def test_adapters_start_from_the_seed_alone(build: Any) -> None:
@@ -132,34 +129,6 @@ def test_target_modules_choose_layers_by_the_ends_of_their_names(build: Any) -> 
         build(target_modules=["lm_head"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_are_those_of_the_merged_model(build: Any, dtype: str, tiny_model: Models, mesh: Mesh) -> None:
-    """By the chain rule dL/dB = alpha / rank * dL/dW A^T and dL/dA = alpha / rank * B^T dL/dW."""
-    policy = fill(build(dtype=dtype))
-    logprobs(policy).sum().backward()
-    named = {name: local_part(parameter) for name, parameter in policy.hf_model.named_parameters()}
-    plain = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
-    layer, factor = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj.lora_{}.default.weight"
-    with torch.no_grad():
-        for name, weight in plain.hf_model.named_parameters():
-            prefix = name.removesuffix(".weight")
-            if f"{prefix}.lora_A.default.weight" in named:
-                a, b = (named[f"{prefix}.lora_{f}.default.weight"] for f in "AB")
-                weight.copy_(merged(weight, a, b, scale=3.0))
-    logprobs(plain).sum().backward()
-    gradient = plain.hf_model.get_parameter(f"{layer}.weight").grad
-    assert gradient is not None
-    tolerance = 1e-4 if dtype == "float32" else 0.2
-    for f, expected in (
-        ("A", 3.0 * named[factor.format("B")].T @ gradient),
-        ("B", 3.0 * gradient @ named[factor.format("A")].T),
-    ):
-        found = policy.hf_model.get_parameter(factor.format(f)).grad
-        assert found is not None
-        difference = torch.linalg.vector_norm(local_part(found) - expected) / torch.linalg.vector_norm(expected)
-        assert difference < tolerance, f
-
-
 def test_a_resume_with_another_base_is_refused_before_anything_is_loaded(
     build: Any, tiny_model: Models, tmp_path: Path
 ) -> None:
@@ -183,7 +152,8 @@ def test_the_digest_of_a_base_is_what_it_is_defined_to_be() -> None:
 def published(
     build: Any, tiny_model: Models, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> tuple[WeightPublisher, Policy]:
-    policy = fill(build())
+    policy = build()
+    fill(policy.hf_model)
     adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=str(tiny_model()))
     run_dir = RunDir(tmp_path / "run")
     return WeightPublisher(run_dir, policy, tokenizer, mesh, dtype="float32", adapters=adapters), policy
@@ -218,6 +188,10 @@ def test_engines_get_the_adapter_alone(published: Any, tiny_model: Models) -> No
     assert (alone / ADAPTER_NAME).read_bytes() == (whole / ADAPTER_DIR / ADAPTER_NAME).read_bytes()
     assert (alone / ADAPTER_NAME).stat().st_mode & 0o444 == 0o444
     assert read_base(alone) == Base(str(tiny_model()), digest_of(base_tensors(policy.hf_model)))
+    adapters = publisher._adapters
+    adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])
+    with pytest.raises(DataError, match=r"files of model\.name hold 'a\.weight' in another layout"):
+        publisher.publish(3, for_engines=True)
 
 
 def test_adapters_of_ours_and_of_peft_are_warm_starts_of_adapted_models_alone(
@@ -250,3 +224,86 @@ def test_a_damaged_adapter_is_no_warm_start(published: Any, build: Any) -> None:
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, directory / ADAPTER_NAME)
     with pytest.raises(CheckpointError, match=ADAPTER_NAME):
         load_weights_only(trained_tensors(build().hf_model), directory)
+
+
+@pytest.fixture
+def build_scorer(tiny_model: Models, mesh: Mesh) -> Callable[..., ScalarModel]:
+    """Return a maker of adapted reward models: `build_scorer(seed=0, weights=True, **lora)`."""
+
+    def make(*, seed: int = 0, weights: bool = True, **lora: Any) -> ScalarModel:
+        config = {"name": str(tiny_model()), "lora": LORA | lora}
+        return build_scalar_model(TrainedModelConfig.model_validate(config), mesh, seed=seed, weights=weights)
+
+    return make
+
+
+def scores(model: ScalarModel) -> torch.Tensor:
+    samples = ragged_samples()
+    return score_samples(model, samples, list(range(len(samples))), pack=True, device=torch.device("cpu"))
+
+
+def published_scorer(model: ScalarModel, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, path: Path) -> Path:
+    adapters = Adapters(model.hf_model, TensorLayout(model.hf_model, None), base_name="base")
+    publisher = WeightPublisher(RunDir(path), model, tokenizer, mesh, dtype="float32", adapters=adapters)
+    return publisher.publish(1)
+
+
+def test_adapters_and_head_of_a_reward_model_are_trained_and_nothing_else(
+    build_scorer: Any, tiny_model: Models, mesh: Mesh
+) -> None:
+    model = build_scorer()
+    names = set(trained_tensors(model.hf_model))
+    assert HEAD in names and trained_parameters(model.hf_model).keys() == names
+    assert {name for name in names if ".lora_" not in name} == {HEAD}
+    assert {name for name, p in model.hf_model.named_parameters() if p.requires_grad and ".lora_" not in name} == {HEAD}
+    plain = build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
+    torch.testing.assert_close(scores(model), scores(plain), rtol=0, atol=0)  # B is 0 and the head the same
+    for kind in (".lora_A.", ".lora_B."):
+        assert sum(kind in name for name in names) == (len(names) - 1) // 2
+    with pytest.raises(DataError, match="no linear layer of .* ends like 'score'"):
+        build_scorer(target_modules=["score"])
+    config = {"model": {"lora": {}}}
+    assert RewardTrainingConfig.model_validate(config).model.lora is not None
+
+
+def test_a_published_reward_model_scores_the_same_by_transformers_by_peft_and_in_rl(
+    build_scorer: Any, tiny_model: Models, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tmp_path: Path
+) -> None:
+    model = build_scorer()
+    fill(model.hf_model)
+    directory = published_scorer(model, tokenizer, mesh, tmp_path)
+    settings = json.loads((directory / ADAPTER_DIR / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    merged, findings = AutoModelForSequenceClassification.from_pretrained(directory, output_loading_info=True)
+    assert not findings["missing_keys"] and not findings["unexpected_keys"]
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_model(), num_labels=1)
+    by_peft = peft.PeftModel.from_pretrained(base, str(directory / ADAPTER_DIR)).eval()
+    by_peft.config.pad_token_id = merged.config.pad_token_id
+    with torch.no_grad():
+        ours = scores(model)
+        for theirs in (merged.eval(), by_peft):
+            found = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
+            np.testing.assert_allclose(ours.numpy(), found, rtol=1e-4, atol=1e-4)
+    in_rl = RewardModel(str(directory), TrainedModelConfig(name=str(tiny_model())), mesh)
+    np.testing.assert_allclose(in_rl.score(ragged_samples(), row_tokens=64), ours.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_of_a_reward_model_is_the_weights_without_the_head_which_checkpoints_hold(
+    build_scorer: Any, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, tmp_path: Path
+) -> None:
+    """What is trained does not change the digest; adapters and head are a warm start of another run."""
+    model = build_scorer()
+    before = Adapters(model.hf_model, TensorLayout(model.hf_model, None), base_name="base").base.digest
+    fill(model.hf_model)
+    directory = published_scorer(model, tokenizer, mesh, tmp_path)
+    assert read_base(directory / ADAPTER_DIR).digest == before
+    wanted = copied(trained_tensors(model.hf_model))
+    other = build_scorer(seed=4)
+    fresh = trained_tensors(other.hf_model)
+    assert not same(copied(fresh), wanted)
+    load_weights_only(fresh, directory / ADAPTER_DIR)
+    assert same(copied(fresh), wanted)
+    resumed = build_scorer(seed=0, weights=False)  # as for a checkpoint, which has no base
+    load_weights_only(trained_tensors(resumed.hf_model), directory / ADAPTER_DIR)
+    with torch.no_grad():
+        torch.testing.assert_close(scores(resumed), scores(model), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""The policy against transformers: values, gradients, dtypes, initialisation, errors."""
+"""The policy against transformers: values, gradients, dtypes, what it begins with, errors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model import build as initial
+from holdfast.trainer.model.build import filler, initial_weights, load_model_config, trained_tensors
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import whole_tensors
-from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import decoder_layers
+from holdfast.trainer.model.value_model import build_scalar_model
 from holdfast.trainer.optimizer import build_optimizer
 from tests.builders.train_states import local_part
+from tests.models.families import FAMILIES, write_model
 
 Models = Callable[..., Path]
 LENGTHS = (7, 3, 12)
@@ -75,17 +77,6 @@ def build(directory: Path, mesh: Mesh, *, seed: int = 0, **config: Any) -> Polic
     return build_policy(TrainedModelConfig(name=str(directory), **config), mesh, seed=seed)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_by_a_mask_gets_one_sample_a_row(attention: str, tiny_model: Models, mesh: Mesh) -> None:
-    directory = tiny_model()
-    policy = build(directory, mesh, attention=attention).eval()
-    why = f"{attention} attention would need a mask of the square of the row's length"
-    assert replace(policy.layout, pair_cost=0.0) == Layout(packs=False, attention=attention, reason=why)
-    assert policy.layout.arrangement(pack=True) == "grouped"
-    found = logprobs(policy, pack=False)
-    torch.testing.assert_close(found, reference_logprobs(reference(directory)), rtol=1e-5, atol=1e-6)
-
-
 def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, mesh: Mesh) -> None:
     directory = tiny_model(weights=False)
 
@@ -106,39 +97,19 @@ def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, mesh: Mes
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
 
 
-def test_without_weights_the_buffers_are_right_all_the_same(tiny_model: Models, mesh: Mesh) -> None:
-    config = TrainedModelConfig(name=str(tiny_model()))
-    policy = build_policy(config, mesh, seed=0, weights=False)
-    expected = dict(reference(tiny_model()).named_buffers())
-    assert all(torch.equal(buffer, expected[key]) for key, buffer in policy.hf_model.named_buffers())
-
-
 def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, mesh: Mesh) -> None:
-    results = []
+    results, calls = [], []
     for recompute in (False, True):
         policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
+        passes = list[None]()
+        mlp = decoder_layers(policy.hf_model)[0].get_submodule("mlp")
+        mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
         values = logprobs(policy)
         values.sum().backward()
-        results.append((values.detach(), gradients(policy)))
-    (plain, plain_gradients), (recomputed, recomputed_gradients) = results
-    assert torch.equal(plain, recomputed)
-    assert all(torch.equal(plain_gradients[key], recomputed_gradients[key]) for key in plain_gradients)
-
-
-def test_recomputing_happens(tiny_model: Models, mesh: Mesh) -> None:
-    calls = {}
-    for recompute in (False, True):
-        policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
-        count = 0
-
-        def counted(*_: object) -> None:
-            nonlocal count
-            count += 1
-
-        decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_pre_hook(counted)
-        logprobs(policy).sum().backward()
-        calls[recompute] = count
-    assert calls == {False: 1, True: 2}
+        results.append({"values": values.detach(), **gradients(policy)})
+        calls.append(len(passes))
+    assert calls == [1, 2], "they are recomputed"
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Models, mesh: Mesh) -> None:
@@ -300,10 +271,13 @@ def test_a_directory_that_is_no_model_is_named(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("gpt2", {}), ("opt", {}), ("gptj", {"rotary_dim": 4})])
+@pytest.mark.parametrize(
+    ("kind", "fields", "has_last"),
+    [("gpt2", {}, True), ("opt", {}, True), ("gptj", {"rotary_dim": 4}, True), ("llama", {}, False)],
+)
 @pytest.mark.parametrize("pack", [True, False])
-def test_a_sample_beyond_the_last_position_is_refused(
-    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, mesh: Mesh
+def test_a_sample_beyond_the_last_position_is_refused_where_there_is_one(
+    kind: str, fields: dict[str, Any], has_last: bool, pack: bool, tiny_model: Models, mesh: Mesh
 ) -> None:
     policy = build(tiny_model(kind, max_position_embeddings=16, **fields), mesh)
 
@@ -313,11 +287,112 @@ def test_a_sample_beyond_the_last_position_is_refused(
         predict(policy, micro)
 
     run(16)
-    with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
-        run(17)
+    if has_last:
+        with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
+            run(17)
+    else:
+        run(40)
 
 
-def test_rotary_positions_have_no_last_one(tiny_model: Models, mesh: Mesh) -> None:
-    policy = build(tiny_model("llama", max_position_embeddings=16), mesh)
-    sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, dtype=bool))
-    predict(policy, build_micro_batch([sample], [0], pack=True, device=mesh.device))
+@pytest.fixture
+def made_whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which directories were read as a whole."""
+    noted = list[str]()
+
+    def noting(hf_model: Any, config: TrainedModelConfig, mesh: Mesh, *, make_whole: Any, **others: Any) -> Any:
+        def make() -> Any:
+            noted.append(config.name)
+            return make_whole()
+
+        return filler(hf_model, config, mesh, make_whole=make, **others)
+
+    for module in ("policy", "value_model"):
+        monkeypatch.setattr(f"holdfast.trainer.model.{module}.filler", noting)
+    return noted
+
+
+def check(directory: Path, mesh: Mesh, **settings: Any) -> None:
+    """Compare a policy with what transformers loads."""
+    config = TrainedModelConfig.model_validate({"name": str(directory)} | settings)
+    mine = trained_tensors(build_policy(config, mesh, seed=0).hf_model)
+    theirs = initial_weights(config, load_model_config(config.name), seed=0)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "falcon_h1", "bloom"])
+def test_families_are_read_in_parts(name: str, mesh: Mesh, tmp_path: Path, made_whole: list[str]) -> None:
+    check(write_model(next(one for one in FAMILIES if one.name == name), tmp_path / "model", seed=2), mesh)
+    assert not made_whole
+
+
+def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path, made_whole: list[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20kB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    check(tmp_path / "model", mesh)
+    assert not made_whole
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(DataError, match="index.json is not JSON"):
+        check(tmp_path / "model", mesh)
+
+
+def test_names_without_the_prefix_of_the_model_are_read_in_parts(
+    tiny_model: Models, mesh: Mesh, tmp_path: Path, made_whole: list[str]
+) -> None:
+    """As files of a decoder without its head have them."""
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    check(tmp_path / "model", mesh)
+    assert not made_whole
+
+
+def beside_an_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+
+
+def with_a_copy_of_the_head(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_the_head_alone(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [beside_an_index, with_a_copy_of_the_head, with_the_head_alone])
+def test_what_transformers_decides_is_read_by_transformers(
+    change: Callable[[Path], None], tiny_model: Models, mesh: Mesh, tmp_path: Path, made_whole: list[str]
+) -> None:
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    change(tmp_path / "model")
+    check(tmp_path / "model", mesh)
+    assert made_whole == [str(tmp_path / "model")]
+
+
+def test_files_beside_an_adapter_are_not_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
+    """transformers loads the adapter into the model."""
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(str(tmp_path / "model")))
+    with pytest.raises(initial._CannotRead, match="adapter"):
+        initial._open(model, str(tmp_path / "model"), without=())
+
+
+def test_a_new_head_and_adapters_are_the_same_either_way(
+    tiny_model: Models, mesh: Mesh, made_whole: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainedModelConfig.model_validate({"name": str(tiny_model()), "lora": {"rank": 2}})
+    in_parts = build_scalar_model(config, mesh, seed=3).hf_model.state_dict()
+    assert not made_whole
+    monkeypatch.setattr(initial, "weight_files", lambda _: [])
+    as_a_whole = build_scalar_model(config, mesh, seed=3).hf_model.state_dict()
+    assert len(made_whole) == 1
+    assert in_parts.keys() == as_a_whole.keys()
+    assert all(torch.equal(tensor, as_a_whole[name]) for name, tensor in in_parts.items())

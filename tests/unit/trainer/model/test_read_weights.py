@@ -1,19 +1,31 @@
-"""Reading weights: the digest's definition, shards, dtypes, and models without weights."""
+"""Weights and adapters as an engine reads them: digest, shards, dtypes, merged as by the trainer, or a refusal."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
+from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
-from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
-from holdfast.run.weights import weights_digest
+from holdfast.inference.weight_files import Architecture, BaseWeights, read_adapter, read_architecture, read_weights
+from holdfast.run.manifest import MANIFEST_NAME
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME, read_base, weights_digest
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.lora import Adapters
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
+from tests.builders.train_states import fill
 from tests.models.served import write_model
 
 ARCHITECTURE = Architecture(shapes={"a": (2, 3), "b": (4,)}, tied=False)
@@ -155,3 +167,129 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str, message: s
     _shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
     _refused(tmp_path, message)
+
+
+MATRIX = "model.layers.0.self_attn.q_proj.weight"
+FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Publish = Callable[..., tuple[Path, Path, Path]]
+
+
+@pytest.fixture
+def publish(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
+    """Return a maker of (model directory, merged weights, adapter alone), all of one policy."""
+
+    def make(**fields: Any) -> tuple[Path, Path, Path]:
+        model = tiny_model(**fields)
+        config = {"name": str(model), "lora": {"rank": 3, "alpha": 5.0}}
+        policy = build_policy(TrainedModelConfig.model_validate(config), mesh, seed=0)
+        layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
+        adapters = Adapters(policy.hf_model, layout, base_name=str(model))
+        fill(policy.hf_model)
+        publisher = WeightPublisher(
+            RunDir(tmp_path), policy, tokenizer, mesh, dtype="float32", layout=layout, adapters=adapters
+        )
+        return model, publisher.publish(1), publisher.publish(2, for_engines=True)
+
+    return make
+
+
+def base_of(model: Path) -> BaseWeights:
+    return BaseWeights(model, read_architecture(model))
+
+
+OTHER_NAMES = {"kind": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tied": False}, OTHER_NAMES | {"tied": False}], ids=["tied", "untied", "mixtral"]
+)
+@pytest.mark.parametrize("engine", [torch.float32, torch.bfloat16])
+def test_an_engine_merges_as_the_trainer_does(publish: Publish, fields: dict[str, Any], engine: torch.dtype) -> None:
+    model, merged, adapter = publish(**fields)
+    base = base_of(model)
+    assert read_base(adapter).digest == base.digest
+    for _ in range(2):  # the base is as it was
+        ours = read_adapter(adapter, base, dtype=engine, version=2)
+        theirs = read_weights(merged, base.architecture, dtype=engine, version=1)
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        for name, tensor in theirs.tensors.items():
+            assert ours.tensors[name].dtype == engine and torch.equal(ours.tensors[name], tensor), name
+    assert ours.digest == weights_digest(adapter)
+    untouched = read_weights(model, base.architecture, dtype=engine).tensors
+    assert not torch.equal(untouched[MATRIX], ours.tensors[MATRIX])
+
+
+def test_an_adapter_for_other_weights_is_refused(publish: Publish, tiny_model: Callable[..., Path]) -> None:
+    model, _, adapter = publish()
+    with pytest.raises(DataError, match=rf"adapter for the weights of '{model}' .* this server has those of"):
+        read_adapter(adapter, base_of(tiny_model(seed=1)), dtype=torch.float32)
+    with pytest.raises(DataError, match=r"holds no \*.safetensors file, and an adapter is added to what lies there"):
+        base_of(tiny_model(weights=False))
+
+
+def test_another_version_or_a_damaged_file_is_refused(publish: Publish) -> None:
+    model, _, adapter = publish()
+    base = base_of(model)
+    with pytest.raises(DataError, match="holds policy version 2 .* pushed as version 3"):
+        read_adapter(adapter, base, dtype=torch.float32, version=3)
+    settings = adapter / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"lora_alpha": 5.0', '"lora_alpha": 7.0'))
+    with pytest.raises(DataError, match=r"adapter_config.json is damaged"):
+        read_adapter(adapter, base, dtype=torch.float32, version=2)
+
+
+BOTH = {f"nowhere.lora_{factor}.weight": torch.ones(1, 1) for factor in "AB"}
+
+
+def test_factors_that_do_not_fit_the_model_are_refused_by_name(publish: Publish) -> None:
+    model, _, adapter = publish()
+    base = base_of(model)
+    (adapter / MANIFEST_NAME).unlink()
+    whole = load_file(adapter / ADAPTER_NAME)
+    for changed, message in (
+        ({FACTOR: None}, "q_proj.lora_A.weight' is missing"),
+        ({FACTOR: torch.ones(3, 31)}, r"'model.layers.0.self_attn.q_proj.weight' have the shapes \[3, 31\]"),
+        ({FACTOR: torch.ones(32)}, "have the shapes"),
+        ({FACTOR: torch.ones(3, 1, 32)}, "have the shapes"),
+        ({FACTOR: torch.ones(())}, "have the shapes"),
+        ({FACTOR: torch.ones(3, 32, dtype=torch.int32)}, "which is no float"),
+        ({FACTOR: torch.full((3, 32), torch.inf)}, "holds NaN or infinity"),
+        ({"extra": torch.ones(1)}, "'extra' is no factor"),
+        (BOTH, "'nowhere.weight', which it adapts, is not part of the model"),
+        (dict.fromkeys(whole), "adapts nothing"),
+    ):
+        tensors = {name: tensor for name, tensor in (whole | changed).items() if tensor is not None}
+        save_file(tensors, adapter / ADAPTER_NAME)
+        with pytest.raises(DataError, match=message):
+            read_adapter(adapter, base, dtype=torch.float32)
+    save_file(whole, adapter / ADAPTER_NAME)
+    described = json.loads((adapter / BASE_NAME).read_text())
+    (adapter / BASE_NAME).unlink()
+    with pytest.raises(DataError, match="base.json is missing"):
+        read_adapter(adapter, base, dtype=torch.float32)
+    (adapter / BASE_NAME).write_text(json.dumps(described))
+    read_adapter(adapter, base, dtype=torch.float32)
+
+
+def test_rank_and_alpha_fit_the_factors_and_stand_in_the_digest(publish: Publish) -> None:
+    model, _, adapter = publish()
+    base = base_of(model)
+    (adapter / MANIFEST_NAME).unlink()
+    path = adapter / ADAPTER_CONFIG_NAME
+    settings = json.loads(path.read_text())
+    digests = set()
+    for alpha in (5.0, 7.0):
+        path.write_text(json.dumps(settings | {"lora_alpha": alpha}))
+        digests.add(read_adapter(adapter, base, dtype=torch.float32).digest)
+        assert weights_digest(adapter) in digests
+    assert len(digests) == 2, "the same factors, counted more often, are other weights"
+    for changes, message in (
+        ({"r": 64}, r"do not fit \[\d+, \d+\] and the rank r = 64"),
+        ({"r": 0}, "is damaged: r = 0"),
+        ({"r": -2}, "is damaged: r = -2"),
+        ({"lora_alpha": "x"}, "is damaged"),
+        ({"r": [[[]]]}, "is damaged"),
+    ):
+        path.write_text(json.dumps(settings | changes))
+        with pytest.raises(DataError, match=message):
+            read_adapter(adapter, base, dtype=torch.float32)

@@ -104,7 +104,6 @@ def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
 
 
 def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
-    """Before, a critic or a reward model that took long over many rows was killed for being stuck."""
     heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), mesh)
     for _ in range(3):
         score_samples(model, samples(), [0, 1, 2], pack=True, device=CPU)
@@ -201,16 +200,24 @@ def test_a_reward_model_without_a_head_is_refused(reward_model: tuple[Path, PreT
         build(directory, mesh)
 
 
-def test_a_kind_of_model_that_cannot_score_is_named(mesh: Mesh, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4}')
-    with pytest.raises(DataError, match="no sequence classification for codegen"):
-        build(tmp_path, mesh, init="random")
+BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
-def test_a_head_of_another_name_is_no_linear_one(mesh: Mesh, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True, **sizes}))
-    with pytest.raises(DataError, match="BertForSequenceClassification has no linear head named score.weight"):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4}, "no sequence classification for codegen"),
+        (
+            {"model_type": "bert", "is_decoder": True, **BERT},
+            "BertForSequenceClassification has no linear head named score.weight",
+        ),
+    ],
+)
+def test_a_kind_of_model_that_cannot_score_is_named(
+    config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=said):
         build(tmp_path, mesh, init="random")
 
 

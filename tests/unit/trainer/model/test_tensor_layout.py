@@ -1,7 +1,9 @@
-"""Models that transformers holds otherwise than their files do: published by the names of the original."""
+"""Published weights: directories that others load with equal logits, by the names of the original."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,14 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
-from holdfast.inference.weight_files import BaseWeights, read_adapter, read_architecture, read_weights
+from holdfast.inference.weight_files import BaseWeights, read_architecture, read_weights
+from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import NAMES_NAME
 from holdfast.run.run_dir import RunDir
-from holdfast.run.weights import read_base
+from holdfast.run.weights import weights_digest
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.commit import Identity
 from holdfast.trainer.checkpoint.init_from import load_weights_only
@@ -28,7 +31,6 @@ from holdfast.trainer.export import Export, export, import_weights
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import hf_files
 from holdfast.trainer.model.build import initial_weights, load_model_config, trained_tensors
-from holdfast.trainer.model.lora import Adapters
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
@@ -48,26 +50,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": 16, "num_key_value_heads": 4,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "qwen3": {},
+    "llama": {},
 }  # fmt: skip
+TIED = ("gpt2", "qwen3")
 GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
 PER_EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 Publish = Callable[..., tuple[Path, Policy]]
+PublisherOf = Callable[..., tuple[WeightPublisher, Policy]]
 
 
 @pytest.fixture
-def publish(mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
-    """Return a maker of (published directory, its policy), changed since the directory `model` was loaded."""
+def publisher_of(mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> PublisherOf:
+    """Return a maker of (publisher, its policy), changed since the directory `model` was loaded."""
 
-    def make(model: Path, *, dtype: str = "float32", layout: str = "original", **fields: Any) -> tuple[Path, Policy]:
+    def make(
+        model: Path, *, dtype: str = "float32", layout: str = "original", **fields: Any
+    ) -> tuple[WeightPublisher, Policy]:
         config = TrainedModelConfig.model_validate({"name": str(model), "dtype": dtype, **fields})
         policy = build_policy(config, mesh, seed=0)
         with torch.no_grad():
             for parameter in policy.parameters():
                 local_part(parameter).mul_(1.25)
         names = names_in_files(str(model)) if layout == "original" else None
-        publisher = WeightPublisher(
-            RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype, layout=TensorLayout(policy.hf_model, names)
-        )
+        tensors = TensorLayout(policy.hf_model, names)
+        return WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype, layout=tensors), policy
+
+    return make
+
+
+@pytest.fixture
+def publish(publisher_of: PublisherOf) -> Publish:
+    """Return a maker of (published directory, its policy)."""
+
+    def make(model: Path, **settings: Any) -> tuple[Path, Policy]:
+        publisher, policy = publisher_of(model, **settings)
         return publisher.publish(3), policy
 
     return make
@@ -92,7 +109,7 @@ def without_prefix(model: Path, prefix: str, target: Path) -> Path:
 
 
 def original_of(family: str, tiny_model: ModelFactory, tmp_path: Path) -> Path:
-    model = tiny_model(family, tied=family == "gpt2", **FAMILIES.get(family, {}))
+    model = tiny_model(family, tied=family in TIED, **FAMILIES[family])
     return without_prefix(model, "transformer.", tmp_path / "original") if family == "gpt2" else model
 
 
@@ -110,11 +127,15 @@ def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
             torch.testing.assert_close(published[name], tensor * 1.25, rtol=1e-6, atol=0)
     loaded, findings = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not findings["missing_keys"] and not findings["unexpected_keys"] and not findings["mismatched_keys"]
+    assert type(loaded) is type(policy.hf_model) and loaded.dtype == torch.float32
+    assert loaded.config.tie_word_embeddings is (family in TIED)
     expected = trained_tensors(policy.hf_model)
     found = trained_tensors(loaded)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, local_part(expected[name])), name
+    if family in TIED:
+        assert torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize(
@@ -194,34 +215,6 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
             )
 
 
-def test_an_engine_merges_an_adapter_of_a_model_with_other_names_as_the_trainer_does(
-    tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    model = original_of("mixtral", tiny_model, tmp_path)
-    config = TrainedModelConfig.model_validate({"name": str(model), "lora": {"rank": 2}})
-    policy = build_policy(config, mesh, seed=0)
-    with torch.no_grad():
-        for factor in trained_tensors(policy.hf_model).values():
-            factor.normal_()
-    layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
-    adapters = Adapters(policy.hf_model, layout, base_name=str(model))
-    publisher = WeightPublisher(
-        RunDir(tmp_path), policy, tokenizer, mesh, dtype="float32", layout=layout, adapters=adapters
-    )
-    merged, alone = publisher.publish(1), publisher.publish(2, for_engines=True)
-    adapters.base = msgspec.structs.replace(adapters.base, regrouped=["a.weight"])
-    with pytest.raises(DataError, match=r"files of model\.name hold 'a\.weight' in another layout"):
-        publisher.publish(3, for_engines=True)
-    architecture = read_architecture(model)
-    base = BaseWeights(model, architecture)
-    assert read_base(alone).digest == base.digest
-    ours = read_adapter(alone, base, dtype=torch.float32, version=2)
-    theirs = read_weights(merged, architecture, dtype=torch.float32, version=1)
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for name, tensor in theirs.tensors.items():
-        assert torch.equal(ours.tensors[name], tensor), name
-
-
 def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """No family with a plain linear layer of another name is small, so names are made other ones here."""
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
@@ -239,7 +232,6 @@ def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelF
 def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
     tiny_model: ModelFactory, tmp_path: Path
 ) -> None:
-    """Before, an import gave the tensors of a checkpoint the names that `save_pretrained` has for them."""
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
     loaded = AutoModelForCausalLM.from_pretrained(model)
     layout = TensorLayout(loaded, names_in_files(str(model)))
@@ -309,3 +301,73 @@ def test_a_layout_in_which_files_do_not_come_back_is_refused(
         model = AutoModelForCausalLM.from_config(load_model_config(str(tiny_model("llama", tied=False))))
     with pytest.raises(DataError, match=rf"{name} would not come back from the files \(1 such tensors\)"):
         kind(model, None)
+
+
+def trained_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
+
+
+def test_the_tokenizer_comes_along(
+    publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    publisher, _ = publisher_of(tiny_model())
+    loaded = AutoTokenizer.from_pretrained(publisher.publish(0))
+    assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == tokenizer.eos_token
+
+
+def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tiny_model: ModelFactory) -> None:
+    publisher, policy = publisher_of(tiny_model(), dtype="bfloat16")
+    directory = publisher.publish(1)
+    expected = trained_of(policy)
+    saved = load_file(directory / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in saved.items())
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_manifest_covers_every_file_and_the_digest_follows_the_weights(
+    publisher_of: PublisherOf, tiny_model: ModelFactory
+) -> None:
+    publisher, policy = publisher_of(tiny_model())
+    first = publisher.publish(1)
+    listing = manifest.verify(first)
+    assert (listing.kind, listing.step, listing.policy_version) == ("weights", 1, 1)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= listing.files.keys()
+    same = publisher.publish(2)
+    assert weights_digest(same) == weights_digest(first)
+    with torch.no_grad():
+        local_part(next(iter(policy.parameters()))).add_(1e-3)
+    assert weights_digest(publisher.publish(3)) != weights_digest(first)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)], ids=["open", "private"])
+def test_weights_may_be_read_by_whom_the_umask_lets(
+    publisher_of: PublisherOf, tiny_model: ModelFactory, mask: int, mode: int
+) -> None:
+    publisher, _ = publisher_of(tiny_model())
+    before = os.umask(mask)
+    try:
+        directory = publisher.publish(1)
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in directory.rglob("*") if path.is_file()}
+    assert files["model.safetensors"] == mode
+    assert all(found & 0o044 == mode & 0o044 for found in files.values()), files
+
+
+def test_publishing_a_version_again_replaces_it(publisher_of: PublisherOf, tiny_model: ModelFactory) -> None:
+    publisher, _ = publisher_of(tiny_model())
+    directory = publisher.publish(1)
+    (directory / "model.safetensors").write_bytes(b"damaged")
+    assert publisher.publish(1) == directory
+    manifest.verify(directory)
+    assert atomic.clear_leftovers(directory.parent) == []
+
+
+def test_pruning_keeps_what_is_needed(publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path) -> None:
+    publisher, _ = publisher_of(tiny_model())
+    for version in (0, 1, 2, 10):
+        publisher.publish(version)
+    publisher.prune({1, 10, 99})
+    assert RunDir(tmp_path).published_weights() == [1, 10]

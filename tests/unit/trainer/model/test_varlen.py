@@ -1,4 +1,6 @@
-"""The kernel for samples of any lengths: when it is taken, what it is given, and that whole models come out the same.
+"""Packed attention, in which every sample attends as if it were alone: by padded batches, or by a kernel.
+
+When the kernel for samples of any lengths is taken, what it is given, and that it gives the same.
 
 The kernel itself needs a GPU, and is compared with plain attention in `tests/gpu`. Here a function that computes
 attention one sample at a time takes its place, under the same conditions; `test_families` has it in all families.
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -131,12 +134,15 @@ def test_the_kernel_gives_what_the_padded_batch_gives(
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_rows_of_one_sample_each_go_through_the_kernel_as_samples(window: int | None, kernel: PerSample) -> None:
+def test_rows_of_one_sample_each_need_no_index(window: int | None, kernel: PerSample) -> None:
     query, key = (torch.randn(3, heads, 7, 8, requires_grad=True) for heads in (4, 2))
     found = attend(query, key, key, window, None)
-    assert kernel.calls == 1
+    assert kernel.calls == 1, "as samples"
     del KERNELS["cpu"]
-    torch.testing.assert_close(found, attend(query, key, key, window, None))
+    padded = attend(query, key, key, window, None)
+    torch.testing.assert_close(found, padded)
+    for row, out in enumerate(padded[0]):
+        torch.testing.assert_close(out, by_hand(query[row], key[row], key[row], window).transpose(0, 1))
 
 
 def test_a_way_out_is_named_once_with_its_reason(kernel: PerSample, said: list[str]) -> None:
@@ -216,3 +222,58 @@ def test_older_gpus_have_no_kernel(capability: list[int], said: list[str]) -> No
     query = torch.empty(1, 2, 6, 8, dtype=torch.bfloat16, device="meta")
     packed_attention(nn.Identity(), query, query, query, None)
     assert len(said) == 1 and "older than Ampere" in said[0]
+
+
+lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+# Below and above what shares a padded batch whatever its lengths.
+lengths_of_long_rows = st.lists(st.integers(1, 200), min_size=1, max_size=9)
+
+
+@given(lengths=st.one_of(lengths_of_rows, lengths_of_long_rows))
+@settings(max_examples=50)
+def test_the_index_takes_tokens_out_and_puts_them_back(lengths: list[int]) -> None:
+    index = PackedIndex.from_lengths(lengths, device=CPU)
+    row_T = torch.arange(sum(lengths)) + 100
+    padded = [row_T[gather_SL] for gather_SL in index.gather_SL]
+    assert torch.equal(torch.cat([batch.flatten() for batch in padded])[index.scatter_T], row_T)
+    parts = {int(part[0]): part for part in row_T.split(lengths)}
+    for batch in padded:
+        for sample_L in batch:
+            part = parts.pop(int(sample_L[0]))
+            assert torch.equal(sample_L[: len(part)], part)
+    assert not parts and index.max_len == max(lengths)
+    assert index.cu_seqlens.dtype == torch.int32
+    assert index.cu_seqlens.tolist() == [sum(lengths[:k]) for k in range(len(lengths) + 1)]
+
+
+def test_samples_share_a_padded_batch_with_those_of_about_their_length() -> None:
+    """Attention over padding would cost the square of the longest sample for each: most of a step on ragged data."""
+    index = PackedIndex.from_lengths([64, 1000, 3, 748, 750, 100, 96, 1, 60], device=CPU)
+    assert [tuple(gather_SL.shape) for gather_SL in index.gather_SL] == [(2, 1000), (1, 748), (2, 100), (4, 64)]
+    starts = np.cumsum([0, 64, 1000, 3, 748, 750, 100, 96, 1])
+    assert [gather_SL[:, 0].tolist() for gather_SL in index.gather_SL] == [
+        [starts[1], starts[4]], [starts[3]], [starts[5], starts[6]], [starts[0], starts[2], starts[7], starts[8]],
+    ]  # fmt: skip
+    assert len(PackedIndex.from_lengths([64, 30, 1], device=CPU).gather_SL) == 1
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Causal attention of one sample written out: (H, L, D) queries, (K, L, D) keys and values."""
+    group = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    scores = query @ key.transpose(1, 2) / query.shape[2] ** 0.5
+    place = torch.arange(query.shape[1])
+    seen = place[:, None] >= place[None, :]
+    if window is not None:
+        seen &= place[:, None] - place[None, :] < window
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+def test_dropout_drops_in_training_and_only_then() -> None:
+    query = torch.randn(1, 2, 6, 8)
+    index = PackedIndex.from_lengths([2, 4], device=CPU)
+    plain, _ = packed_attention(nn.Identity(), query, query, query, None, packed_index=index)
+    dropped, _ = packed_attention(nn.Identity(), query, query, query, None, packed_index=index, dropout=0.5)
+    assert not torch.allclose(plain, dropped)

@@ -230,15 +230,6 @@ def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_pa
     train("dpo", tmp_path / "free", free, until=2, resume=1)
 
 
-def test_weights_of_another_kind_of_model_are_refused(programs: Programs, tmp_path: Path) -> None:
-    scores, sft = programs.half("reward-model"), programs.settings("sft")
-    with pytest.raises(HoldfastError, match=r"does not fit this model(.|\n)*score\.weight"):
-        train("sft", tmp_path / "warm", sft | {"ckpt": {"weights_only": scores.checkpoint(HALF)}}, until=1)
-    named = sft | {"model": {"name": str(scores.weights_of(HALF))}}
-    with pytest.raises(HoldfastError, match=r"scores whole sequences(.|\n)*give a language model"):
-        train("sft", tmp_path / "named", named, until=1)
-
-
 @pytest.mark.parametrize("name", ["sft, adapters", "reward-model, adapters"])
 def test_an_export_is_the_adapter_or_the_merged_model(
     name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path

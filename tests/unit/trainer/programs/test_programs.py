@@ -24,8 +24,6 @@ from tests.runs.training import PAIRS
 from tests.unit.trainer.programs.cases import PREFERENCES, Programs
 from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
 
-EXAMPLE = {"model": {"name": str(ROOT / "examples" / "reverse_text" / "model")}}
-
 
 def column(run_dir: RunDir, name: str) -> list[float]:
     """Return the values of a metric, step by step; steps without it are left out."""
@@ -135,49 +133,24 @@ def test_a_damaged_reference_is_made_again_by_the_weights_that_made_it(
         train("dpo", output, settings | {"model": {"name": other}}, until=STEPS, resume=HALF)
 
 
-def test_the_reference_of_adapters_is_the_model_without_them(programs: Programs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 2, "alpha": 8}}], ids=["whole", "adapters"])
+def test_the_reference_is_the_model_that_the_policy_begins_with(
+    adapters: dict[str, Any], programs: Programs, tmp_path: Path
+) -> None:
     settings = programs.settings("dpo", dropout=False)
-    lora = settings["model"] | {"lora": {"rank": 2, "alpha": 8}}
-    run_dir = train("dpo", tmp_path / "run", settings | {"model": lora, "optim": {"lr": 1e-2}}, until=3)
+    model = settings["model"] | adapters
+    run_dir = train("dpo", tmp_path / "run", settings | {"model": model, "optim": {"lr": 1e-2}}, until=3)
     losses, margins = column(run_dir, "loss"), column(run_dir, "rewards/margins")
     assert losses[0] == pytest.approx(np.log(2)) and abs(margins[0]) < 1e-6
     assert losses[-1] < losses[0] and margins[-1] > 0
 
 
 @pytest.mark.clock
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "apo_zero", "simpo", "orpo"])
-def test_every_loss_learns_to_prefer_the_chosen_side(kind: str, tmp_path: Path) -> None:
-    run_dir = _learn("dpo", tmp_path / "run", 15, {"loss": {"type": kind}})
-    assert column(run_dir, "val/rewards/accuracies")[-1] > 0.9
-    margins, losses = column(run_dir, "rewards/margins"), column(run_dir, "loss")
-    assert margins[-1] > margins[0] and losses[-1] < losses[0]
-    if kind == "dpo":  # the policy is its own reference
-        assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and margins[0] == pytest.approx(0, abs=1e-5)
-    assert (run_dir.path / REFERENCE_NAME).exists() == (kind in ("dpo", "ipo", "apo_zero"))
-
-
-@pytest.mark.clock
-def test_labelled_answers_are_learnt(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
-    file = tmp_path / "answers.jsonl"
-    file.write_text("".join(
-        json.dumps({"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}) + "\n"
-        for row in rows for side in ("chosen", "rejected")
-    ))  # fmt: skip
-    run_dir = _learn("dpo", tmp_path / "run", 15, {"loss": {"type": "kto"}}, data=str(file))
-    losses = column(run_dir, "loss")
-    assert losses[0] == pytest.approx(0.5, abs=1e-6) and column(run_dir, "kl")[0] == pytest.approx(0, abs=1e-5)
-    assert column(run_dir, "val/rewards/margins")[-1] > 0.5 and losses[-1] < 0.49
-
-
-def _learn(program: str, output: Path, steps: int, settings: dict[str, Any], data: str = str(PAIRS)) -> RunDir:
-    rows = PREFERENCES | {"name": data, "batch_size": 32, "micro_batch_size": 8, "validation_fraction": 0.125}
-    return train(program, output, EXAMPLE | {"optim": {"lr": 3e-4}, "data": rows} | settings, until=steps)
-
-
-@pytest.mark.clock
 def test_a_reward_model_learns_to_score_the_chosen_side_higher_and_transformers_scores_alike(tmp_path: Path) -> None:
-    run_dir = _learn("reward-model", tmp_path / "run", 25, {"optim": {"lr": 1e-3}, "val_interval": 1})
+    data = PREFERENCES | {"name": str(PAIRS), "batch_size": 32, "micro_batch_size": 8, "validation_fraction": 0.125}
+    model = {"name": str(ROOT / "examples" / "reverse_text" / "model")}
+    settings = {"model": model, "optim": {"lr": 1e-3}, "data": data, "val_interval": 1}
+    run_dir = train("reward-model", tmp_path / "run", settings, until=25)
     accuracies = column(run_dir, "val/rewards/accuracies")
     assert accuracies[-1] > 0.75 and accuracies[-1] > accuracies[0] + 0.1, accuracies
     assert column(run_dir, "val/rewards/margins")[-1] > 1 and column(run_dir, "val/loss")[-1] < 0.5

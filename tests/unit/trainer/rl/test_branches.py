@@ -1,4 +1,7 @@
-"""Rollouts of several branches: each a sequence of its own to the models, all one rollout to loss and advantage."""
+"""Steps on rollouts against transformers, however rows are packed.
+
+Each branch of a rollout is a sequence of its own to the models; all are one rollout to loss and advantage.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import UpdatesConfig
 from holdfast.config.base import POLICY_LOSSES
 from holdfast.config.training import TrainedModelConfig
@@ -27,11 +29,10 @@ from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.rl.advantages import assign_advantages
 from holdfast.trainer.rl.auxiliary_models import RewardModel
 from holdfast.trainer.rl.batch import VALUE, plan_epochs, to_samples
-from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.train_step import Learner, policy_step
-from holdfast.trainer.session import Stopwatch, start_session
+from holdfast.trainer.rl.train_step import policy_step
+from tests.builders.learner_runs import start_learner
 from tests.builders.policy_inputs import policy_input
 from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part
@@ -67,21 +68,22 @@ def directory(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3")
 
 
-def logprobs_by_branch(model: torch.nn.Module, rollout: Rollout) -> Tensor:
-    """The log-probabilities of the sampled tokens, each branch read by itself."""
-    found = []
+def by_branch(model: torch.nn.Module, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies where tokens were sampled, each branch read by itself."""
+    found, entropies = [], []
     for branch in rollout.branches:
         ids = torch.tensor([rollout.token_ids[branch].tolist()])
         all_TV = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         chosen = torch.tensor(rollout.loss_mask[branch].tolist()[1:], dtype=torch.bool)
         found.append(all_TV.gather(1, ids[0, 1:, None])[:, 0][chosen])
-    return torch.cat(found)
+        entropies.append(-(all_TV.exp() * all_TV).sum(-1)[chosen])
+    return torch.cat(found), torch.cat(entropies).detach()
 
 
-def by_hand(directory: Path, rollouts: list[Rollout], config: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients with every rollout as one sequence of the loss, by transformers."""
+def by_hand(directory: Path, rollouts: list[Rollout], config: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Some metrics, and the gradients, with every rollout as one sequence of the loss, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    parts = [logprobs_by_branch(model, rollout) for rollout in rollouts]
+    parts, entropies = zip(*(by_branch(model, rollout) for rollout in rollouts), strict=True)
     sampled = [[p for p, used in zip(rollout.logprobs, rollout.loss_mask, strict=True) if used] for rollout in rollouts]
     counts = [len(part) for part in parts]
     new_N = torch.cat(parts)
@@ -101,12 +103,18 @@ def by_hand(directory: Path, rollouts: list[Rollout], config: Any) -> tuple[floa
     )
     loss, _ = build_policy_loss(config)(data)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    away_N = new_N.detach() - data.sampler_logprobs_N
+    metrics = {
+        "loss": loss.item(), "entropy": torch.cat(entropies).mean().item(),
+        "mismatch_kl": (away_N.exp() - 1 - away_N).mean().item(),
+        "mismatch/max_log_ratio": away_N.abs().max().item(),
+    }  # fmt: skip
+    return metrics, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def step(
     policy: Policy, rollouts: list[Rollout], mesh: Mesh, config: Any, *, row_tokens: int
-) -> tuple[float, dict[str, Tensor]]:
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     samples = to_samples(rollouts, trained_version=3)
     assign_advantages(samples, [[rollout.reward] for rollout in rollouts])
     ((minibatch,),) = plan_epochs(
@@ -117,7 +125,9 @@ def step(
     loss = policy_step(policy, minibatch, build_policy_loss(config), mesh, statistics, reading=reading)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
-    return loss, gradients
+    metrics = statistics.reduce(mesh)
+    assert metrics["loss"] == pytest.approx(loss)
+    return metrics, gradients
 
 
 @pytest.mark.parametrize(
@@ -130,10 +140,10 @@ def test_loss_and_gradients_are_those_of_the_branches_read_alone(
     rollouts, config = make_rollouts(), configured(name)
     policy = build_policy(TrainedModelConfig(name=str(directory), attention=attention), mesh, seed=0)
     assert policy.layout.packs == (attention == "packed")
-    expected_loss, expected = by_hand(directory, rollouts, config)
+    expected_metrics, expected = by_hand(directory, rollouts, config)
     for row_tokens in (1000, 20, 2):
-        loss, gradients = step(policy, rollouts, mesh, config, row_tokens=row_tokens)
-        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        metrics, gradients = step(policy, rollouts, mesh, config, row_tokens=row_tokens)
+        assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-4)
         for label, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[label], rtol=1e-3, atol=1e-6, msg=label)
 
@@ -196,15 +206,7 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
     tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: Any
 ) -> None:
     """What is measured in a branch is what is measured of it alone, and the metrics are finite."""
-    (tmp_path / "run.json").write_text('{"run_id": "r"}')
-    values: dict[str, Any] = {
-        "output_dir": tmp_path, "max_steps": 10, "model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3},
-        "mismatch_limit": math.inf, "ckpt": {"interval": 1},
-    }  # fmt: skip
-    config = TrainerConfig.model_validate(values | settings)
-    parts = RlComponents(config, mesh)
-    session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
-    learner = Learner(config, session, parts, None)
+    run = start_learner(tmp_path, tiny_model(), mesh, tokenizer, **settings)
     rollouts = make_rollouts()
     places = TokenIds([6, 14, 21])
     rollouts[0].step_rewards = StepRewards(places, Rewards([0.5, 0.25, -1.0])) if "gae" in str(settings) else None
@@ -213,9 +215,9 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
     _learned.clear()
     for number in (1, 2):
         batch.step = number
-        metrics = learner.learn(batch, Stopwatch())
+        metrics = run.learn_from(batch)
         assert all(map(math.isfinite, metrics.values())) and metrics["grad_norm"] > 0
-    if parts.critic is not None:
+    if run.parts.critic is not None:
         samples, alone = (to_samples(make_rollouts(), trained_version=1) for _ in range(2))
         own = [
             Sample(one.token_ids[start:end], one.loss_mask[start:end])
@@ -226,7 +228,7 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
             [[minibatch]] = plan_epochs(
                 measured, UpdatesConfig(), row_tokens=30, mesh=mesh, seed=0, step=1, layout=PACKED
             )
-            parts.critic.measure([minibatch])
+            run.parts.critic.measure([minibatch])
         joined = np.concatenate([one.per_token[VALUE] for one in own])
         np.testing.assert_allclose(
             np.concatenate([one.per_token[VALUE] for one in samples]), joined, rtol=1e-5, atol=1e-6

@@ -1,11 +1,16 @@
-"""Advantages of a batch with penalties, critic or teacher, against slow references and by their signs."""
+"""Rewards as they are shaped, and the advantages of a batch with penalties, critic or teacher."""
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import statistics
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from holdfast.config.algorithm import CriticConfig
 from holdfast.errors import DataError
@@ -27,7 +32,9 @@ from holdfast.trainer.rl.batch import (
     VALUE,
     without_truncated,
 )
+from holdfast.trainer.rl.gae import explained_variance, generalized_advantages, value_loss, value_sums
 from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
+from holdfast.trainer.rl.rewards import RunningMoments, shape_rewards, soft_overlong_penalty
 from holdfast.trainer.rl.scored_rollouts import Groups, score_rollouts
 from tests.builders.scored_rollouts import advantage_of
 from tests.builders.slow_preferences import KL_ESTIMATES
@@ -91,14 +98,6 @@ def slow_penalties(sample: Sample, coef: float, estimator: str) -> dict[int, flo
         d = float(sample.per_token[OLD_LOGPROB][place]) - float(sample.per_token[REFERENCE_LOGPROB][place])
         found[place] = coef * KL_ESTIMATES[estimator](d, 1.0)[0]
     return found
-
-
-def test_without_a_penalty_log_probabilities_are_not_needed() -> None:
-    samples = make_samples()[:3]
-    for sample in samples:
-        del sample.per_token[OLD_LOGPROB], sample.per_token[REFERENCE_LOGPROB]
-    assign_advantages(samples, advantage_of("dr_grpo")(judge(samples, [[3.0, 1.0, 2.0]])))
-    assert [sample.per_token[ADVANTAGE][0] for sample in samples] == [1.0, -1.0, 0.0]
 
 
 def test_the_divergence_of_a_sequence_is_the_sum_over_its_trained_tokens() -> None:
@@ -233,3 +232,168 @@ def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> No
     whiten_advantages(trained)
     after = np.concatenate([one.per_token[ADVANTAGE][one.targets] for one in trained])
     np.testing.assert_allclose(after, (before - before.mean()) / math.sqrt(before.var(ddof=1) + 1e-8), rtol=1e-5)
+
+
+def doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_long_sequences_of_float32_lose_no_digits_and_carry_no_gradient() -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 4000)
+    advantages, returns = generalized_advantages(rewards, values.requires_grad_(), gamma=1.0, lam=1.0)
+    expected = math.fsum(rewards.double().tolist())
+    assert advantages.dtype == returns.dtype == torch.float64
+    assert not advantages.requires_grad and not returns.requires_grad
+    assert returns[0].item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_an_empty_sequence_has_no_advantages_and_unequal_lengths_are_refused() -> None:
+    advantages, returns = generalized_advantages(doubles(), doubles(), gamma=1.0, lam=1.0)
+    assert advantages.shape == returns.shape == (0,)
+    with pytest.raises(ValueError, match="longer"):
+        generalized_advantages(doubles(1, 2), doubles(1, 2, 3), gamma=1.0, lam=1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "clipped"),
+    [
+        # clip 0.2: the larger of (V - R)^2 and (clip(V) - R)^2, half of it.
+        (1.0, 1.0, 3.0, 2.0, -2.0, 0),  # not moved
+        (1.1, 1.0, 3.0, 1.805, -1.9, 0),  # moved within the clip
+        (1.5, 1.0, 3.0, 1.62, 0.0, 1),  # moved too far towards the target: (1.2 - 3)^2 / 2, no gradient
+        (0.5, 1.0, 3.0, 3.125, -2.5, 0),  # moved too far from it: (0.5 - 3)^2 / 2, pulled back
+        (-0.5, 0.0, -3.0, 3.92, 0.0, 1),  # the same downwards: (-0.2 + 3)^2 / 2
+        (1.5, 1.0, 1.5, 0.045, 0.0, 1),  # on target, yet too far: (1.2 - 1.5)^2 / 2
+    ],
+)
+def test_value_loss_by_hand(
+    value: float, old: float, target: float, loss: float, gradient: float, clipped: int
+) -> None:
+    values = doubles(value).requires_grad_()
+    got, counts = value_loss(values, doubles(old), doubles(target), doubles(1.0), clip=0.2)
+    assert got.item() == pytest.approx(loss)
+    assert torch.autograd.grad(got, values)[0].item() == pytest.approx(gradient)
+    assert counts["value_clip_fraction"].item() == clipped
+
+
+def test_value_loss_is_the_weighted_sum_and_counts_trained_tokens() -> None:
+    values, old, target = doubles(1.5, 1.5, 0.5), doubles(1, 1, 1), doubles(3, 3, 3)
+    loss, counts = value_loss(values, old, target, doubles(0.5, 0.0, 0.25), clip=0.2)
+    assert loss.item() == pytest.approx(0.5 * 1.62 + 0.25 * 3.125)
+    assert counts["value_clip_fraction"].item() == 1
+    loss, counts = value_loss(values, old, target, doubles(0.5, 0.0, 0.25), clip=float("inf"))
+    assert loss.item() == pytest.approx(0.5 * 1.125 + 0.25 * 3.125)
+    assert counts["value_clip_fraction"].item() == 0
+
+
+def slow_explained_variance(returns: list[float], values: list[float]) -> float:
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    return 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
+
+
+def sums(returns_N: Tensor, values_N: Tensor) -> dict[str, float]:
+    return {name: float(value) for name, value in value_sums(returns_N, values_N).items()}
+
+
+def test_explained_variance_by_hand_and_from_the_parts_of_ranks() -> None:
+    # Errors -1, 1, -1, 1: variance 1. Returns 0, 4, 0, 4: variance 4.
+    assert explained_variance(**sums(doubles(0, 4, 0, 4), doubles(1, 3, 1, 3))) == 0.75
+    torch.manual_seed(0)
+    returns, noise = torch.randn(2, 100, dtype=torch.float64)
+    values = returns + 0.3 * noise + 5
+    parts = [sums(returns[part], values[part]) for part in (slice(0, 7), slice(7, 7), slice(7, 100))]
+    total = {name: sum(part[name] for part in parts) for name in parts[0]}
+    expected = slow_explained_variance(returns.tolist(), values.tolist())
+    assert explained_variance(**total) == pytest.approx(expected)
+    assert 0.85 < expected < 1
+
+
+@pytest.mark.parametrize("returns", [(), (0.0, 0.0), (0.7, 0.7, 0.7), (1e6 / 3,) * 11])
+def test_equal_returns_leave_nothing_to_explain(returns: tuple[float, ...]) -> None:
+    values = torch.from_numpy(np.arange(len(returns), dtype=np.float64))
+    assert math.isnan(explained_variance(**sums(doubles(*returns), values)))
+
+
+@pytest.mark.parametrize(
+    ("buffer", "penalties"),
+    [
+        (40, {0: 0.0, 60: 0.0, 61: -0.025, 80: -0.5, 99: -0.975, 100: -1.0, 500: -1.0}),
+        (0, {100: 0.0, 101: -1.0}),
+    ],
+)
+def test_the_length_penalty_falls_linearly_over_the_buffer(buffer: int, penalties: dict[int, float]) -> None:
+    found = {tokens: soft_overlong_penalty(tokens, max_tokens=100, buffer_tokens=buffer) for tokens in penalties}
+    assert found == pytest.approx(penalties, abs=1e-15)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 / 3])
+def test_rewards_without_any_spread_stay_as_they_are(reward: float) -> None:
+    moments = RunningMoments()
+    for _ in range(3):
+        assert shape_rewards([[reward] * 3, [reward]], moments=moments) == [[reward] * 3, [reward]]
+    one = RunningMoments()
+    assert shape_rewards([[reward]], moments=one) == [[reward]]
+
+
+def test_penalty_comes_before_clip_before_moments_before_scale() -> None:
+    moments = RunningMoments()
+    rewards, penalties = [[1.0, 9.0], [3.0, -9.0]], [[-0.5, -2.0], [0.0, -1.0]]
+    # With penalties .5, 7, 3, -10; clipped to 4: .5, 4, 3, -4: mean .875,
+    # squares .140625 + 9.765625 + 4.515625 + 23.765625 = 38.1875, sample variance 12.729167.
+    got = shape_rewards(rewards, penalties_PG=penalties, clip=4.0, moments=moments)
+    std = math.sqrt(38.1875 / 3)
+    assert (moments.mean, moments.count) == pytest.approx((0.875, 4.0))
+    assert moments.std == pytest.approx(std)
+    assert [pytest.approx(group) for group in got] == [[0.5 / std, 4 / std], [3 / std, -4 / std]]
+    assert rewards == [[1.0, 9.0], [3.0, -9.0]]
+
+
+def test_nothing_asked_for_changes_nothing() -> None:
+    rewards = [[1.0, 2.0], [3.0]]
+    got = shape_rewards(rewards)
+    assert got == rewards and got[0] is not rewards[0]
+    assert shape_rewards([], clip=1.0, moments=RunningMoments()) == []
+
+
+def test_penalties_that_do_not_fit_the_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        shape_rewards([[1.0, 2.0]], penalties_PG=[[0.0]])
+
+
+def test_the_scale_is_that_of_every_batch_so_far_and_survives_a_checkpoint() -> None:
+    generator = random.Random(0)
+    batches = [[[generator.gauss(2, 3) for _ in range(4)] for _ in range(5)] for _ in range(6)]
+    straight, resumed = RunningMoments(), RunningMoments()
+    seen: list[float] = []
+    for batch in batches:
+        seen += [reward for group in batch for reward in group]
+        got = shape_rewards(batch, moments=straight)
+        restarted = RunningMoments()
+        restarted.restore(json.loads(json.dumps(resumed.values())))
+        resumed = restarted
+        assert shape_rewards(batch, moments=resumed) == got
+        std = statistics.stdev(seen)
+        assert [pytest.approx(group, rel=1e-12) for group in got] == [[r / std for r in group] for group in batch]
+
+
+def test_replayed_rewards_are_scaled_but_never_counted_again() -> None:
+    moments, alone = RunningMoments(), RunningMoments()
+    rewards = [[1.0, 3.0], [2.0, 6.0], [4.0, 4.0]]
+    got = shape_rewards(rewards, moments=moments, num_new=2)
+    shape_rewards(rewards[:2], moments=alone)
+    assert moments.values() == alone.values() and moments.count == pytest.approx(4.0)
+    assert got[2] == [4.0 / moments.std, 4.0 / moments.std]
+
+
+def moments_of(*batches: list[float]) -> RunningMoments:
+    moments = RunningMoments()
+    for batch in batches:
+        moments.update(batch)
+    return moments
+
+
+def test_the_order_within_a_batch_changes_no_bit() -> None:
+    generator = random.Random(1)
+    rewards = [generator.gauss(0, 10 ** generator.uniform(-8, 8)) for _ in range(100)]
+    assert moments_of(rewards).values() == moments_of(sorted(rewards)).values()

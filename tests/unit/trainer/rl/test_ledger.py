@@ -1,19 +1,27 @@
-"""The ledger: a batch that skips, repeats or cuts a task is refused, and so is a save that does not add up."""
+"""The ledger: a batch that skips, repeats or cuts a task is refused, and so is a save that does not add up.
+
+And which batches stay after they are trained.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from holdfast.config.rl_trainer import JournalConfig
 from holdfast.errors import CheckpointError, TrainingError
 from holdfast.orchestrator.state import EnvironmentState, OrchestratorState
 from holdfast.protocol.rollouts import Batch, Dropped, DropReason, Rollout
+from holdfast.run import manifest
 from holdfast.run.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
 from holdfast.run.run_dir import RunDir
+from holdfast.trainer.programs.rl import _prune_batches
 from holdfast.trainer.rl.accounting import Ledger, check_tasks, check_trained
 from holdfast.trainer.state import Progress
 
@@ -67,13 +75,6 @@ def test_tasks_that_are_skipped_repeated_or_out_of_turn_are_refused(
 ) -> None:
     with pytest.raises(TrainingError, match=f"batch 7: .*{message}.*Nothing of this batch is trained"):
         check_tasks(make_batch(7, *tasks), before=BEFORE, after=AFTER)
-
-
-def test_a_group_that_is_cut_is_refused() -> None:
-    batch = make_batch(7, *GOOD)
-    del batch.rollouts[1]
-    with pytest.raises(TrainingError, match=r"task 7 of environment 'a' has the samples \[0\], expected 0 to 1"):
-        check_tasks(batch, before=BEFORE, after=AFTER)
 
 
 @pytest.mark.parametrize(("name", "held"), [("problems", 3), ("rollouts", 6), ("tokens", 30)])
@@ -214,3 +215,24 @@ def test_each_environment_has_groups_of_its_own_size() -> None:
     with pytest.raises(TrainingError, match=r"task 3 of environment 'b' has the samples \[0, 1, 2\], expected 0 to 1"):
         check_tasks(batch, before=before, after=msgspec.structs.replace(
             after, environments=after.environments | {"b": EnvironmentPosition(4, 2)}))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keep", "checkpoints", "first"),
+    [(0, [4, 8], 5), (5, [4, 8], 4), (20, [4, 8], 1), ("all", [8], 1), (0, [8], 9), (2, [8], 7), (0, [], 1)],
+)
+def test_batches_stay_for_checkpoints_and_to_be_looked_into(
+    tmp_path: Path, keep: Any, checkpoints: list[int], first: int
+) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in range(1, 9):
+        run_dir.batch(step).mkdir(parents=True)
+    for step in checkpoints:
+        run_dir.checkpoint(step).mkdir(parents=True)
+        listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files={})
+        manifest.write_manifest(run_dir.checkpoint(step), listing)
+    session: Any = SimpleNamespace(
+        run_dir=run_dir, mesh=SimpleNamespace(is_main=True), progress=SimpleNamespace(step=8)
+    )
+    assert _prune_batches(session, JournalConfig(keep=keep)) == checkpoints
+    assert run_dir.published_batches() == list(range(first, 9))

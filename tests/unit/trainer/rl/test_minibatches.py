@@ -1,26 +1,32 @@
-"""Minibatches: who is in which, and what is measured of them in the same forward passes as they are trained in."""
+"""Rollouts as samples, minibatches, and what is measured in the same forward passes as it is trained in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from holdfast.config.algorithm import UpdatesConfig
-from holdfast.config.training import TrainedModelConfig
-from holdfast.protocol.rollouts import Sampling
-from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, plan_rows
+from holdfast.errors import DataError
+from holdfast.protocol.rollouts import Rollout, VersionSpan
+from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.fsdp import reshard
-from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import PACKED
-from holdfast.trainer.model.policy import Policy, build_policy, predict
-from holdfast.trainer.rl.batch import Minibatch, measure_targets, plan_epochs, plan_shared_prompts
+from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.batch import (
+    ADVANTAGE,
+    AGE,
+    SAMPLER_LOGPROB,
+    Minibatch,
+    plan_epochs,
+    plan_shared_prompts,
+    to_samples,
+)
+from holdfast.trainer.rl.kl import k3
+from holdfast.trainer.supervised import cross_entropy
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -173,32 +179,55 @@ def test_a_long_prompt_with_short_answers_takes_no_memory_beyond_the_budget(num_
     assert 600 < max(attended) <= 4 * 600
 
 
-def forward_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
-    return lambda micro: predict(policy, micro, Reading(Sampling(0.7)))[0]
+def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
+    weights = torch.tensor([0.5, 0.25, 0.25])
+    loss = cross_entropy(logprobs, weights)
+    assert loss.item() == pytest.approx(2.0)
+    assert torch.equal(torch.autograd.grad(loss, logprobs)[0], -weights)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", [{}, {"attention_dropout": 0.3}, {"num_key_value_heads": 4}])
-@pytest.mark.parametrize("settings", [{}, {"logits_chunk_tokens": 8}, {"activation_checkpointing": True}])
-def test_measuring_and_training_give_equal_bits(
-    tiny_model: Callable[..., Path], mesh: Mesh, dtype: str, model: dict[str, float], settings: dict[str, int]
-) -> None:
-    """So the ratio before the first update is exactly 1. Dropout, where a model has it, is off in both here."""
-    samples = make_samples((*LENGTHS, 33, 21))
-    config = TrainedModelConfig.model_validate({"name": str(tiny_model(**model)), "dtype": dtype, **settings})
-    policy = build_policy(config, mesh, seed=0)
-    minibatches = plan(samples, mesh, minibatches=2, row_tokens=40)[0]
-    policy.eval()
-    measure_targets(["measured"], lambda micro: [forward_of(policy)(micro)], minibatches, mesh, pack=True)
-    reshard(policy)
-    policy.train(not model.get("attention_dropout"))
-    compared = 0
-    for minibatch in minibatches:
-        for indices in minibatch.micro_batches:
-            micro = build_micro_batch(minibatch.samples, indices, pack=True, device=mesh.device)
-            logprobs_N = forward_of(policy)(micro)
-            assert torch.equal(logprobs_N.detach(), micro.per_token["measured"])
-            logprobs_N.sum().backward()
-            compared += len(logprobs_N)
-    assert compared == sum(sample.num_targets for sample in samples)
-    policy.zero_grad(set_to_none=True)
+def test_k3_is_zero_at_equality_never_negative_and_exact_near_it() -> None:
+    assert k3(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+    d = torch.linspace(-5, 5, 1001)
+    assert (k3(d) >= 0).all()
+    tiny = torch.tensor([1e-7, -1e-7], dtype=torch.float64)  # where exp(d) - 1 has but nine digits left
+    assert k3(tiny).tolist() == pytest.approx([5e-15, 5e-15], rel=1e-6)
+
+
+def rollout(length: int, sampled: int, *, index: int = 0) -> Rollout:
+    prompt = length - sampled
+    return Rollout(
+        environment="e", task_id=0, sample_index=index, token_ids=list(range(5, 5 + length)),
+        loss_mask=[False] * prompt + [True] * sampled, logprobs=[0.0] * prompt + [-0.5 - k for k in range(sampled)],
+        versions=[VersionSpan(2, prompt, length - 1), VersionSpan(3, length - 1, length)],
+    )  # fmt: skip
+
+
+def samples_of(*rollouts: Rollout) -> list[Sample]:
+    return to_samples(rollouts, trained_version=3)
+
+
+def test_rollouts_become_samples_token_by_token() -> None:
+    (sample,) = samples_of(rollout(5, 3))
+    assign_advantages([sample], [[-1.5]])
+    assert sample.token_ids.tolist() == [5, 6, 7, 8, 9] and sample.num_targets == 3
+    assert sample.per_token[SAMPLER_LOGPROB].tolist() == [0.0, 0.0, -0.5, -1.5, -2.5]
+    assert sample.per_token[ADVANTAGE][sample.loss_mask].tolist() == [-1.5] * 3
+    assert sample.per_token[AGE][sample.loss_mask].tolist() == [1.0, 1.0, 0.0]
+    micro = build_micro_batch([sample], [0], pack=True, device=torch.device("cpu"))
+    assert micro.target_ids_N.tolist() == [7, 8, 9] and micro.predict_index_N.tolist() == [1, 2, 3]
+    assert micro.per_token[SAMPLER_LOGPROB].tolist() == [-0.5, -1.5, -2.5]
+
+
+def test_a_rollout_that_sampled_nothing_trains_nothing() -> None:
+    (sample, _) = samples_of(rollout(3, 0), rollout(3, 2, index=1))
+    assert sample.num_targets == 0
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs"])
+def test_a_rollout_whose_arrays_do_not_fit_is_refused(name: str) -> None:
+    broken = rollout(5, 3)
+    getattr(broken, name).pop()
+    with pytest.raises(DataError, match="sample 0: 5 tokens"):
+        samples_of(broken)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.config import RlConfig, TrainerConfig
+from holdfast.config import RlConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import TrainingError
 from holdfast.protocol.rollouts import Batch, Logprobs, Rollout, Sampling, VersionSpan
@@ -20,11 +20,10 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
-from holdfast.trainer.model.policy import Policy, build_policy, predict
-from holdfast.trainer.rl.components import RlComponents
+from holdfast.trainer.model.policy import Policy, predict
 from holdfast.trainer.rl.mismatch import mismatch_limit
-from holdfast.trainer.rl.train_step import Learner
-from holdfast.trainer.session import Stopwatch, start_session
+from holdfast.trainer.session import Stopwatch
+from tests.builders.learner_runs import start_learner
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]
@@ -53,7 +52,6 @@ def sampled_by(policy: Policy, mesh: Mesh, sampling: Sampling, *, off_by: float)
 @pytest.fixture
 def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Learn:
     """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
-    (tmp_path / "run.json").write_text('{"run_id": "r"}')
 
     def step(
         *,
@@ -63,21 +61,19 @@ def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedToke
         sampling: Sampling = Sampling(0.7),  # noqa: B008 - frozen
         **settings: Any,
     ) -> dict[str, float]:
-        model = {"name": str(tiny_model(**settings.pop("of_model", {})))}
-        config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": model} | settings)
-        parts = RlComponents(config, mesh)
-        session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
-        before = {name: tensor.clone() for name, tensor in trained_tensors(session.policy.hf_model).items()}
-        rollouts = sampled_by(session.policy, mesh, sampling, off_by=off_by)
+        model = tiny_model(**settings.pop("of_model", {}))
+        run = start_learner(tmp_path, model, mesh, tokenizer, **{"mismatch_limit": None, **settings})
+        policy = run.session.policy
+        before = {name: tensor.clone() for name, tensor in trained_tensors(policy.hf_model).items()}
+        rollouts = sampled_by(policy, mesh, sampling, off_by=off_by)
         number = 3
         for rollout in rollouts if age is not None else ():
             rollout.versions = [VersionSpan(version=number - 1 - (age or 0), start=PROMPT, end=LENGTH)]
-        learner = Learner(config, session, parts, None)
         batch = Batch(step=number, policy_version=number - 1, weights_digest="d", rollouts=rollouts)
         try:
-            return learner.learn(batch, Stopwatch(), is_foreign=is_foreign)
+            return run.learner.learn(batch, Stopwatch(), is_foreign=is_foreign)
         except TrainingError:
-            after = trained_tensors(session.policy.hf_model)
+            after = trained_tensors(policy.hf_model)
             assert all(torch.equal(before[name], tensor) for name, tensor in after.items()), "no step was taken"
             raise
 
