@@ -80,7 +80,6 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "trainer/launch.py _launch": (
         HERE,
-        "test_chaos.py::test_two_engines_and_two_ranks_are_hit_one_after_the_other",
         "test_sft_stop.py::test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit",
     ),
     "trainer/data/tokenizing.py _fork": (
@@ -88,7 +87,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "inference/engine.py _fork_engine": (
         "test_inference_process.py::test_an_engine_that_is_killed_while_it_starts_is_worth_another_start",
-        "test_inference_process.py::test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start",
+        "test_inference_process.py::test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start",
         "test_inference_process.py::test_the_death_of_the_engine_ends_the_server_with_its_own_code",
         "test_rl_on_vllm.py::test_inference_and_its_engine_die_and_hang",
     ),

@@ -21,13 +21,11 @@ from tests.runs.dashboards import charts_in, curve_in, page_when, request, state
 from tests.runs.ports import free_port
 from tests.runs.processes import command_line, wait_until
 from tests.runs.rl import RlRun, complete
-from tests.runs.training import pairs_command, refused, run_sft
+from tests.runs.training import refused, run_sft
 
 pytestmark = pytest.mark.launch
 
 _ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
-_NAMES_OF_OURS = ("web", "dashboard", "report", "live", "builds", "monitor")
-
 # In every launcher: the next page is made at once. How long a run waits is tested in test_dashboard_endpoint.py.
 _AT_ONCE = """
 from holdfast.view.report import serve
@@ -104,35 +102,6 @@ def test_a_killed_launcher_leaves_no_process_that_makes_pages(started: tuple[Run
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     wait_until(lambda: not builder.is_running() or builder.status() == psutil.STATUS_ZOMBIE, "its end")
-
-
-@pytest.mark.parametrize("program", ["dpo", "reward-model"])
-def test_runs_on_pairs_are_shown_again_after_a_kill_beside_files_of_our_names(
-    program: str, tmp_path: Path, tiny_model: ModelFactory
-) -> None:
-    for name in _NAMES_OF_OURS:
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
-    port, output = free_port(), tmp_path / "run"
-    flags = (*_ENDLESS, "--ckpt.interval", "2", "--ckpt.resume-step", "auto", "--dashboard.port", str(port))
-    argv = pairs_command(program, output, tiny_model(), *flags)[1:]
-    environment, there = {**os.environ, "PYTHONPATH": str(tmp_path)}, f"import os; os.chdir({str(tmp_path)!r})"
-    for attempt in (1, 2):
-        run = shared_commands().start(program, output, argv, environment=environment, fault=there)
-        try:
-            page = page_when(port, lambda page, attempt=attempt: _has_marks(page, attempt - 1))
-            wait_until(lambda: RunDir(output).committed_steps() != [], "a checkpoint")
-        finally:
-            os.kill(run.pid, signal.SIGKILL)
-            run.wait()
-        assert f"<td>{program}</td>" in page and "<td>going on</td>" in page
-        steps = curve_in(page)
-        assert steps == list(range(1, len(steps) + 1))
-        assert "was imported" not in run.log + run.trainer_log and "WARNING: dashboard" not in run.log
-
-
-def _has_marks(page: str, number: int) -> bool:
-    """Whether a page shows a few steps, and so many starts behind the first."""
-    return len(curve_in(page)) > 4 and len(charts_in(page)["loss"]["layout"]["shapes"]) == number
 
 
 @pytest.mark.timeout(900)

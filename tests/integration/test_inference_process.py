@@ -79,44 +79,23 @@ def _run_cold(directory: Path, config: dict[str, Any]) -> subprocess.CompletedPr
     )
 
 
-def _mistakes(model: Path, directory: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    empty = directory / "empty"
-    empty.mkdir()
-    bare = write_model(directory / "bare", seed=0, tied=True, weights=False)
-    mute = write_model(directory / "mute", seed=0, tied=True)
-    (mute / "tokenizer.json").unlink()
-    port = {"port": free_port()}
-    return {
-        "no directory": ({"model": {"name": str(directory / "nowhere")}, "server": port}, "there is no such directory"),
-        "no config": ({"model": {"name": str(empty)}, "server": port}, "has no config.json"),
-        "no weights": ({"model": {"name": str(bare)}, "server": port}, "--model.load dummy"),
-        "no tokenizer": ({"model": {"name": str(mute)}, "server": port}, "--model.tokenizer"),
-        "public": ({"model": {"name": str(model)}, "server": port | {"host": "0.0.0.0"}}, "HOLDFAST_ADMIN_TOKEN"),
-        "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
-        "too long": ({"model": {"name": str(model), "max_len": 10**6}, "server": port}, "Set --model.max-len "),
-    }
-
-
-@pytest.mark.parametrize(
-    "mistake", ["no directory", "no config", "no weights", "no tokenizer", "public", "unknown key", "too long"]
-)
+@pytest.mark.parametrize("mistake", ["no weights", "unknown key", "port in use"])
 def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path, mistake: str) -> None:
-    config, message = _mistakes(model, tmp_path)[mistake]
-    result = _run_cold(tmp_path, config)
+    """All of them: `tests/unit/inference/test_inference_preflight.py`."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
+        config, message = {
+            "no weights": ({"model": {"name": str(bare)}, "server": {"port": free_port()}}, "--model.load dummy"),
+            "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
+            "port in use": (
+                {"model": {"name": str(model)}, "server": {"port": port}},
+                f"cannot listen on 127.0.0.1:{port}: Address already in use",
+            ),
+        }[mistake]
+        result = _run_cold(tmp_path, config)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "loading vllm" not in result.stderr
-
-
-def test_a_port_in_use_is_told_before_vllm_loads(model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = _run_cold(tmp_path, {"model": {"name": str(model)}, "server": {"port": port}})
-    assert result.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
     assert "Traceback" not in result.stderr and "loading vllm" not in result.stderr
 
 
@@ -189,8 +168,11 @@ def test_weights_that_no_file_sets_end_the_server_with_their_name(tmp_path: Path
 
 
 def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path)
+    events = tmp_path / "events.jsonl"
+    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
     server.wait_ready()
+    phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
+    assert phases == ["loading vllm", "starting the engine", "ready"]
     no_tools = "no tools: the chat template shows no form of calls that is known"
     assert server.log().count(f'ready: {server.url}/v1, model "{model}", {no_tools}\n') == 1
     engine = _engine(server)
@@ -284,13 +266,18 @@ def _starting_engine(server: ServerHandle) -> psutil.Process:
     return engines[0]
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["as it appears", "while it loads"])
+# As between the end of its files and that of the process: who asks without waiting gets no answer.
+_LATE = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)\n"
+
+
+@pytest.mark.parametrize("when", ["as it appears", "while it loads", "while it loads, known late"])
 def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
-    model: Path, tmp_path: Path, loads: bool
+    model: Path, tmp_path: Path, when: str
 ) -> None:
-    server = _start(model, tmp_path, sabotage=_held_loading(tmp_path / "loads"))
+    late = _LATE if "late" in when else ""
+    server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
     engine = _starting_engine(server)
-    if loads:
+    if "loads" in when:
         wait_until((tmp_path / "loads").exists, "its weights")
     engine.kill()
     assert server.wait() == 75
@@ -298,27 +285,17 @@ def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
     assert "error: " not in server.log()
 
 
-def test_a_killed_engine_is_known_even_if_its_exit_code_comes_late(model: Path, tmp_path: Path) -> None:
-    # As between the end of its files and that of the process: who asks without waiting gets no answer.
-    late = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)\n"
-    server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
-    engine = _starting_engine(server)
-    wait_until((tmp_path / "loads").exists, "its weights")
-    engine.kill()
-    assert server.wait() == 75
-    assert "'EngineCore': -9" in server.log()
-
-
-def test_an_engine_that_is_killed_between_its_start_and_the_first_request_is_worth_another_start(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize("ahead_of", ["EngineWeights.adopt_initial", "_check_first_token"])
+def test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start(
+    model: Path, tmp_path: Path, ahead_of: str
 ) -> None:
     kill = (
-        "import os, psutil, holdfast.inference.server as s; adopt = s.EngineWeights.adopt_initial; "
-        "s.EngineWeights.adopt_initial = lambda weights: (psutil.Process().children()[0].kill(), adopt(weights))[1]"
+        f"import psutil, holdfast.inference.server as s; real = s.{ahead_of}\n"
+        f"s.{ahead_of} = lambda it: (psutil.Process().children()[0].kill(), real(it))[1]"
     )
     server = _start(model, tmp_path, sabotage=kill)
     assert server.wait() == 75
-    assert "ERROR the engine died while it started" in server.log()
+    assert "ERROR the engine died while it started" in server.log() and "error: " not in server.log()
 
 
 def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
@@ -331,16 +308,6 @@ def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
     assert "inference INFO ready" not in server.log()
     reason = engine_failure(server.log_path)
     assert reason is not None and "head_dim=16" in reason
-
-
-def test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start(model: Path, tmp_path: Path) -> None:
-    kill = (
-        "import psutil, holdfast.inference.server as s; prove = s._check_first_token; "
-        "s._check_first_token = lambda engine: (psutil.Process().children()[0].kill(), prove(engine))[1]"
-    )
-    server = _start(model, tmp_path, sabotage=kill)
-    assert server.wait() == 75
-    assert "error: " not in server.log()
 
 
 def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_path: Path) -> None:
@@ -442,15 +409,6 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
     allowed = post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
     assert allowed.status_code == 200, allowed.text
     assert get(f"{server.url}/weights").json()["version"] == 1
-    assert server.terminate() == 0
-
-
-def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
-    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
-    server.wait_ready()
-    phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
-    assert phases == ["loading vllm", "starting the engine", "ready"]
     assert server.terminate() == 0
 
 

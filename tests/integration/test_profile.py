@@ -16,7 +16,6 @@ from tests.integration.conftest import UsedServer
 from tests.runs.processes import HANG_S
 from tests.runs.profiles import Trace, traces
 from tests.runs.rl import exact_metrics, last_step, outcome, succeeded
-from tests.runs.training import run_pairs
 
 pytestmark = pytest.mark.launch
 
@@ -63,8 +62,6 @@ def test_two_ranks_are_profiled_and_their_bits_stay(
     (path,) = profiled.profiles()
     assert path == profiled.logs(2) / "profile_steps_5_to_5"
     assert Trace.read(path, rank=1).steps() == [5]
-    past = train("profiled", "--max-steps", "7", "--profile", "3:5", "--ckpt.resume-step", "latest", "--dry-run")
-    assert "WARNING: profile = 3:5: nothing is profiled, the run goes on from step 6" in past.log
 
 
 def test_a_kill_leaves_nothing_torn_and_a_stop_what_was_recorded(
@@ -90,26 +87,6 @@ def test_a_kill_leaves_nothing_torn_and_a_stop_what_was_recorded(
     assert path.parent == run_dir.logs(2) and 2 <= first <= last == run_dir.committed_steps()[-1]
     assert Trace.read(path).steps()[: last - first + 1] == list(range(first, last + 1))
     assert stopped.log.count(f"profile: {path}") == 1
-
-
-def test_a_window_that_the_run_never_comes_to_is_refused(
-    tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
-) -> None:
-    model = tiny_model(weights=False)
-    run = shared_commands().sft(tmp_path / "run", model, sft_data, "--max-steps", "4", "--profile", "3:5").wait()
-    assert run.code == 2 and not (tmp_path / "run").exists()
-    assert "error: profile = '3:5' goes on to step 5, and the run ends with step 4" in run.log
-    assert "Traceback" not in run.log
-
-
-def test_pairs_are_profiled_up_to_the_last_step(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    flags = ("--max-steps", "2", "--profile", "2:2")
-    for program, model in (("dpo", tiny_model()), ("reward-model", tiny_model())):
-        run = run_pairs(tmp_path / program, model, *flags, program=program)
-        assert run.code == 0, run.output
-        trace = Trace.read(*run.run_dir.profiles())
-        assert trace.steps() == [2]
-        trace.check_phase("forward_backward")
 
 
 @pytest.mark.timeout(1800)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,9 +16,8 @@ from tests.conftest import ModelFactory
 from tests.forking.commands import Run, shared_commands
 from tests.pages.series import documented_series, names_of_rows
 from tests.runs.ports import free_port
-from tests.runs.processes import HANG_S
 from tests.runs.prometheus import scrape, scraped_when
-from tests.runs.training import pairs_command, refused, run_sft
+from tests.runs.training import pairs_command
 
 pytestmark = pytest.mark.launch
 
@@ -92,26 +89,3 @@ def test_what_the_dashboard_shows_of_preferences(program: str, tmp_path: Path, t
             wanted = {"holdfast_rewards_accuracies", "holdfast_rewards_margins", "holdfast_rewards_mean"}
         found = scraped_when(port, lambda found: wanted <= found.samples.keys())
         assert found.value("holdfast_run_info", program=program) == 1
-
-
-def test_two_runs_beside_each_other_and_a_third_that_asks_for_a_port_of_theirs(
-    start: Start, tmp_path: Path, tiny_model: ModelFactory, sft_data: Path
-) -> None:
-    first, second = start("first", "--prometheus.port", "0"), start("second", "--prometheus.port", "0")
-    ports = {run.output.name: _port_of(run) for run in (first, second)}
-    for name, port in ports.items():
-        found = scraped_when(port, lambda found: found.value("holdfast_trainer_step") >= 1)
-        assert {labels["run"] for samples in found.samples.values() for labels, _ in samples} == {name}
-    taken = run_sft(tmp_path / "third", tiny_model(weights=False), sft_data, "--prometheus.port", str(ports["first"]))
-    refused(taken, f"127.0.0.1:{ports['first']} is in use", "--prometheus.port")
-    assert not (tmp_path / "third").exists()
-    assert scrape(ports["first"]).value("holdfast_process_up", process="trainer") == 1
-
-
-def _port_of(run: Run) -> int:
-    """Return the port that a run was given, as its console says it."""
-    deadline = time.monotonic() + HANG_S
-    while (found := re.search(r"^Prometheus: http://127\.0\.0\.1:(\d+)/metrics$", run.log, re.M)) is None:
-        assert not run.has_ended and time.monotonic() < deadline, run.log
-        time.sleep(0.05)
-    return int(found[1])

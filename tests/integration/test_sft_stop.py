@@ -171,14 +171,6 @@ def test_a_second_signal_does_not_wait_for_the_grace(start: Start, ends: Ends) -
     assert "was NOT saved" in live.run.log
 
 
-def test_a_killed_launcher_takes_everything_with_it(start: Start, ends: Ends) -> None:
-    live = start(fault=held_after(8, until=NEVER), ranks=2)
-    live.wait_for("step  1/")
-    assert len(live.ranks()) == 2
-    os.kill(live.run.pid, signal.SIGKILL)
-    assert live.ended(ends) == -signal.SIGKILL
-
-
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit(
     start: Start, straight_on_two: Path, ends: Ends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,11 +94,3 @@ def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(run_tracked:
     run = run_tracked("--tracking.backends", "tests.runs.own_tracker:Unfinished")
     refused(run, "lacks begin, close, flush, log")
     assert not run.run_dir.path.exists()
-
-
-def test_the_settings_of_trackers_are_free_to_change(run_tracked: Tracked) -> None:
-    succeeded(run_tracked("--max-steps", "1", "--ckpt"))
-    tracked = ("--tracking.backends", _OWN, *_PATIENT, "--tracking.name", "second")
-    run = succeeded(run_tracked("--max-steps", "2", "--ckpt.resume-step", "1", *tracked))
-    assert "free to change" in run.output and _steps(run.run_dir) == _trained(run.run_dir)
-    assert json.loads((run.run_dir.path / "run.json").read_text()).get("rewinds") is None
