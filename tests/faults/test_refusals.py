@@ -65,47 +65,37 @@ def check_refused(run: Run, *parts: str) -> None:
     assert "reading data" not in run.log
 
 
-def test_a_run_directory_that_may_not_be_written_is_refused(start: Start, output: Path, chmod: Chmod) -> None:
-    chmod(output, 0o555)
-    run = start(output, fault=UNPRIVILEGED).wait()
-    check_refused(run, str(output), "Permission denied", "--output-dir")
-    below = start(output / "new", fault=UNPRIVILEGED, log=output.with_name("new.log")).wait()
-    check_refused(below, str(output / "new"), "Permission denied", "--output-dir")
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "weights"])
-def test_directories_in_it_that_may_not_be_written_are_refused(
-    start: Start, output: Path, chmod: Chmod, name: str
+@pytest.mark.parametrize(
+    ("closed", "asked", "named"),
+    [
+        (".", ".", "."), (".", "new", "new"), ("checkpoints", ".", "checkpoints"), ("weights", ".", "weights"),
+        ("checkpoints/.tmp-step_2", ".", "."),
+    ],
+    ids=["the run", "a new one in it", "its checkpoints", "its weights", "a leftover that is to go"],
+)  # fmt: skip
+def test_a_directory_that_may_not_be_written_is_refused(
+    start: Start, output: Path, chmod: Chmod, closed: str, asked: str, named: str
 ) -> None:
     """At the start, and not after the hours that it takes to the first save."""
-    (output / name).mkdir(exist_ok=True)
-    chmod(output / name, 0o555)
-    run = start(output, fault=UNPRIVILEGED).wait()
-    check_refused(run, str(output / name), "Permission denied", "--output-dir")
+    is_leftover = closed.endswith("step_2")
+    (output / closed / ("trainer" if is_leftover else "")).mkdir(parents=True, exist_ok=True)
+    chmod(output / closed, 0o555)
+    run = start(output / asked, fault=UNPRIVILEGED, log=output.with_name("log")).wait()
+    advice = ("trainer", "start again") if is_leftover else ("--output-dir",)
+    check_refused(run, str(output / named), "Permission denied", *advice)
 
 
-def test_leftovers_that_may_not_be_removed_are_told(start: Start, output: Path, chmod: Chmod) -> None:
-    torn = output / "checkpoints/.tmp-step_2"
-    (torn / "trainer").mkdir(parents=True)
-    chmod(torn, 0o555)
-    run = start(output, fault=UNPRIVILEGED).wait()
-    check_refused(run, str(output), "Permission denied", "trainer", "start again")
-
-
-def test_a_read_only_mount_is_refused(start: Start, output: Path) -> None:
+def test_a_read_only_mount_and_a_file_in_place_of_checkpoints_are_refused(start: Start, output: Path) -> None:
     place = output / "checkpoints"
     with Disk(f"mount --bind {place} {place}\nmount -o remount,ro,bind {place}") as disk:
         if disk.problem:
             pytest.skip(f"nothing can be mounted here: {disk.problem}")
         run = start(output, fault=disk.fault).wait()
     check_refused(run, str(place), "Read-only file system", "--output-dir")
-
-
-def test_checkpoints_that_are_a_file_are_refused(start: Start, output: Path) -> None:
-    (output / "checkpoints").rmdir()
-    (output / "checkpoints").write_text("not a directory")
-    check_refused(start(output).wait(), f"{output}/checkpoints", "--output-dir")
-    assert (output / "checkpoints").read_text() == "not a directory"
+    place.rmdir()
+    place.write_text("not a directory")
+    check_refused(start(output).wait(), str(place), "--output-dir")
+    assert place.read_text() == "not a directory"
 
 
 def test_a_step_that_may_not_be_read_is_not_passed_over(start: Start, output: Path, chmod: Chmod) -> None:

@@ -26,6 +26,7 @@ from holdfast.process.child import LAUNCHER_ENV, heavy_imports
 from tests.forking.popen import STUB_ENGINE, Engine, run_module
 from tests.forking.server import ROOT, Fork, ForkServer
 from tests.lanes.marks import require
+from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 READY_TIMEOUT_S = HANG_S
@@ -182,6 +183,14 @@ class Engines:
     def close(self) -> None:
         """End all of them."""
         self._server.close()
+
+
+def config_of(
+    model: Path, *, max_len: int = 64, server: Mapping[str, object] | None = None, **more: object
+) -> InferenceConfig:
+    """Return the configuration of a server of one thread at a free port; `more` is of the model."""
+    values = {"model": {"name": str(model), "max_len": max_len, **more}, "engine": {"threads": 1}}
+    return InferenceConfig.model_validate(values | {"server": {"port": free_port(), **(server or {})}})
 
 
 def start_server(

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import cli
-from holdfast.config import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError
 from holdfast.run import manifest
@@ -28,9 +27,8 @@ from holdfast.trainer.export import Export, export, import_weights
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
-from tests.forking.engines import shared_engines
+from tests.forking.engines import config_of, shared_engines
 from tests.models.served import reference_logprobs, write_model
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.training import run_sft
 
@@ -130,10 +128,7 @@ def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
 
 @pytest.mark.engine
 def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(masters), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
-    )
-    server = shared_engines().start(config, tmp_path / "inference.log")
+    server = shared_engines().start(config_of(masters), tmp_path / "inference.log")
     server.wait_ready()
     prompt = [5, 17, 40, 41, 9, 66]
     body = {"token_ids": prompt, "seeds": [1], "max_tokens": 16}

@@ -11,13 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.config import InferenceConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
-from tests.forking.engines import ServerHandle, start_server
+from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
 from tests.models.served import write_model
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 SHORT_LEASE_S = 1.0
@@ -37,9 +35,7 @@ def start(
     engine: Engine, models: Path, directory: Path, *, owner: Path | None = None, lease_s: float = 3600.0
 ) -> ServerHandle:
     """Start a server whose owner keeps it however late a test is, unless it is told otherwise."""
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(models / "a"), "max_len": 64}, "server": {"port": free_port(), "lease_s": lease_s}}
-    )
+    config = config_of(models / "a", server={"lease_s": lease_s})
     server = start_server(engine, config, directory / "inference.log", owner=owner)
     server.wait_ready()
     return server

@@ -27,7 +27,7 @@ from holdfast.launcher.supervise import error_message
 from holdfast.process.heartbeat import HEARTBEAT_ENV, read_beat
 from holdfast.process.scratch import remove_abandoned
 from tests.conftest import ModelFactory
-from tests.forking.engines import ServerHandle, shared_engines
+from tests.forking.engines import ServerHandle, config_of, shared_engines
 from tests.models.served import write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line, wait_until
@@ -42,10 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
 
 
-def _start(model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None, **options: Any) -> ServerHandle:
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(model), "max_len": 256}, "server": {"port": free_port()} | (server or {})}
-    )
+def _start(
+    model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None, max_len: int = 256, **options: Any
+) -> ServerHandle:
+    config = config_of(model, max_len=max_len, server=server)
     return shared_engines().start(config, tmp_path / "inference.log", **options)
 
 
@@ -315,10 +315,7 @@ def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_pat
     fields = json.loads((untold / "config.json").read_text())
     del fields["max_position_embeddings"]
     (untold / "config.json").write_text(json.dumps(fields))
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(untold), "max_len": 10_000_000}, "server": {"port": free_port()}}
-    )
-    server = shared_engines().start(config, tmp_path / "inference.log")
+    server = _start(untold, tmp_path, max_len=10_000_000)
     assert server.wait() == 3
     said = error_message(server.log_path)
     assert said is not None and "max_model_len" in said and "10000000" in said
@@ -367,12 +364,7 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
 
 def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
-    config = InferenceConfig.model_validate(
-        {
-            "model": {"name": str(bare), "max_len": 256, "load": "dummy"},
-            "server": {"port": free_port(), "health_timeout_s": 0.5},
-        }
-    )
+    config = config_of(bare, load="dummy", server={"health_timeout_s": 0.5})
     server = shared_engines().start(config, tmp_path / "inference.log")
     server.wait_ready()
     engine = _engine(server)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from holdfast.config import InferenceConfig
 from holdfast.protocol.rollouts import Rollout
 from holdfast.run.journal import read_batch
-from tests.faults.killed_runs import killed_twice
-from tests.forking.engines import start_server
+from tests.faults.blows import killed_twice
+from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL, assert_same_end, exact_metrics, succeeded
@@ -28,14 +27,7 @@ _STUDENT = ("--trainer.model.init", "random", "--trainer.optim.lr", "1e-3", "--m
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
-    config = InferenceConfig.model_validate(
-        {
-            "model": {"name": str(MODEL), "max_len": 80},
-            "server": {"port": free_port()},
-            "engine": {"threads": 1},
-        }
-    )
-    handle = start_server("stub", config, tmp_path_factory.mktemp("teacher") / "inference.log")
+    handle = start_server("stub", config_of(MODEL, max_len=80), tmp_path_factory.mktemp("teacher") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()

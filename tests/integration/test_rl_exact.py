@@ -9,16 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.config import InferenceConfig
 from holdfast.protocol.inference import CANARY_NAME, MAX_TOKENS
 from holdfast.protocol.rollouts import Sampling
 from holdfast.run.journal import read_batch
 from holdfast.run.manifest import verify
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
-from tests.forking.engines import start_server
+from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.rl import (
     MODEL,
@@ -215,14 +213,7 @@ def test_truncated_sampling_is_trained_as_it_was_sampled(rl_server: UsedServer, 
 
 def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
     """An engine that takes `MAX_TOKENS` in all is asked for fewer of them, and one to sample."""
-    config = InferenceConfig.model_validate(
-        {
-            "model": {"name": str(MODEL), "max_len": MAX_TOKENS},
-            "server": {"port": free_port()},
-            "engine": {"threads": 1},
-        }
-    )
-    handle = start_server("stub", config, tmp_path / "inference.log")
+    handle = start_server("stub", config_of(MODEL, max_len=MAX_TOKENS), tmp_path / "inference.log")
     handle.wait_ready()
     try:
         lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))

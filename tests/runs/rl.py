@@ -61,7 +61,6 @@ class RlRun:
         environment: variables on top of those of this process.
         engine: what an inference server of the run samples with.
         starts_python: start all of it as a user does, vLLM included.
-        through: words ahead of the command of a user, such as `uv run`.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class RlRun:
         environment: Mapping[str, str] | None = None,
         engine: Engine = "stub",
         starts_python: bool = False,
-        through: tuple[str, ...] = (),
     ) -> None:
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
@@ -81,8 +79,8 @@ class RlRun:
         argv = ["@", CONFIG, "--output-dir", str(output_dir), *saving, *flags]
         variables = {**os.environ, **(environment or {})}
         self._launcher: _Started | _Forked
-        if starts_python or through:
-            command = [*through, str(Path(sys.executable).with_name("rl")), *argv]
+        if starts_python:
+            command = [str(Path(sys.executable).with_name("rl")), *argv]
             self._launcher = _Started(command, self._output, variables)
         else:
             run = shared_commands().start(

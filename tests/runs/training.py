@@ -71,11 +71,6 @@ def pairs_command(program: str, output: Path, model: Path, *flags: str) -> list[
     return [command, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
 
 
-def run_pairs(output: Path, model: Path, *flags: str, program: str) -> SftRun:
-    """Run `dpo` or `reward-model` to its end."""
-    return run_command(pairs_command(program, output, model, *flags), output)
-
-
 def succeeded(run: SftRun) -> SftRun:
     """Return a run that must have ended well."""
     assert run.code == 0, run.output

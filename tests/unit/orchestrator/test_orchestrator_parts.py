@@ -19,7 +19,7 @@ from holdfast.orchestrator import main
 from holdfast.orchestrator.batch_maker import select
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
-from holdfast.orchestrator.curriculum import adopt_mix, integer_weights, next_environment
+from holdfast.orchestrator.curriculum import adopt_mix, next_environment
 from holdfast.orchestrator.env.guard import place_of, place_of_task
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
@@ -62,12 +62,6 @@ from tests.servers.orchestrator_fakes import (
     publish_weights,
     serving,
 )
-
-
-def test_integer_weights_are_exact() -> None:
-    assert integer_weights({"a": 0.1, "b": 0.2, "c": 0.7}) == {"a": 1, "b": 2, "c": 7}
-    assert integer_weights({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
-    assert integer_weights({"a": 0.3}) == {"a": 1}
 
 
 def mix(weights: Mapping[str, float]) -> OrchestratorConfig:
