@@ -34,7 +34,6 @@ _SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")
 
 
 def main() -> int:
-    """Run, check, print."""
     arguments = parse_arguments()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,6 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="SIGKILLs; the length of the run follows from all hits")
     parser.add_argument("--stops", type=int, default=5, help="SIGSTOPs on top")

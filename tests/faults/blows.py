@@ -20,24 +20,20 @@ _HEARTBEAT_S = 15
 
 
 def orchestrator(run: RlRun) -> psutil.Process:
-    """Its orchestrator."""
     (found,) = run.find("holdfast.orchestrator.main")
     return found
 
 
 def rank(run: RlRun) -> psutil.Process:
-    """The one rank of its trainer."""
     _, found = run.find("holdfast.trainer.launch")
     return found
 
 
 def trainer(run: RlRun) -> psutil.Process:
-    """The process that watches its ranks."""
     return run.find("holdfast.trainer.launch")[0]
 
 
 def inference(run: RlRun) -> psutil.Process:
-    """Its inference server."""
     (found,) = run.find("holdfast.inference.main")
     return found
 
@@ -48,7 +44,6 @@ def engines(run: RlRun) -> list[psutil.Process]:
 
 
 def engine(run: RlRun) -> psutil.Process:
-    """The one engine process of vLLM."""
     (found,) = engines(run)
     return found
 

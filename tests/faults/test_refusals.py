@@ -126,7 +126,6 @@ def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, o
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    """Wait until the run has trained `step`."""
     metrics = run.output / "metrics.jsonl"
     while not metrics.exists() or not (lines := read_metrics(metrics)) or lines[-1]["step"] < step:
         assert not run.has_ended, f"it ended before step {step}:\n{run.log}"

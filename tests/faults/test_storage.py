@@ -40,7 +40,6 @@ def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
 
 @pytest.fixture(scope="module")
 def wanted(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the end state of the undisturbed run."""
     run = start(tmp_path_factory.mktemp("undisturbed") / "run").wait()
     assert run.code == 0, run.log
     return end_state(run.output)

@@ -67,7 +67,6 @@ class Run:
 
     @property
     def pid(self) -> int:
-        """The process of the command itself."""
         return self.fork.pid
 
     @property
@@ -77,7 +76,6 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What the command printed so far."""
         return self.fork.log
 
     @property
@@ -89,7 +87,6 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended."""
         return self.fork.has_ended
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
@@ -185,7 +182,6 @@ class Commands:
         return [torch.load(path) for path in sorted(directory.glob("rank_*.pt"))]
 
     def close(self) -> None:
-        """End all of them."""
         self._server.close()
 
 

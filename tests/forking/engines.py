@@ -119,7 +119,6 @@ class ServerHandle:
         return self._process.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the server has ended."""
         if not self._process.has_ended:
             with suppress(ProcessLookupError):  # it has ended, and nobody has heard of it yet
                 os.kill(self.pid, number)
@@ -135,13 +134,10 @@ class ServerHandle:
         return self.wait()
 
     def log(self) -> str:
-        """What the server wrote so far."""
         return self._process.log
 
 
 class Engines:
-    """Starts servers."""
-
     def __init__(self) -> None:
         self._server = ForkServer("tests.forking.engines:prepare")
         self._forks_launchers = False
@@ -181,7 +177,6 @@ class Engines:
         return ServerHandle(f"http://127.0.0.1:{config.server.port}", fork)
 
     def close(self) -> None:
-        """End all of them."""
         self._server.close()
 
 

@@ -50,13 +50,11 @@ class Fork:
 
     @property
     def log(self) -> str:
-        """What it wrote so far."""
         data = self.log_path.read_bytes() if self.log_path.exists() else b""
         return data[self._log_begin :].decode(errors="replace")
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended."""
         return self.code is not None or not self._answers.empty()
 
     def wait(self, timeout_s: float) -> int:
@@ -130,7 +128,6 @@ class ForkServer:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the server and every child."""
         self._process.kill()
         self._process.wait()
         self._reader.join()

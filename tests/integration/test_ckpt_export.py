@@ -53,8 +53,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Pat
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed."""
-
     stdout: str
     stderr: str
 

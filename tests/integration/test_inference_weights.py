@@ -69,7 +69,6 @@ def _start(engine: Engine, models: Path, directory: Path, **model: Any) -> Serve
 
 
 def _wait_for_beat(path: Path, doing: str) -> Beat:
-    """Return the first beat that says so."""
     while (beat := read_beat(path)).doing != doing:
         time.sleep(0.01)
     return beat

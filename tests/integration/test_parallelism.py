@@ -22,7 +22,6 @@ Found = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3."""
     family = next(family for family in FAMILIES if family.name == "qwen3")
     return write_model(family, tmp_path_factory.mktemp("qwen3"), seed=2)
 

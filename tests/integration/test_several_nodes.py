@@ -56,7 +56,6 @@ class Nodes:
             self.start(node, *flags)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until `step` has been trained."""
         _until(lambda: [line for line in _metrics(self.run_dir) if line["step"] >= step], *self.runs)
 
     def trainer(self, node: int) -> psutil.Process:

@@ -104,7 +104,6 @@ class Row:
     refusal: str = ""
 
     def cells(self, in_rl: str) -> list[str]:
-        """Return the cells of the table's row."""
         if self.layout is None:
             return [self.family.name, "", "", "", f"refused: {self.refusal}", "refused"]
         rows = "packed" if self.layout.packs else f"padded: {self.layout.reason}"
@@ -112,7 +111,6 @@ class Row:
 
 
 def page(rows: Mapping[str, Row]) -> str:
-    """Return the page for these rows, by family."""
     in_rl: dict[str, str] = json.loads(IN_RL.read_text())
     lines = [f"| {' | '.join(rows[name].cells(in_rl.get(name, '')))} |" for name in sorted(rows)]
     return _TEXT.format(count=len(rows), table="\n".join(lines))

@@ -66,7 +66,6 @@ def whole(objects: Objects) -> dict[str, Tensor]:
 
 
 def names_in(directory: Path) -> list[str]:
-    """What lies in a directory of checkpoints."""
     dist.barrier()
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
     dist.barrier()
@@ -74,7 +73,6 @@ def names_in(directory: Path) -> list[str]:
 
 
 def message_of(action: Callable[[], object]) -> str:
-    """The message of the error that `action` raises."""
     try:
         action()
     except HoldfastError as error:

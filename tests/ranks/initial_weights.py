@@ -34,17 +34,13 @@ class CountedFile:
         self._file.__exit__(*ended)
 
     def keys(self) -> list[str]:
-        """See safetensors."""
         return self._file.keys()
 
     def get_slice(self, name: str) -> CountedSlice:
-        """See safetensors."""
         return CountedSlice(name, self._file.get_slice(name))
 
 
 class CountedSlice:
-    """A tensor of such a file."""
-
     def __init__(self, name: str, inner: Any) -> None:
         self._name, self._inner = name, inner
 

@@ -168,7 +168,6 @@ def stepped(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def compute(model_dir: Path, data: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return what this rank sees. Collective."""
     return {
         "tokenised": tokenised(model_dir, data, mesh),
         "statistics": statistics_of(mesh),

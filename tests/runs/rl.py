@@ -101,15 +101,12 @@ class RlRun:
 
     @property
     def output(self) -> str:
-        """What the command printed so far."""
         return self._output.read_text(errors="replace")
 
     def launcher(self) -> psutil.Process:
-        """The process of the command."""
         return psutil.Process(self._launcher.pid)
 
     def ended(self) -> bool:
-        """Whether the command has ended."""
         return self._launcher.has_ended
 
     def processes(self) -> list[psutil.Process]:
@@ -235,8 +232,6 @@ def _is_alive(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class CompletedRun:
-    """What one `rl` command left behind."""
-
     run_dir: RunDir
     exit_code: int
     output: str

@@ -97,7 +97,6 @@ class FakeEngine:
     is_away: bool = False
 
     def app(self) -> FastAPI:
-        """Return the routes."""
         app = FastAPI()
 
         @app.middleware("http")

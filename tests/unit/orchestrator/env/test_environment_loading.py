@@ -103,8 +103,6 @@ def test_arguments_are_converted_where_something_is_known_of_their_types() -> No
 
 
 class Open(Environment):
-    """Takes anything."""
-
     def __init__(self, word, **others: Any) -> None:  # type: ignore[no-untyped-def]
         self.given = {"word": word, **others}
 

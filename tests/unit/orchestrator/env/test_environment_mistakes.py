@@ -469,7 +469,6 @@ def line_of(text: str) -> str:
 
 
 def process(config: OrchestratorConfig, prelude: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the orchestrator's program to its end."""
     path = config.output_dir / "resolved.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))

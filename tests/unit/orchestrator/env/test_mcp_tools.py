@@ -90,7 +90,6 @@ async def play(
 
 
 def answers(session: Session) -> list[str]:
-    """Return what the tools answered."""
     tokenizer = tokenizer_of("hermes")
     text = tokenizer.decode(session.token_ids, skip_special_tokens=False)
     return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
