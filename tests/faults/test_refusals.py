@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
+from tests.runs.processes import wait_until
+from tests.runs.rl import last_step
 
 pytestmark = pytest.mark.launch
 
@@ -126,9 +128,8 @@ def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, o
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    metrics = run.output / "metrics.jsonl"
-    while not metrics.exists() or not (lines := read_metrics(metrics)) or lines[-1]["step"] < step:
-        assert not run.has_ended, f"it ended before step {step}:\n{run.log}"
+    wait_until(lambda: last_step(RunDir(run.output)) >= step or run.has_ended, f"step {step}")
+    assert not run.has_ended, f"it ended before step {step}:\n{run.log}"
 
 
 def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:

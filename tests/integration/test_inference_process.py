@@ -191,12 +191,8 @@ def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int) -> None:
     server = _start(model, tmp_path)
-    deadline = time.monotonic() + HANG_S
-    while "starting the engine" not in server.log():
-        assert time.monotonic() < deadline
-    process = psutil.Process(server.pid)
-    while not (children := process.children(recursive=True)):
-        assert time.monotonic() < deadline
+    wait_until(lambda: "starting the engine" in server.log(), "the start of the engine")
+    children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     server.send_signal(number)
     assert server.wait() == 0
     for child in children:
@@ -216,9 +212,7 @@ os.register_at_fork(after_in_child=wait_for_its_death)
 def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path, tmp_path: Path) -> None:
     """It could not yet ask the kernel to end it too, and would wait minutes for a server's answer."""
     server = _start(model, tmp_path, sabotage=_SLOW_TO_FORK)
-    process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
-    while not (children := process.children(recursive=True)):
-        assert time.monotonic() < deadline
+    children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     assert server.kill() == -signal.SIGKILL
     for child in children:
         _assert_ends(child)
@@ -260,10 +254,10 @@ def _held_loading(mark: Path) -> str:
 
 def _starting_engine(server: ServerHandle) -> psutil.Process:
     """Return the engine's process as soon as it is there."""
-    process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
-    while not (engines := [one for one in process.children() if "EngineCore" in "".join(command_line(one))]):
-        assert time.monotonic() < deadline
-    return engines[0]
+    children = psutil.Process(server.pid).children
+    return wait_until(lambda: [one for one in children() if "EngineCore" in "".join(command_line(one))], "the engine")[
+        0
+    ]
 
 
 # As between the end of its files and that of the process: who asks without waiting gets no answer.

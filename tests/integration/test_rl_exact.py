@@ -18,16 +18,7 @@ from holdfast.run.run_dir import RunDir
 from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.processes import HANG_S
-from tests.runs.rl import (
-    MODEL,
-    CompletedRun,
-    Outcome,
-    assert_same,
-    exact_metrics,
-    journal_files,
-    outcome,
-    succeeded,
-)
+from tests.runs.rl import MODEL, CompletedRun, Outcome, assert_same, exact_metrics, journal_files, outcome, succeeded
 
 pytestmark = pytest.mark.launch
 

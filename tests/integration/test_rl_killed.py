@@ -12,15 +12,7 @@ from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, NEVER, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
-from tests.runs.rl import (
-    SMALL_BATCH,
-    CompletedRun,
-    RlRun,
-    assert_same_end,
-    complete,
-    last_step,
-    succeeded,
-)
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, last_step, succeeded
 
 pytestmark = pytest.mark.launch
 

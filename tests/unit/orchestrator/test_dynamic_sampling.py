@@ -17,30 +17,13 @@ from holdfast.orchestrator.batch_maker import count, select
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.state import OrchestratorState
-from holdfast.protocol.rollouts import (
-    Batch,
-    Dropped,
-    Logprobs,
-    LossMask,
-    Rewards,
-    Rollout,
-    Signal,
-    StepRewards,
-    TokenIds,
-    has_signal,
-)
+from holdfast.protocol.rollouts import Batch, Dropped, Rewards, Rollout, Signal, StepRewards, TokenIds, has_signal
 from holdfast.run import journal
 from holdfast.run.journal import Accepted, Counts
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.rl.accounting import check_tasks
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    make_config,
-    read_rollouts,
-    run,
-    run_until,
-    serving,
-)
+from tests.builders.sampled_rollouts import sampled_rollout
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, run_until, serving
 
 STEPS = 4
 
@@ -229,13 +212,7 @@ def test_a_limit_below_the_batch_is_refused(tmp_path: Path) -> None:
 
 
 def group(task: int, rewards: Sequence[float]) -> list[Rollout]:
-    return [
-        Rollout(
-            environment="a", task_id=task, sample_index=sample, token_ids=TokenIds([1, 2, 3]),
-            loss_mask=LossMask([0, 1, 1]), logprobs=Logprobs([0.0] * 3), versions=[], reward=reward,
-        )
-        for sample, reward in enumerate(rewards)
-    ]  # fmt: skip
+    return [sampled_rollout(reward, task_id=task) for reward in rewards]
 
 
 def failed(task: int) -> Dropped:

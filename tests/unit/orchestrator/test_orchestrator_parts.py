@@ -53,6 +53,7 @@ from holdfast.run import atomic, journal, manifest
 from holdfast.run.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
+from tests.builders.sampled_rollouts import sampled_rollout
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
     STOP_TOKEN,
@@ -319,17 +320,9 @@ def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) ->
 
 
 def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **metrics: float) -> Rollout:
-    return Rollout(
-        environment=environment,
-        task_id=0,
-        sample_index=0,
-        token_ids=TokenIds([1] * (sampled + 1)),
-        loss_mask=LossMask([False] + [True] * sampled),
-        logprobs=Logprobs([0.0] * (sampled + 1)),
-        versions=[VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)],
-        reward=reward,
-        truncated=sampled > 2,
-        metrics=metrics,
+    versions = [VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)]
+    return sampled_rollout(
+        reward, sampled=sampled, environment=environment, versions=versions, truncated=sampled > 2, metrics=metrics
     )
 
 

@@ -23,13 +23,7 @@ from holdfast.protocol.inference import GenerateRequest
 from holdfast.run import atomic, journal
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    make_config,
-    read_rollouts,
-    run,
-    serving,
-)
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, serving
 
 STEPS = 6
 TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
