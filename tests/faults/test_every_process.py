@@ -25,6 +25,7 @@ from holdfast.errors import HoldfastError, ProcessKilled
 from holdfast.launcher.preflight import check_in_child
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from tests.conftest import ROOT
+from tests.faults.test_killed_removals import calls
 from tests.runs.ports import free_port
 from tests.runs.processes import WITH_STUB_ENGINE
 from tests.runs.rl import SMALL_BATCH, RlRun, complete, outcome
@@ -106,33 +107,17 @@ PLACES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-class _Places(ast.NodeVisitor):
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._scopes: list[str] = []
-        self.found: set[str] = set()
-
-    def _scope(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._scopes.append(node.name)
-        self.generic_visit(node)
-        self._scopes.pop()
-
-    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _scope
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = ast.unparse(node.func)
-        if called.rpartition(".")[2] in _STARTS or called in _STARTS_OF:
-            self.found.add(f"{self._file} {'.'.join(self._scopes)}")
-        self.generic_visit(node)
+def _starts(call: ast.Call) -> bool:
+    called = ast.unparse(call.func)
+    return called.rpartition(".")[2] in _STARTS or called in _STARTS_OF
 
 
 def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
     found: set[str] = set()
     for root, shown in ((ROOT / "src" / "holdfast", ROOT / "src" / "holdfast"), (ROOT / "examples", ROOT)):
         for path in root.rglob("*.py"):
-            places = _Places(str(path.relative_to(shown)))
-            places.visit(ast.parse(path.read_text()))
-            found |= places.found
+            starting = [name for name, call in calls(ast.parse(path.read_text())) if _starts(call)]
+            found |= {f"{path.relative_to(shown)} {name}" for name in starting}
     assert found == PLACES.keys(), "a place that starts a process needs tests that kill the process, named in PLACES"
     for name in {name for names in PLACES.values() for name in names}:
         file, _, test = name.partition("::")

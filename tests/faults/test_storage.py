@@ -18,6 +18,7 @@ from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
+from tests.faults.faulty_calls import installing
 from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
@@ -223,12 +224,8 @@ FAILURES = {
 
 def failing(output: Path, call: str, *, nth: int = 1, until_nth: int | None = None, rank: int | None = None) -> str:
     """Source of a fault: calls fail as on a disk that gives I/O errors."""
-    trail = output.with_name("trail")
-    return (
-        "from tests.faults.faulty_calls import install\n"
-        f"install({str(output / 'checkpoints')!r}, {str(trail)!r}, fail={call!r}, nth={nth}, until_nth={until_nth}, "
-        f"error={errno.EIO}, rank={rank})\n"
-    )
+    fault = {"fail": call, "nth": nth, "until_nth": until_nth, "error": errno.EIO, "rank": rank}
+    return installing(output / "checkpoints", output.with_name("trail"), **fault)
 
 
 @pytest.mark.parametrize("case", FAILURES)

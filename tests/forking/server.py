@@ -77,6 +77,33 @@ class Fork:
         return answer
 
 
+class Started:
+    """A command that is started as ever, with what a `Fork` has."""
+
+    def __init__(self, argv: list[str], log_path: Path, environment: Mapping[str, str]) -> None:
+        self.log_path = log_path
+        with open(log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"process {self.pid} still ran after {timeout_s} s:\n{self.log}") from None
+
+
 class ForkServer:
     """The server, as the process sees it that asks. Several threads may use it.
 
