@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from holdfast import read_metrics
@@ -17,9 +16,8 @@ from holdfast.view.report.serve import PROCESS
 from tests.conftest import ModelFactory
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer
-from tests.runs.dashboards import charts_in, curve_in, page_when, request, state_when
+from tests.runs.dashboards import charts_in, curve_in, page_when, request
 from tests.runs.ports import free_port
-from tests.runs.processes import command_line, wait_until
 from tests.runs.rl import RlRun, complete
 from tests.runs.training import refused, run_sft
 
@@ -51,25 +49,6 @@ def started(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterato
         run.wait()
 
 
-def _builders(launcher: int) -> list[psutil.Process]:
-    return [one for one in psutil.Process(launcher).children() if PROCESS in command_line(one)]
-
-
-def _has_stopped(builder: psutil.Process) -> bool:
-    """Stop it, and say whether that came after its beginning and before its end."""
-    try:
-        # The last of what it does first.
-        if Path(f"/proc/{builder.pid}/oom_score_adj").read_text() != "1000\n":
-            return False
-        builder.suspend()
-        while (status := builder.status()) != psutil.STATUS_STOPPED:
-            if status == psutil.STATUS_ZOMBIE:
-                return False
-        return True
-    except (psutil.NoSuchProcess, OSError):
-        return False
-
-
 def test_sft_is_shown_while_it_goes_on_and_another_run_gets_no_port_of_it(
     started: tuple[Run, int], tmp_path: Path, tiny_model: ModelFactory, sft_data: Path
 ) -> None:
@@ -85,23 +64,6 @@ def test_sft_is_shown_while_it_goes_on_and_another_run_gets_no_port_of_it(
     with pytest.raises(OSError):
         request(port)
     assert "WARNING" not in run.log
-
-
-def test_a_killed_launcher_leaves_no_process_that_makes_pages(started: tuple[Run, int]) -> None:
-    run, port = started
-    state_when(port, lambda _: True)
-    held: list[psutil.Process] = []
-
-    def holds_one() -> bool:
-        request(port)  # a page is made where somebody looks
-        held.extend(one for one in _builders(run.pid) if _has_stopped(one))
-        return bool(held)
-
-    wait_until(holds_one, "the process that makes the page, in the middle")
-    builder = held[0]
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
-    wait_until(lambda: not builder.is_running() or builder.status() == psutil.STATUS_ZOMBIE, "its end")
 
 
 @pytest.mark.timeout(900)

@@ -127,6 +127,15 @@ def test_tools_that_a_local_model_cannot_call_are_refused_before_anything_is_sta
         check_tools({section.label: environment}, [section], tokenizer_name="examples/reverse_text/model")
 
 
+def test_reverse_text_has_the_lengths_that_are_asked_for() -> None:
+    environment = load("reverse_text", min_length=3, max_length=5)
+    tasks = [environment.make_task(seed(index)) for index in range(200)]
+    texts = [task.prompt[0].content for task in tasks if isinstance(task.prompt[0], Message)]
+    assert {len(text) for text in texts} == {3, 4, 5}
+    assert all(text.isascii() and text.islower() and text.isalpha() for text in texts)
+    assert [task.answer for task in tasks] == [text[::-1] for text in texts]
+
+
 def test_task_seeds_are_stable_63_bit_numbers() -> None:
     assert seed(3).number == 7176022789499974418
     assert all(0 <= seed(index).number < 2**63 for index in range(1000))

@@ -26,7 +26,6 @@ from holdfast.orchestrator.env.guard import PromptTooLong, watching_calls
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task, TaskSeed
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import Batch
-from holdfast.run import journal
 from holdfast.run.record_log import RecordLog
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
@@ -321,11 +320,14 @@ def section(kind: type[Environment], **settings: Any) -> list[dict[str, Any]]:
     return [{"id": f"{__name__}:{kind.__name__}", "name": "mine", **settings}]
 
 
-def run(directory: Path, kind: type[Environment], **settings: Any) -> Batch:
+def run(
+    directory: Path, kind: type[Environment], *, engine: FakeEngine | None = None, problems: int = 3, **settings: Any
+) -> Batch:
     """Return the first batch, if there is one."""
-    engine = FakeEngine()
+    engine = engine or FakeEngine()
     with serving(engine):
-        config = make_config(directory, engine, environments=section(kind, **settings), max_steps=1)
+        environments = section(kind, **settings)
+        config = make_config(directory, engine, environments=environments, max_steps=1, problems_per_step=problems)
         return orchestrated(config)[0]
 
 
@@ -415,11 +417,8 @@ def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_a
 ) -> None:
     refusal = {"error": "out of order"}
     engine = FakeEngine(intercept=lambda count: JSONResponse(refusal, 400) if count > answers else None)
-    with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
-        settings = section(kind, on_error=on_error, timeout_s=math.inf)
-        config = make_config(tmp_path, engine, environments=settings, max_steps=1)
-        with pytest.raises(InferenceError, match="was answered 400: out of order"):
-            asyncio.run(asyncio.wait_for(orchestrate(config), HANG_S))
+    with pytest.raises(InferenceError, match="was answered 400: out of order"):
+        run(tmp_path, kind, engine=engine, on_error=on_error, timeout_s=math.inf)
     assert RunDir(tmp_path).published_batches() == []
 
 
@@ -525,12 +524,9 @@ def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sam
 ) -> None:
     """And an answer that has come already starts it for nobody."""
     engine = FakeEngine(on_generate=lambda count: asyncio.sleep(1.3) if count == 5 else None)
-    with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1):
-        environments = section(Reflects, timeout_s=timeout_s)
-        config = make_config(tmp_path, engine, environments=environments, max_steps=1, problems_per_step=1)
-        asyncio.run(orchestrate(config))
+    batch = run(tmp_path, Reflects, engine=engine, problems=1, timeout_s=timeout_s)
     assert len(engine.requests) == 5
-    assert [rollout.reward for rollout in journal.read_batch(RunDir(tmp_path), 1).rollouts] == [2.0] * 4
+    assert [rollout.reward for rollout in batch.rollouts] == [2.0] * 4
 
 
 @pytest.mark.launch
