@@ -324,7 +324,7 @@ def run(config: OrchestratorConfig, *, start: int = 0) -> list[Batch]:
 
 
 def rollouts_of(
-    directory: Path, *engines: FakeEngine, max_steps: int, **changes: Any
+    directory: Path, *engines: FakeEngine, max_steps: int = 6, **changes: Any
 ) -> list[tuple[int, list[Rollout]]]:
     """Return policy version and rollouts of every batch of a whole run, for which the engines serve."""
     with serving(*engines):
