@@ -96,9 +96,9 @@ def test_groups_that_all_fail_open_no_gate_though_their_rewards_are_equal() -> N
     state = begun(config)
     advance(state, config, [group(0, 0, 0)] * 4)
     assert curriculum_of(state).level == 0
-    advance(state, config, [group(0, 0.1, 0.1)] * 2 + [group(0, 1, 0)])
+    advance(state, config, [group(0, 0.1, 0.1, 0.1)] * 2 + [group(0, 1, 0)])
     assert curriculum_of(state).level == 0
-    advance(state, config, [group(0, 0.1, 0.1)])
+    advance(state, config, [group(0, 0.1, 0.1, 0.1)])
     assert curriculum_of(state).level == 1
 
 
