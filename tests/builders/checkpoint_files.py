@@ -11,7 +11,6 @@ from holdfast.run.run_dir import RunDir
 
 
 def commit(directory: Path, kind: Any, step: int, **more: Any) -> Path:
-    """Write the manifest of what lies in `directory`."""
     found = {"policy_version": step, "files": manifest.describe_files(directory)}
     manifest.write_manifest(directory, Manifest(kind=kind, step=step, **found | more))
     return directory
@@ -34,7 +33,6 @@ def write_checkpoint(
 
 
 def write_weights(run_dir: RunDir, version: int, *, content: str = "") -> Path:
-    """Publish weights of `version`: one file."""
     directory = run_dir.weights_of(version)
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(f"weights {version} {content}".encode())
@@ -49,5 +47,4 @@ def flip(path: Path) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return every file below `directory` with its bytes."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

@@ -21,8 +21,6 @@ from holdfast.trainer.session import Session, Stopwatch, start_session
 
 @dataclass
 class LearnerRun:
-    """A trainer in this process."""
-
     session: Session[Policy]
     parts: RlComponents
     learner: Learner

@@ -19,7 +19,6 @@ _TINY = {
 
 
 def write_plain_model(directory: Path, *, weights: bool = True, seed: int = 0, **fields: Any) -> Path:
-    """Write a model; return its directory."""
     config = json.loads((BASE / "config.json").read_text()) | _TINY | fields
     config.pop("layer_types", None)
     directory.mkdir(parents=True, exist_ok=True)

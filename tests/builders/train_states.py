@@ -78,7 +78,6 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def draw() -> tuple[float, float, float, float]:
-    """Draw a number from each generator."""
     return random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))
 
 
@@ -99,7 +98,6 @@ class HeldWrites:
         return self._released.is_set()
 
     def release(self) -> None:
-        """Let them write."""
         self._released.set()
 
     def wait(self) -> None:

@@ -30,27 +30,25 @@ from tests.runs.ports import free_port
 from tests.runs.rl import SMALL_BATCH, succeeded
 
 _DISK_MIB = 512
+# Beside kills: how many there are by default, and what they are.
+OTHER_HITS = {
+    "stops": (5, "SIGSTOPs on top"),
+    "full_disks": (4, "how often the disk fills up; 0: it is a usual one"),
+    "read_errors": (0, "how often three files cannot be read"),
+    "freezes": (0, "how often all processes stand still at once"),
+    "outages": (0, "how often an object store is away"),
+    "evictions": (0, "how often the run goes on on an empty machine"),
+}
 _SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")
 
 
 def main() -> int:
-    """Run, check, print."""
     arguments = parse_arguments()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     others = (*PLAYERS, JUDGE) if arguments.everything else ()
     victims = shares(ranks=arguments.ranks, engines=arguments.engines, others=others)
-    hits = draw(
-        arguments.kills,
-        arguments.seed,
-        victims,
-        stops=arguments.stops,
-        full_disks=arguments.full_disks,
-        freezes=arguments.freezes,
-        outages=arguments.outages,
-        evictions=arguments.evictions,
-        read_errors=arguments.read_errors,
-    )
+    hits = draw(arguments.kills, arguments.seed, victims, **{name: getattr(arguments, name) for name in OTHER_HITS})
     max_steps = steps_of(len(hits))
     flags = (*SMALL_BATCH, "--max-steps", str(max_steps), "--ckpt.interval", "2", "--ckpt.keep", "3")
     flags = (*flags, "--trainer.parallel.num-ranks", str(arguments.ranks))
@@ -103,15 +101,10 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="SIGKILLs; the length of the run follows from all hits")
-    parser.add_argument("--stops", type=int, default=5, help="SIGSTOPs on top")
-    parser.add_argument("--full-disks", type=int, default=4, help="how often the disk fills up; 0: it is a usual one")
-    parser.add_argument("--read-errors", type=int, default=0, help="how often three files cannot be read")
-    parser.add_argument("--freezes", type=int, default=0, help="how often all processes stand still at once")
-    parser.add_argument("--outages", type=int, default=0, help="how often an object store is away")
-    parser.add_argument("--evictions", type=int, default=0, help="how often the run goes on on an empty machine")
+    for name, (default, words) in OTHER_HITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=words)
     parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
     parser.add_argument("--everything", action="store_true", help="with all that plays, scores and tells")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")

@@ -44,5 +44,4 @@ class SmallDisk:
                         raise
 
     def release(self) -> None:
-        """Give all of it back."""
         self._ballast.unlink()

@@ -52,11 +52,9 @@ class Everything(Environment):
         self._has_sandbox = has_sandbox()
 
     def make_task(self, seed: TaskSeed) -> Task:
-        """Return one of a few tasks."""
         return Task(prompt=[Message("user", f"{seed.index % 2}")], answer=str(seed.index))
 
     async def run(self, session: Session, task: Task) -> None:
-        """Take the turns."""
         for _ in range(TURNS - 1):
             letters = [letter for letter in await session.sample() if letter.isalpha()]
             most_frequent = max(sorted(letters), key=letters.count, default="none")
@@ -139,7 +137,6 @@ class JudgeProcess:
             client.get(f"http://127.0.0.1:{self.port}/")
 
     def process(self) -> psutil.Process:
-        """Return it."""
         assert self._process is not None
         return psutil.Process(self._process.pid)
 

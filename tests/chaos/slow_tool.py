@@ -14,7 +14,6 @@ class SlowTool(ReverseText):
     """Reverses a text, after the answer of a tool that says nothing new."""
 
     async def run(self, session: Session, task: Task) -> None:
-        """Take two turns."""
         await session.sample()
         await asyncio.sleep(_TOOL_S)
         session.append_messages([Message("user", "again")])

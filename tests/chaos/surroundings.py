@@ -41,7 +41,6 @@ class Store:
         self._server.close()
 
     def go_away(self, seconds: float) -> None:
-        """Break every connection for so long."""
         if self._back is not None:
             self._back.join()
         self._server.spoil = lambda method, path: GONE
@@ -52,7 +51,6 @@ class Store:
         self._server.spoil = lambda method, path: None
 
     def holds(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is whole there."""
         return any(name.endswith(f"/step_{step}/manifest.json") for name in self._server.names())
 
 
@@ -73,6 +71,5 @@ class ReadErrors:
         }
 
     def inject(self, count: int) -> None:
-        """Let `count` more of them fail."""
         for _ in range(count):
             (self._folder / uuid.uuid4().hex).touch()

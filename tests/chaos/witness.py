@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -132,13 +131,3 @@ class Progress:
         except FileNotFoundError:
             return 0
         return int(json.loads(lines[-2])["step"]) if len(lines) > 1 and lines[-2] else 0
-
-
-def wait_for_step(progress: Progress, step: int, *, timeout_s: float) -> bool:
-    """Return whether `step` was trained within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while progress.step() < step:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_PERIOD_S)
-    return True

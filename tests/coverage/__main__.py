@@ -117,7 +117,6 @@ def _ranges(lines: list[int]) -> str:
 
 
 def main() -> int:
-    """Run one command."""
     parser = argparse.ArgumentParser(prog="python -m tests.coverage", description=__doc__)
     parser.add_argument("command", choices=("begin", "resume", "report", "end"))
     parser.add_argument("--floor", type=float, default=0.0, help="percent that must have been run")

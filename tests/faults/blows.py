@@ -20,24 +20,20 @@ _HEARTBEAT_S = 15
 
 
 def orchestrator(run: RlRun) -> psutil.Process:
-    """Its orchestrator."""
     (found,) = run.find("holdfast.orchestrator.main")
     return found
 
 
 def rank(run: RlRun) -> psutil.Process:
-    """The one rank of its trainer."""
     _, found = run.find("holdfast.trainer.launch")
     return found
 
 
 def trainer(run: RlRun) -> psutil.Process:
-    """The process that watches its ranks."""
     return run.find("holdfast.trainer.launch")[0]
 
 
 def inference(run: RlRun) -> psutil.Process:
-    """Its inference server."""
     (found,) = run.find("holdfast.inference.main")
     return found
 
@@ -48,7 +44,6 @@ def engines(run: RlRun) -> list[psutil.Process]:
 
 
 def engine(run: RlRun) -> psutil.Process:
-    """The one engine process of vLLM."""
     (found,) = engines(run)
     return found
 
@@ -90,4 +85,28 @@ def deal(directory: Path, blows: list[Blow], *flags: str, engine: Engine = "stub
             awaited(run, blow.victim).send_signal(blow.number)
             run.wait_for_match(blow.says)
         dealt.touch()
+        return complete(run)
+
+
+def killed_twice(
+    output_dir: Path, *flags: str, orchestrator: int, rank: int, held: int, starts_python: bool = False
+) -> CompletedRun:
+    """Return such a run when it has ended.
+
+    Args:
+        orchestrator: the step after which the orchestrator is killed.
+        rank: the step after which rank 0 is killed.
+        held: a later step, which the trainer does not leave behind before.
+        starts_python: start all of it as a user does. Forks of one process have one order of sets and one state of
+            `random`, so what depends on those shows only here.
+    """
+    is_killed = output_dir.with_name(f"{output_dir.name}_rank_killed")
+    environment = at_start(held_after(held, until=exists(is_killed)))
+    with RlRun(output_dir, *flags, environment=environment, starts_python=starts_python) as run:
+        run.wait_for_step(orchestrator)
+        run.find("holdfast.orchestrator.main")[0].kill()
+        run.wait_for_output("orchestrator was killed by signal 9: starting it again")
+        run.wait_for_step(rank)
+        run.find("holdfast.trainer.launch")[1].kill()
+        is_killed.touch()
         return complete(run)

@@ -98,6 +98,12 @@ def install(
     builtins.open = io.open = watch.wrapped("open", io.open)
 
 
+def installing(directory: Path, trail: Path, **fault: Any) -> str:
+    """Return source that installs a fault."""
+    words = ", ".join(f"{name}={value!r}" for name, value in fault.items())
+    return f"from tests.faults.faulty_calls import install\ninstall({str(directory)!r}, {str(trail)!r}, {words})\n"
+
+
 def _fork_killer(delay_s: float) -> int:
     """Start a process that kills the writer of an id into the returned pipe `delay_s` later, whatever it does then."""
     wake, alarm = os.pipe()

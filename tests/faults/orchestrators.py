@@ -11,6 +11,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.protocol.rollouts import Batch
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
+from tests.faults.faulty_calls import installing
 from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
 from tests.runs.processes import HANG_S
 
@@ -25,9 +26,7 @@ def run_orchestrator(config: OrchestratorConfig, **fault: Any) -> int:
     """
     output, trail = config.output_dir, config.output_dir.with_suffix(".trail")
     trail.unlink(missing_ok=True)
-    words = ", ".join(f"{name}={value!r}" for name, value in fault.items())
-    install = f"from tests.faults.faulty_calls import install\ninstall({str(output)!r}, {str(trail)!r}, {words})\n"
-    return _run(config, fault=install)
+    return _run(config, fault=installing(output, trail, **fault))
 
 
 def record_orchestrator(config: OrchestratorConfig, recording: Path) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import tomli_w
 
 from holdfast.run.run_dir import RunDir
+from tests.faults.faulty_calls import installing
 from tests.faults.orchestrators import run_orchestrator
 from tests.forking.commands import Run, shared_commands
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
@@ -73,9 +74,7 @@ def run_trainer(config: Path, **fault: Any) -> Run:
     output = config.with_suffix("")
     trail = output.with_suffix(".trail")
     trail.unlink(missing_ok=True)
-    words = ", ".join(f"{name}={value!r}" for name, value in fault.items())
-    install = f"from tests.faults.faulty_calls import install\ninstall({str(output)!r}, {str(trail)!r}, {words})\n"
-    return _start(config, trainer_fault=install).wait()
+    return _start(config, trainer_fault=installing(output, trail, **fault)).wait()
 
 
 def _start(config: Path, **options: Any) -> Run:

@@ -25,6 +25,7 @@ from holdfast.errors import HoldfastError, ProcessKilled
 from holdfast.launcher.preflight import check_in_child
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from tests.conftest import ROOT
+from tests.faults.test_killed_removals import calls
 from tests.runs.ports import free_port
 from tests.runs.processes import WITH_STUB_ENGINE
 from tests.runs.rl import SMALL_BATCH, RlRun, complete, outcome
@@ -80,7 +81,6 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "trainer/launch.py _launch": (
         HERE,
-        "test_chaos.py::test_two_engines_and_two_ranks_are_hit_one_after_the_other",
         "test_sft_stop.py::test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit",
     ),
     "trainer/data/tokenizing.py _fork": (
@@ -88,7 +88,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "inference/engine.py _fork_engine": (
         "test_inference_process.py::test_an_engine_that_is_killed_while_it_starts_is_worth_another_start",
-        "test_inference_process.py::test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start",
+        "test_inference_process.py::test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start",
         "test_inference_process.py::test_the_death_of_the_engine_ends_the_server_with_its_own_code",
         "test_rl_on_vllm.py::test_inference_and_its_engine_die_and_hang",
     ),
@@ -107,33 +107,17 @@ PLACES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-class _Places(ast.NodeVisitor):
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._scopes: list[str] = []
-        self.found: set[str] = set()
-
-    def _scope(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._scopes.append(node.name)
-        self.generic_visit(node)
-        self._scopes.pop()
-
-    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _scope
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = ast.unparse(node.func)
-        if called.rpartition(".")[2] in _STARTS or called in _STARTS_OF:
-            self.found.add(f"{self._file} {'.'.join(self._scopes)}")
-        self.generic_visit(node)
+def _starts(call: ast.Call) -> bool:
+    called = ast.unparse(call.func)
+    return called.rpartition(".")[2] in _STARTS or called in _STARTS_OF
 
 
 def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
     found: set[str] = set()
     for root, shown in ((ROOT / "src" / "holdfast", ROOT / "src" / "holdfast"), (ROOT / "examples", ROOT)):
         for path in root.rglob("*.py"):
-            places = _Places(str(path.relative_to(shown)))
-            places.visit(ast.parse(path.read_text()))
-            found |= places.found
+            starting = [name for name, call in calls(ast.parse(path.read_text())) if _starts(call)]
+            found |= {f"{path.relative_to(shown)} {name}" for name in starting}
     assert found == PLACES.keys(), "a place that starts a process needs tests that kill the process, named in PLACES"
     for name in {name for names in PLACES.values() for name in names}:
         file, _, test = name.partition("::")

@@ -19,7 +19,8 @@ from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import verify
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from tests.faults.faulty_calls import Call, Instant, install, read_trail
+from tests.faults.faulty_calls import install, read_trail
+from tests.faults.test_kill_during_start import deaths
 from tests.runs.processes import in_a_child
 
 
@@ -59,13 +60,6 @@ def _save(training: Training, output: Path, *, save_async: bool, **fault: object
     return os.waitstatus_to_exitcode(os.waitpid(in_a_child(save), 0)[1])
 
 
-def _instants(calls: list[Call]) -> list[tuple[int, Instant]]:
-    """Return every state of the directory: before each call (`fsync` makes no new state), in writes, and at the end."""
-    before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
-    half: list[tuple[int, Instant]] = [(call.number, "half way") for call in calls if call.name == "write"]
-    return [*((call.number, "before") for call in before), *half, (calls[-1].number, "after")]
-
-
 @pytest.mark.parametrize("save_async", [False, True])
 def test_killed_at_any_call_of_a_save_the_old_step_or_the_new_one_is_whole(save_async: bool, tmp_path: Path) -> None:
     training, bits = Training(), {}
@@ -88,7 +82,8 @@ def test_killed_at_any_call_of_a_save_the_old_step_or_the_new_one_is_whole(save_
     assert kinds["rename"] >= 2 and kinds["fsync"] and kinds["open"] and kinds["mkdir"] and kinds["unlink"], kinds
 
     left = Counter[int]()
-    for place, (number, instant) in enumerate(_instants(calls)):
+    instants = [*deaths(calls), *((call.number, "half way") for call in calls if call.name == "write")]
+    for place, (number, instant) in enumerate(instants):
         output = tmp_path / f"death {place}"
         shutil.copytree(before, output)
         code = _save(training, output, save_async=save_async, kill_at=number, instant=instant)

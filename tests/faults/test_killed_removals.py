@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,19 +142,20 @@ def removals(source: Path) -> dict[str, set[str]]:
     """Return every function below `source` that removes or renames files, with the names of the calls."""
     found: dict[str, set[str]] = {}
     for path in sorted(source.rglob("*.py")):
-        for name, call in _calls(ast.parse(path.read_text()), []):
+        for name, call in calls(ast.parse(path.read_text())):
             if (what := _removes(call)) is not None:
                 found.setdefault(f"{path.relative_to(source)} {name}", set()).add(what)
     return found
 
 
-def _calls(node: ast.AST, within: list[str]) -> Iterator[tuple[str, ast.Call]]:
+def calls(node: ast.AST, within: Sequence[str] = ()) -> Iterator[tuple[str, ast.Call]]:
+    """Give every call with the name of the function that it stands in."""
     if isinstance(node, ast.Call):
         yield ".".join(within), node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         within = [*within, node.name]
     for child in ast.iter_child_nodes(node):
-        yield from _calls(child, within)
+        yield from calls(child, within)
 
 
 def _removes(call: ast.Call) -> str | None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
+from tests.runs.processes import wait_until
+from tests.runs.rl import last_step
 
 pytestmark = pytest.mark.launch
 
@@ -65,47 +67,37 @@ def check_refused(run: Run, *parts: str) -> None:
     assert "reading data" not in run.log
 
 
-def test_a_run_directory_that_may_not_be_written_is_refused(start: Start, output: Path, chmod: Chmod) -> None:
-    chmod(output, 0o555)
-    run = start(output, fault=UNPRIVILEGED).wait()
-    check_refused(run, str(output), "Permission denied", "--output-dir")
-    below = start(output / "new", fault=UNPRIVILEGED, log=output.with_name("new.log")).wait()
-    check_refused(below, str(output / "new"), "Permission denied", "--output-dir")
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "weights"])
-def test_directories_in_it_that_may_not_be_written_are_refused(
-    start: Start, output: Path, chmod: Chmod, name: str
+@pytest.mark.parametrize(
+    ("closed", "asked", "named"),
+    [
+        (".", ".", "."), (".", "new", "new"), ("checkpoints", ".", "checkpoints"), ("weights", ".", "weights"),
+        ("checkpoints/.tmp-step_2", ".", "."),
+    ],
+    ids=["the run", "a new one in it", "its checkpoints", "its weights", "a leftover that is to go"],
+)  # fmt: skip
+def test_a_directory_that_may_not_be_written_is_refused(
+    start: Start, output: Path, chmod: Chmod, closed: str, asked: str, named: str
 ) -> None:
     """At the start, and not after the hours that it takes to the first save."""
-    (output / name).mkdir(exist_ok=True)
-    chmod(output / name, 0o555)
-    run = start(output, fault=UNPRIVILEGED).wait()
-    check_refused(run, str(output / name), "Permission denied", "--output-dir")
+    is_leftover = closed.endswith("step_2")
+    (output / closed / ("trainer" if is_leftover else "")).mkdir(parents=True, exist_ok=True)
+    chmod(output / closed, 0o555)
+    run = start(output / asked, fault=UNPRIVILEGED, log=output.with_name("log")).wait()
+    advice = ("trainer", "start again") if is_leftover else ("--output-dir",)
+    check_refused(run, str(output / named), "Permission denied", *advice)
 
 
-def test_leftovers_that_may_not_be_removed_are_told(start: Start, output: Path, chmod: Chmod) -> None:
-    torn = output / "checkpoints/.tmp-step_2"
-    (torn / "trainer").mkdir(parents=True)
-    chmod(torn, 0o555)
-    run = start(output, fault=UNPRIVILEGED).wait()
-    check_refused(run, str(output), "Permission denied", "trainer", "start again")
-
-
-def test_a_read_only_mount_is_refused(start: Start, output: Path) -> None:
+def test_a_read_only_mount_and_a_file_in_place_of_checkpoints_are_refused(start: Start, output: Path) -> None:
     place = output / "checkpoints"
     with Disk(f"mount --bind {place} {place}\nmount -o remount,ro,bind {place}") as disk:
         if disk.problem:
             pytest.skip(f"nothing can be mounted here: {disk.problem}")
         run = start(output, fault=disk.fault).wait()
     check_refused(run, str(place), "Read-only file system", "--output-dir")
-
-
-def test_checkpoints_that_are_a_file_are_refused(start: Start, output: Path) -> None:
-    (output / "checkpoints").rmdir()
-    (output / "checkpoints").write_text("not a directory")
-    check_refused(start(output).wait(), f"{output}/checkpoints", "--output-dir")
-    assert (output / "checkpoints").read_text() == "not a directory"
+    place.rmdir()
+    place.write_text("not a directory")
+    check_refused(start(output).wait(), str(place), "--output-dir")
+    assert place.read_text() == "not a directory"
 
 
 def test_a_step_that_may_not_be_read_is_not_passed_over(start: Start, output: Path, chmod: Chmod) -> None:
@@ -136,10 +128,8 @@ def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, o
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    """Wait until the run has trained `step`."""
-    metrics = run.output / "metrics.jsonl"
-    while not metrics.exists() or not (lines := read_metrics(metrics)) or lines[-1]["step"] < step:
-        assert not run.has_ended, f"it ended before step {step}:\n{run.log}"
+    wait_until(lambda: last_step(RunDir(run.output)) >= step or run.has_ended, f"step {step}")
+    assert not run.has_ended, f"it ended before step {step}:\n{run.log}"
 
 
 def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:

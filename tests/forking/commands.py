@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ class Run:
 
     @property
     def pid(self) -> int:
-        """The process of the command itself."""
         return self.fork.pid
 
     @property
@@ -78,7 +76,6 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What the command printed so far."""
         return self.fork.log
 
     @property
@@ -89,16 +86,7 @@ class Run:
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
-    def was_killed(self) -> bool:
-        """Whether SIGKILL ended its trainer or a rank of it, and by that the run."""
-        return (
-            self.code == 1
-            and re.search(r"^error: trainer(: rank \d+)? was killed by signal 9\b", self.log, re.M) is not None
-        )
-
-    @property
     def has_ended(self) -> bool:
-        """Whether it has ended."""
         return self.fork.has_ended
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
@@ -185,13 +173,15 @@ class Commands:
         require("launch")
         return self._server.fork(function, log, **arguments)
 
-    def two_ranks(self, module: str, directory: Path, *argv: Path) -> None:
-        """Run a program of two ranks, `python -m tests.… ARGV DIRECTORY`, which must end well."""
+    def two_ranks(self, module: str, directory: Path, *argv: Path) -> list[Any]:
+        """Run a program of ranks, `python -m tests.ranks.… ARGV DIRECTORY`; return what each rank saw."""
+        import torch
+
         fork = self.module(directory.with_name(f"{directory.name}.log"), module, *argv, directory, is_ranks=True)
         assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
+        return [torch.load(path) for path in sorted(directory.glob("rank_*.pt"))]
 
     def close(self) -> None:
-        """End all of them."""
         self._server.close()
 
 

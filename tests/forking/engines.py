@@ -14,7 +14,6 @@ import functools
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,8 +23,9 @@ from pathlib import Path
 from holdfast.config import InferenceConfig
 from holdfast.process.child import LAUNCHER_ENV, heavy_imports
 from tests.forking.popen import STUB_ENGINE, Engine, run_module
-from tests.forking.server import ROOT, Fork, ForkServer
+from tests.forking.server import Fork, ForkServer, Started
 from tests.lanes.marks import require
+from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 READY_TIMEOUT_S = HANG_S
@@ -43,44 +43,10 @@ _IMPORTED = (
 )
 
 
-class _Stub:
-    """A stub engine, which Python runs; the rest is as with a `Fork`."""
-
-    def __init__(self, arguments: list[str], log_path: Path, env: Mapping[str, str]) -> None:
-        self.log_path = log_path
-        # It ends with this process, as if this were its launcher.
-        environment = {**os.environ, LAUNCHER_ENV: str(os.getpid()), **env}
-        with open(log_path, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", STUB_ENGINE, *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def wait(self, timeout_s: float) -> int:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"process {self.pid} still ran after {timeout_s} s:\n{self.log}") from None
-
-
 class ServerHandle:
     """One server: a process that a test may ask, stop and kill."""
 
-    def __init__(self, url: str, process: Fork | _Stub) -> None:
+    def __init__(self, url: str, process: Fork | Started) -> None:
         self.url = url
         self.pid = process.pid
         self.log_path = process.log_path
@@ -118,7 +84,6 @@ class ServerHandle:
         return self._process.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the server has ended."""
         if not self._process.has_ended:
             with suppress(ProcessLookupError):  # it has ended, and nobody has heard of it yet
                 os.kill(self.pid, number)
@@ -134,13 +99,10 @@ class ServerHandle:
         return self.wait()
 
     def log(self) -> str:
-        """What the server wrote so far."""
         return self._process.log
 
 
 class Engines:
-    """Starts servers."""
-
     def __init__(self) -> None:
         self._server = ForkServer("tests.forking.engines:prepare")
         self._forks_launchers = False
@@ -180,8 +142,15 @@ class Engines:
         return ServerHandle(f"http://127.0.0.1:{config.server.port}", fork)
 
     def close(self) -> None:
-        """End all of them."""
         self._server.close()
+
+
+def config_of(
+    model: Path, *, max_len: int = 64, server: Mapping[str, object] | None = None, **more: object
+) -> InferenceConfig:
+    """Return the configuration of a server of one thread at a free port; `more` is of the model."""
+    values = {"model": {"name": str(model), "max_len": max_len, **more}, "engine": {"threads": 1}}
+    return InferenceConfig.model_validate(values | {"server": {"port": free_port(), **(server or {})}})
 
 
 def start_server(
@@ -195,7 +164,10 @@ def start_server(
     """Start a server of either kind; see `Engines.start`."""
     if engine == "vllm":
         return shared_engines().start(config, log_path, env=env, owner=owner)
-    process = _Stub(_write_arguments(config, log_path, owner), log_path, env or {})
+    # It ends with this process, as if this were its launcher.
+    environment = {**os.environ, LAUNCHER_ENV: str(os.getpid()), **(env or {})}
+    argv = [sys.executable, "-m", STUB_ENGINE, *_write_arguments(config, log_path, owner)]
+    process = Started(argv, log_path, environment)
     return ServerHandle(f"http://127.0.0.1:{config.server.port}", process)
 
 

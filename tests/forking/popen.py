@@ -121,7 +121,6 @@ class ForkedModule:
             os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
         if self.returncode is None:
             descriptor = os.pidfd_open(self.pid)
             try:

@@ -50,13 +50,11 @@ class Fork:
 
     @property
     def log(self) -> str:
-        """What it wrote so far."""
         data = self.log_path.read_bytes() if self.log_path.exists() else b""
         return data[self._log_begin :].decode(errors="replace")
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended."""
         return self.code is not None or not self._answers.empty()
 
     def wait(self, timeout_s: float) -> int:
@@ -77,6 +75,33 @@ class Fork:
         if answer is None:
             raise RuntimeError("the fork server ended")
         return answer
+
+
+class Started:
+    """A command that is started as ever, with what a `Fork` has."""
+
+    def __init__(self, argv: list[str], log_path: Path, environment: Mapping[str, str]) -> None:
+        self.log_path = log_path
+        with open(log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"process {self.pid} still ran after {timeout_s} s:\n{self.log}") from None
 
 
 class ForkServer:
@@ -130,7 +155,6 @@ class ForkServer:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the server and every child."""
         self._process.kill()
         self._process.wait()
         self._reader.join()

@@ -40,11 +40,9 @@ class TrackingProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Wait for its end."""
         return self._fork.wait(timeout_s)
 
 

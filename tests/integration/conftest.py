@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from holdfast.config import InferenceConfig
-from tests.forking.engines import ServerHandle, start_server
+from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, succeeded
 
@@ -74,14 +73,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer
 
 
 def _config() -> InferenceConfig:
-    return InferenceConfig.model_validate(
-        {
-            "model": {"name": str(MODEL), "max_len": 64},
-            # Runs that a test has killed own it no more when the next one comes.
-            "server": {"port": free_port(), "lease_s": 0.001},
-            "engine": {"threads": 1},
-        }
-    )
+    # Runs that a test has killed own it no more when the next one comes.
+    return config_of(MODEL, server={"lease_s": 0.001})
 
 
 @pytest.fixture(scope="session")

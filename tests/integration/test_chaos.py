@@ -19,8 +19,7 @@ from tests.chaos.everything import AT_ONCE, PLAYERS, TURNS, JudgeProcess, has_sa
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, draw, shares, steps_of
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.runs.ports import free_port
-from tests.runs.rl import SMALL_BATCH, CompletedRun, succeeded
+from tests.runs.rl import CompletedRun, succeeded
 from tests.runs.trackers import TrackedDirectory
 
 _KILLS, _STOPS = 5, 1
@@ -51,24 +50,6 @@ def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
         batches = chaos.witness.batches().values()
         largest = max(sum(sum(rollout.loss_mask) for rollout in made[-1].rollouts) for made in batches)
         assert 0 <= in_flight < (len(chaos.blows) + chaos.storage_waits() + 1) * largest
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.ranks
-@pytest.mark.launch
-def test_two_engines_and_two_ranks_are_hit_one_after_the_other(rl_server: UsedServer, tmp_path: Path) -> None:
-    """The undisturbed run has one engine, somebody else's: which engines sample changes nothing."""
-    flags = ("--trainer.parallel.num-ranks", "2", "--trainer.parallel.threads", "1")
-    flags = (*flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
-    reference = succeeded(tmp_path / "reference", *flags, *rl_server.flags)
-    own = ("--inference.engines", "2", "--inference.server.port", str(free_port(2)))
-    # One of each kind: every death of the launcher or a rank costs a start.
-    named = ("orchestrator", "rank_1", "launcher", "inference_0", "inference_1")
-    victims = {name: share for name, share in shares(ranks=2, engines=2).items() if name in named}
-    hits = draw(len(victims), _SEED, victims, steps_per_hit=2)
-    chaos = Chaos(tmp_path / "run", hits, *SMALL_BATCH, *flags, *own).run(timeout_s=1500)
-    check(chaos, reference, max_steps=REFERENCE_STEPS)
-    assert {blow.hit.victim for blow in chaos.blows} == set(named)
 
 
 def evaluated(run_dir: RunDir) -> dict[str, list[bytes]]:

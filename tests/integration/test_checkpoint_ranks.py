@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,23 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both ranks have gone through their scenarios; `one` was saved by this process alone."""
-    made = tmp_path_factory.mktemp("ranks")
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[dict[str, Any]]:
+    """What each rank saw in all scenarios; `one` was saved by this process alone."""
     objects = make_objects(0)
     train(objects, 3)
-    save_state(made / "one", objects, step=3)
-    shared_commands().two_ranks("tests.ranks.checkpoints", made)
-    return made
+    save_state(directory / "one", objects, step=3)
+    return shared_commands().two_ranks("tests.ranks.checkpoints", directory)
 
 
 @pytest.fixture
-def seen(directory: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def seen(ranks: list[dict[str, Any]], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank saw in the scenario that the test is named after."""
     scenario = request.node.originalname.removeprefix("test_")
-    return [json.loads((directory / f"rank_{rank}.json").read_text())[scenario] for rank in (0, 1)]
+    return [one[scenario] for one in ranks]
 
 
 def test_saves_behind_training(seen: list[dict[str, Any]]) -> None:
@@ -52,12 +54,10 @@ def test_one_rank_fails(seen: list[dict[str, Any]]) -> None:
 
 
 def test_one_rank_cannot_copy(seen: list[dict[str, Any]]) -> None:
-    """Before, the other rank went on into the collectives of that save, and the next save's met them there."""
     assert [one["left"] for one in seen] == [["step_2"], ["step_2"]]
 
 
 def test_ranks_lose_step(seen: list[dict[str, Any]]) -> None:
-    """Before, the shards of both went into directories of their own, and every later save failed."""
     for one in seen:
         assert one["told"].startswith("RankLost: the ranks save different steps (5, 6)") and one["left"] == []
 
@@ -97,7 +97,6 @@ def test_one_rank_is_asked_to_stop(seen: list[dict[str, Any]]) -> None:
 
 
 def test_all_wait_for_the_upload(seen: list[dict[str, Any]]) -> None:
-    """Before, the other ranks ended at once with 143, and had rank 0 killed in its upload."""
     ends = ["Stopped: stopped by SIGTERM: step 1 is saved", True, "SaveError: given up after True", False]
     assert [one["ends"] for one in seen] == [ends, ends]
 

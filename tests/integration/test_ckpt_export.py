@@ -1,4 +1,4 @@
-"""`ckpt show`, `diff`, `export`, `promote` and `import` on checkpoints of a real run of two ranks in bfloat16."""
+"""`ckpt show`, `diff`, `export`, `promote` and `import` on real runs of two ranks: in bfloat16, and of experts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import cli
-from holdfast.config import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.init_from import load_weights_only
-from holdfast.trainer.export import Export, export, import_weights
+from holdfast.trainer.export import Export, TensorReader, export, import_weights
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
-from tests.forking.engines import shared_engines
+from tests.conftest import ModelFactory
+from tests.forking.engines import config_of, shared_engines
 from tests.models.served import reference_logprobs, write_model
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.training import run_sft
 
@@ -55,8 +54,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Pat
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed."""
-
     stdout: str
     stderr: str
 
@@ -130,10 +127,7 @@ def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
 
 @pytest.mark.engine
 def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(masters), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
-    )
-    server = shared_engines().start(config, tmp_path / "inference.log")
+    server = shared_engines().start(config_of(masters), tmp_path / "inference.log")
     server.wait_ready()
     prompt = [5, 17, 40, 41, 9, 66]
     body = {"token_ids": prompt, "seeds": [1], "max_tokens": 16}
@@ -255,3 +249,44 @@ def test_weights_of_another_model_are_refused_by_name(masters: Path, tmp_path: P
     done = ckpt("import", tmp_path, "--to", tmp_path / "x", code=2)
     assert "no weights can be imported from" in done.stderr
     assert not list(tmp_path.glob("*x"))
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NAME = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_model: ModelFactory) -> Path:
+    return tiny_model("qwen3_moe", tied=False, **EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def run_of_experts(tmp_path_factory: pytest.TempPathFactory, experts: Path, sft_data: Path) -> RunDir:
+    flags = ("--model.init", "pretrained", "--max-steps", "2", "--ckpt", "--parallel.num-ranks", "2")
+    run = run_sft(tmp_path_factory.mktemp("run") / "run", experts, sft_data, *flags)
+    assert run.code == 0, run.output
+    return run.run_dir
+
+
+def test_sft_publishes_the_originals_names_with_the_values_of_its_checkpoint(
+    run_of_experts: RunDir, experts: Path
+) -> None:
+    published, original = load_file(run_of_experts.weights_of(2) / NAME), load_file(experts / NAME)
+    assert {name: one.shape for name, one in published.items()} == {name: one.shape for name, one in original.items()}
+    reader = TensorReader(run_of_experts.checkpoint(2) / "trainer")
+    loaded = AutoModelForCausalLM.from_pretrained(run_of_experts.weights_of(2)).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in loaded
+    for name, tensor in loaded.items():
+        assert torch.equal(reader.read(f"model.{name}"), tensor), name
+
+
+def test_export_and_import_keep_names_and_bits(run_of_experts: RunDir, experts: Path, tmp_path: Path) -> None:
+    published = run_of_experts.weights_of(2)
+    exported, imported = tmp_path / "exported", tmp_path / "imported"
+    export(Export(run_of_experts.checkpoint(2), exported))
+    assert (exported / NAME).read_bytes() == (published / NAME).read_bytes()
+    assert sorted(path.name for path in exported.iterdir()) == sorted(path.name for path in published.iterdir())
+    for number, source in enumerate((published, run_of_experts.checkpoint(2))):
+        import_weights(source, Path(f"{imported}{number}"))
+        assert load_file(Path(f"{imported}{number}") / NAME).keys() == load_file(experts / NAME).keys()
+        assert (Path(f"{imported}{number}") / NAME).read_bytes() == (published / NAME).read_bytes()

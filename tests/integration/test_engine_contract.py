@@ -24,14 +24,12 @@ import httpx
 import psutil
 import pytest
 
-from holdfast.config import InferenceConfig
-from tests.forking.engines import ServerHandle, start_server
+from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
 from tests.models.families import FAMILIES
 from tests.models.families import write_model as write_family
 from tests.models.families_in_rl import TOKENIZER, TOKENIZER_FILES, for_engines
 from tests.models.served import greedy_tokens, reference_logprobs, truncated_logprobs, write_model
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, wait_until
 
 MAX_LEN = 256
@@ -47,12 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _start(
     engine: Engine, model: Path, log_path: Path, *, server: Mapping[str, Any] | None = None, **settings: Any
 ) -> ServerHandle:
-    config = InferenceConfig.model_validate(
-        {
-            "model": {"name": str(model), "max_len": MAX_LEN} | settings,
-            "server": {"port": free_port(), **(server or {})},
-        }
-    )
+    config = config_of(model, max_len=MAX_LEN, server=server, **settings)
     handle = start_server(engine, config, log_path)
     handle.wait_ready()
     return handle
@@ -132,10 +125,9 @@ def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
     """oneDNN adds up more than 1,024 products of a row that is alone in another order, PyTorch those of a few rows."""
     directory = tmp_path / "model"
     model = _write_experts(directory) if has_experts else write_model(directory, seed=0, tied=True, width=2304)
-    config = {"model": {"name": str(model), "max_len": MAX_LEN} | more, "server": {"port": free_port()}}
-    server = start_server(
-        "vllm", InferenceConfig.model_validate({**config, "engine": {"threads": threads}}), tmp_path / "inference.log"
-    )
+    config = config_of(model, max_len=MAX_LEN, **more)
+    config.engine.threads = threads
+    server = start_server("vllm", config, tmp_path / "inference.log")
     server.wait_ready()
     with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         seeds = [3, 1, 2**40]
@@ -323,22 +315,18 @@ def _check_openai_routes(http: httpx.Client, name: str) -> None:
 
 
 def test_metrics_count_requests_tokens_and_busy_time(http: httpx.Client) -> None:
-    names = ["requests_total", "tokens_total", "busy", "idle"]
-    full = [
-        "holdfast_generation_requests_total",
-        "holdfast_generated_tokens_total",
-        "holdfast_engine_busy_seconds_total",
-        "holdfast_engine_idle_seconds_total",
-    ]
-    before = dict(zip(names, (_metric(http, name) for name in full), strict=True))
+    names = ("generation_requests", "generated_tokens", "engine_busy_seconds", "engine_idle_seconds")
+
+    def metrics() -> list[float]:
+        return [_metric(http, f"holdfast_{name}_total") for name in names]
+
+    before = metrics()
     started = time.monotonic()
     _choices(http, seeds=[1, 2, 3], max_tokens=50)
     busy_s = time.monotonic() - started
-    after = dict(zip(names, (_metric(http, name) for name in full), strict=True))
-    assert after["requests_total"] - before["requests_total"] == 1
-    assert after["tokens_total"] - before["tokens_total"] == 150
-    assert 0 < after["busy"] - before["busy"] <= busy_s
-    assert after["idle"] > before["idle"]
+    requests, tokens, busy, idle = (after - one for one, after in zip(before, metrics(), strict=True))
+    assert (requests, tokens) == (1, 150)
+    assert 0 < busy <= busy_s and idle > 0
 
 
 def test_paused_requests_wait_and_are_then_the_same(http: httpx.Client) -> None:

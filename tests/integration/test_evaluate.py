@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.runs.processes import HANG_S, command_line
+from tests.runs.processes import HANG_S, command_line, wait_until
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
 
 pytestmark = pytest.mark.launch
@@ -144,7 +143,4 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def _wait_for_lines(directory: Path, number: int, process: Run) -> None:
-    deadline = time.monotonic() + HANG_S
-    while len(lines_of(directory)) <= number and not process.has_ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # nothing tells of a line in another process's file
+    wait_until(lambda: len(lines_of(directory)) > number or process.has_ended, f"{number} lines")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from holdfast.config import InferenceConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
-from tests.forking.engines import ServerHandle, start_server
+from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
 from tests.models.served import write_model
-from tests.runs.ports import free_port
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 SHORT_LEASE_S = 1.0
 MINE = {"run_id": "mine", "directory": "node:/mine"}
@@ -37,9 +34,7 @@ def start(
     engine: Engine, models: Path, directory: Path, *, owner: Path | None = None, lease_s: float = 3600.0
 ) -> ServerHandle:
     """Start a server whose owner keeps it however late a test is, unless it is told otherwise."""
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(models / "a"), "max_len": 64}, "server": {"port": free_port(), "lease_s": lease_s}}
-    )
+    config = config_of(models / "a", server={"lease_s": lease_s})
     server = start_server(engine, config, directory / "inference.log", owner=owner)
     server.wait_ready()
     return server
@@ -65,13 +60,6 @@ def generate(http: httpx.Client, **fields: Any) -> httpx.Response:
 def owner(http: httpx.Client) -> str | None:
     found = http.get("/weights").json()["owner"]
     return found and found["run_id"]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_request_is_answered_by_the_weights_that_it_is_for_or_refused(http: httpx.Client, models: Path) -> None:
@@ -116,7 +104,7 @@ def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(
     server = start(engine, models, tmp_path, lease_s=SHORT_LEASE_S)
     with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
         assert http.post("/claim", json=MINE).status_code == 200
-        eventually(lambda: owner(http) is None)
+        wait_until(lambda: owner(http) is None, "the end of the lease")
 
         def belongs_to_the_next() -> bool:  # who is silent as well where this test is late, and takes it once more
             answers = (
@@ -126,7 +114,7 @@ def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(
             )
             return [answer.status_code for answer in answers] == [200, 409, 200]
 
-        eventually(belongs_to_the_next)
+        wait_until(belongs_to_the_next, "the next owner")
     assert server.terminate() == 0
 
 

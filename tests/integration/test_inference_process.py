@@ -27,7 +27,7 @@ from holdfast.launcher.supervise import error_message
 from holdfast.process.heartbeat import HEARTBEAT_ENV, read_beat
 from holdfast.process.scratch import remove_abandoned
 from tests.conftest import ModelFactory
-from tests.forking.engines import ServerHandle, shared_engines
+from tests.forking.engines import ServerHandle, config_of, shared_engines
 from tests.models.served import write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line, wait_until
@@ -42,10 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
 
 
-def _start(model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None, **options: Any) -> ServerHandle:
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(model), "max_len": 256}, "server": {"port": free_port()} | (server or {})}
-    )
+def _start(
+    model: Path, tmp_path: Path, *, server: dict[str, Any] | None = None, max_len: int = 256, **options: Any
+) -> ServerHandle:
+    config = config_of(model, max_len=max_len, server=server)
     return shared_engines().start(config, tmp_path / "inference.log", **options)
 
 
@@ -79,44 +79,23 @@ def _run_cold(directory: Path, config: dict[str, Any]) -> subprocess.CompletedPr
     )
 
 
-def _mistakes(model: Path, directory: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    empty = directory / "empty"
-    empty.mkdir()
-    bare = write_model(directory / "bare", seed=0, tied=True, weights=False)
-    mute = write_model(directory / "mute", seed=0, tied=True)
-    (mute / "tokenizer.json").unlink()
-    port = {"port": free_port()}
-    return {
-        "no directory": ({"model": {"name": str(directory / "nowhere")}, "server": port}, "there is no such directory"),
-        "no config": ({"model": {"name": str(empty)}, "server": port}, "has no config.json"),
-        "no weights": ({"model": {"name": str(bare)}, "server": port}, "--model.load dummy"),
-        "no tokenizer": ({"model": {"name": str(mute)}, "server": port}, "--model.tokenizer"),
-        "public": ({"model": {"name": str(model)}, "server": port | {"host": "0.0.0.0"}}, "HOLDFAST_ADMIN_TOKEN"),
-        "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
-        "too long": ({"model": {"name": str(model), "max_len": 10**6}, "server": port}, "Set --model.max-len "),
-    }
-
-
-@pytest.mark.parametrize(
-    "mistake", ["no directory", "no config", "no weights", "no tokenizer", "public", "unknown key", "too long"]
-)
+@pytest.mark.parametrize("mistake", ["no weights", "unknown key", "port in use"])
 def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path, mistake: str) -> None:
-    config, message = _mistakes(model, tmp_path)[mistake]
-    result = _run_cold(tmp_path, config)
+    """All of them: `tests/unit/inference/test_inference_preflight.py`."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
+        config, message = {
+            "no weights": ({"model": {"name": str(bare)}, "server": {"port": free_port()}}, "--model.load dummy"),
+            "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
+            "port in use": (
+                {"model": {"name": str(model)}, "server": {"port": port}},
+                f"cannot listen on 127.0.0.1:{port}: Address already in use",
+            ),
+        }[mistake]
+        result = _run_cold(tmp_path, config)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "loading vllm" not in result.stderr
-
-
-def test_a_port_in_use_is_told_before_vllm_loads(model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = _run_cold(tmp_path, {"model": {"name": str(model)}, "server": {"port": port}})
-    assert result.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
     assert "Traceback" not in result.stderr and "loading vllm" not in result.stderr
 
 
@@ -189,8 +168,11 @@ def test_weights_that_no_file_sets_end_the_server_with_their_name(tmp_path: Path
 
 
 def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path)
+    events = tmp_path / "events.jsonl"
+    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
     server.wait_ready()
+    phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
+    assert phases == ["loading vllm", "starting the engine", "ready"]
     no_tools = "no tools: the chat template shows no form of calls that is known"
     assert server.log().count(f'ready: {server.url}/v1, model "{model}", {no_tools}\n') == 1
     engine = _engine(server)
@@ -209,12 +191,8 @@ def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int) -> None:
     server = _start(model, tmp_path)
-    deadline = time.monotonic() + HANG_S
-    while "starting the engine" not in server.log():
-        assert time.monotonic() < deadline
-    process = psutil.Process(server.pid)
-    while not (children := process.children(recursive=True)):
-        assert time.monotonic() < deadline
+    wait_until(lambda: "starting the engine" in server.log(), "the start of the engine")
+    children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     server.send_signal(number)
     assert server.wait() == 0
     for child in children:
@@ -234,9 +212,7 @@ os.register_at_fork(after_in_child=wait_for_its_death)
 def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path, tmp_path: Path) -> None:
     """It could not yet ask the kernel to end it too, and would wait minutes for a server's answer."""
     server = _start(model, tmp_path, sabotage=_SLOW_TO_FORK)
-    process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
-    while not (children := process.children(recursive=True)):
-        assert time.monotonic() < deadline
+    children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     assert server.kill() == -signal.SIGKILL
     for child in children:
         _assert_ends(child)
@@ -278,19 +254,24 @@ def _held_loading(mark: Path) -> str:
 
 def _starting_engine(server: ServerHandle) -> psutil.Process:
     """Return the engine's process as soon as it is there."""
-    process, deadline = psutil.Process(server.pid), time.monotonic() + HANG_S
-    while not (engines := [one for one in process.children() if "EngineCore" in "".join(command_line(one))]):
-        assert time.monotonic() < deadline
-    return engines[0]
+    children = psutil.Process(server.pid).children
+    return wait_until(lambda: [one for one in children() if "EngineCore" in "".join(command_line(one))], "the engine")[
+        0
+    ]
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["as it appears", "while it loads"])
+# As between the end of its files and that of the process: who asks without waiting gets no answer.
+_LATE = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)\n"
+
+
+@pytest.mark.parametrize("when", ["as it appears", "while it loads", "while it loads, known late"])
 def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
-    model: Path, tmp_path: Path, loads: bool
+    model: Path, tmp_path: Path, when: str
 ) -> None:
-    server = _start(model, tmp_path, sabotage=_held_loading(tmp_path / "loads"))
+    late = _LATE if "late" in when else ""
+    server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
     engine = _starting_engine(server)
-    if loads:
+    if "loads" in when:
         wait_until((tmp_path / "loads").exists, "its weights")
     engine.kill()
     assert server.wait() == 75
@@ -298,27 +279,17 @@ def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
     assert "error: " not in server.log()
 
 
-def test_a_killed_engine_is_known_even_if_its_exit_code_comes_late(model: Path, tmp_path: Path) -> None:
-    # As between the end of its files and that of the process: who asks without waiting gets no answer.
-    late = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)\n"
-    server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
-    engine = _starting_engine(server)
-    wait_until((tmp_path / "loads").exists, "its weights")
-    engine.kill()
-    assert server.wait() == 75
-    assert "'EngineCore': -9" in server.log()
-
-
-def test_an_engine_that_is_killed_between_its_start_and_the_first_request_is_worth_another_start(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize("ahead_of", ["EngineWeights.adopt_initial", "_check_first_token"])
+def test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start(
+    model: Path, tmp_path: Path, ahead_of: str
 ) -> None:
     kill = (
-        "import os, psutil, holdfast.inference.server as s; adopt = s.EngineWeights.adopt_initial; "
-        "s.EngineWeights.adopt_initial = lambda weights: (psutil.Process().children()[0].kill(), adopt(weights))[1]"
+        f"import psutil, holdfast.inference.server as s; real = s.{ahead_of}\n"
+        f"s.{ahead_of} = lambda it: (psutil.Process().children()[0].kill(), real(it))[1]"
     )
     server = _start(model, tmp_path, sabotage=kill)
     assert server.wait() == 75
-    assert "ERROR the engine died while it started" in server.log()
+    assert "ERROR the engine died while it started" in server.log() and "error: " not in server.log()
 
 
 def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
@@ -333,25 +304,12 @@ def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
     assert reason is not None and "head_dim=16" in reason
 
 
-def test_an_engine_that_is_killed_at_its_first_token_is_worth_another_start(model: Path, tmp_path: Path) -> None:
-    kill = (
-        "import psutil, holdfast.inference.server as s; prove = s._check_first_token; "
-        "s._check_first_token = lambda engine: (psutil.Process().children()[0].kill(), prove(engine))[1]"
-    )
-    server = _start(model, tmp_path, sabotage=kill)
-    assert server.wait() == 75
-    assert "error: " not in server.log()
-
-
 def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_path: Path) -> None:
     untold = Path(shutil.copytree(model, tmp_path / "untold"))  # so that vLLM alone knows how many positions it has
     fields = json.loads((untold / "config.json").read_text())
     del fields["max_position_embeddings"]
     (untold / "config.json").write_text(json.dumps(fields))
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(untold), "max_len": 10_000_000}, "server": {"port": free_port()}}
-    )
-    server = shared_engines().start(config, tmp_path / "inference.log")
+    server = _start(untold, tmp_path, max_len=10_000_000)
     assert server.wait() == 3
     said = error_message(server.log_path)
     assert said is not None and "max_model_len" in said and "10000000" in said
@@ -400,12 +358,7 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
 
 def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
-    config = InferenceConfig.model_validate(
-        {
-            "model": {"name": str(bare), "max_len": 256, "load": "dummy"},
-            "server": {"port": free_port(), "health_timeout_s": 0.5},
-        }
-    )
+    config = config_of(bare, load="dummy", server={"health_timeout_s": 0.5})
     server = shared_engines().start(config, tmp_path / "inference.log")
     server.wait_ready()
     engine = _engine(server)
@@ -442,15 +395,6 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
     allowed = post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
     assert allowed.status_code == 200, allowed.text
     assert get(f"{server.url}/weights").json()["version"] == 1
-    assert server.terminate() == 0
-
-
-def test_phases_are_reported(model: Path, tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
-    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
-    server.wait_ready()
-    phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
-    assert phases == ["loading vllm", "starting the engine", "ready"]
     assert server.terminate() == 0
 
 

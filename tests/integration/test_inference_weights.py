@@ -20,14 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.config import InferenceConfig
 from holdfast.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
 from holdfast.run.manifest import Manifest, describe_files, write_manifest
 from holdfast.run.weights import weights_digest
-from tests.forking.engines import ServerHandle, start_server
+from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
 from tests.models.served import reference_logprobs, write_model
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 PROMPT = [5, 17, 40, 41, 9, 66]
@@ -64,16 +62,13 @@ class Client:
 
 
 def _start(engine: Engine, models: Path, directory: Path, **model: Any) -> ServerHandle:
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(models / "a"), "max_len": 512} | model, "server": {"port": free_port()}}
-    )
+    config = config_of(models / "a", max_len=512, **model)
     server = start_server(engine, config, directory / "inference.log", env={HEARTBEAT_ENV: str(directory / "beat")})
     server.wait_ready()
     return server
 
 
 def _wait_for_beat(path: Path, doing: str) -> Beat:
-    """Return the first beat that says so."""
     while (beat := read_beat(path)).doing != doing:
         time.sleep(0.01)
     return beat

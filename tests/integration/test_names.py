@@ -56,7 +56,6 @@ def traps(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["", "."], ids=["no PYTHONPATH", "PYTHONPATH=."])
 def run(request: pytest.FixtureRequest, command: Callable[[str], str], traps: Path) -> Run:
-    """Run a command in the directory of traps."""
     if not request.param:
         # Were it on PYTHONPATH, the installed script itself would import it, before anything of ours.
         (traps / "holdfast.py").write_text(_TRAP)

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.trainer.mesh import Mesh, join_mesh
 from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, write_model
-from tests.ranks.parallelism import DIVISIONS, MEASURED, RANKS, measure, train
+from tests.ranks.parallelism import DIVISIONS, MEASURED, measure, train
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,6 @@ Found = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3."""
     family = next(family for family in FAMILIES if family.name == "qwen3")
     return write_model(family, tmp_path_factory.mktemp("qwen3"), seed=2)
 
@@ -31,8 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_rank(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Found]]:
     """What each of four ranks computed, by how they were divided and what was trained."""
     directory = tmp_path_factory.mktemp("ranks")
-    shared_commands().two_ranks("tests.ranks.parallelism", directory, model_dir)
-    return [torch.load(directory / f"rank_{rank}.pt") for rank in range(RANKS)]
+    return shared_commands().two_ranks("tests.ranks.parallelism", directory, model_dir)
 
 
 @pytest.mark.parametrize(("division", "run"), [(name, run) for name, (_, runs) in DIVISIONS.items() for run in runs])

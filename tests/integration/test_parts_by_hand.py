@@ -55,7 +55,6 @@ class Shells:
         return process
 
     def logs(self) -> str:
-        """What all of them have said."""
         return "\n".join(path.read_text() for path in sorted(self.checkout.path.glob("*.log")))
 
     def wait_for(self, condition: Callable[[], bool], *living: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,38 @@ def fail_from(server: S3Server, number: int, methods: tuple[str, ...] = ("PUT",)
         return "403" if seen >= number and method in methods else None
 
     server.spoil = spoil
+
+
+@contextmanager
+def hanging(server: S3Server, method: str = "", path: str = "", *, times: int = 10**9) -> Iterator[threading.Event]:
+    """Answer such requests, the first `times` of them, only behind this; give what is set when the first is there."""
+    entered, release, left = threading.Event(), threading.Event(), iter(range(times))
+
+    def spoil(asked: str, of: str) -> str | None:
+        if method in asked and path in of:
+            entered.set()
+            if next(left, None) is not None:
+                release.wait(2 * HANG_S)
+        return None
+
+    server.spoil = spoil
+    try:
+        yield entered
+    finally:
+        release.set()
+
+
+def uploading(here: RunDir, *, first: str = "", at_end: str) -> subprocess.CompletedProcess[str]:
+    """Run a process that uploads step 1 in a thread, and does something at its end."""
+    program = (
+        f"{first}\nimport random, sys; from pathlib import Path\n"
+        "from holdfast.remote.checkpoints import RemoteCheckpoints\n"
+        "from holdfast.remote.uploader import Uploader\n"
+        "random.seed(1); before = random.getstate()\n"
+        f"uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n{at_end}"
+    )
+    words = [sys.executable, "-c", program, URL, str(here.checkpoint(1))]
+    return subprocess.run(words, capture_output=True, text=True, timeout=2 * HANG_S)
 
 
 def test_the_manifest_goes_last_and_a_resume_on_an_empty_machine_gets_all(
@@ -283,59 +316,33 @@ def test_a_server_that_never_answers_runs_into_the_deadline(
 ) -> None:
     monkeypatch.setattr(object_store, "STALLED_S", 0.3)
     monkeypatch.setattr(object_store, "TRIES", 2)
-    release = threading.Event()
-
-    def spoil(method: str, path: str) -> str | None:
-        release.wait(HANG_S)
-        return None
-
-    server.spoil = spoil
-    with pytest.raises(StorageError, match="TimeoutError: nothing moved for 0 s"):
+    with hanging(server), pytest.raises(StorageError, match="TimeoutError: nothing moved for 0 s"):
         remote.steps()
-    release.set()
 
 
 @pytest.mark.clock
 def test_a_transfer_that_hung_once_is_tried_again(
     server: S3Server, remote: RemoteCheckpoints, here: RunDir, empty: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the try after it was given up at once, for what had not moved in the first."""
     remote.upload(write_checkpoint(here, 3), 3)
     monkeypatch.setattr(object_store, "STALLED_S", 2.0)
     monkeypatch.setattr(object_store, "TRIES", 2)
-    release, tries = threading.Event(), []
-
-    def spoil(method: str, path: str) -> str | None:
-        if method == "GET" and "progress" in path:
-            tries.append(path)
-            if len(tries) == 1:
-                release.wait(HANG_S)
-        return None
-
-    server.spoil = spoil
-    remote.download(3, empty.checkpoint(3))
-    release.set()
-    assert len(tries) == 2 and manifest.verify(empty.checkpoint(3)).step == 3
+    server.requests.clear()
+    with hanging(server, "GET", "progress", times=1):
+        remote.download(3, empty.checkpoint(3))
+    assert sum(method == "GET" and "progress" in path for method, path in server.requests) == 2
+    assert manifest.verify(empty.checkpoint(3)).step == 3
 
 
 def test_closing_gives_up_a_transfer_that_hangs(server: S3Server, here: RunDir) -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    def spoil(method: str, path: str) -> str | None:
-        if method == "PUT":
-            entered.set()
-            release.wait(HANG_S)
-        return None
-
-    server.spoil = spoil
     uploader = Uploader(RemoteCheckpoints(URL))
-    uploader.submit(write_checkpoint(here, 5), 5)
-    assert entered.wait(HANG_S)
-    with pytest.raises(CheckpointError, match="uploading step 5 was given up"):
-        uploader.close(timeout_s=0.1)
-    uploader._thread.join(HANG_S)
-    assert not uploader._thread.is_alive(), "the transfer was cancelled, not left behind"
-    release.set()
+    with hanging(server, "PUT") as entered:
+        uploader.submit(write_checkpoint(here, 5), 5)
+        assert entered.wait(HANG_S)
+        with pytest.raises(CheckpointError, match="uploading step 5 was given up"):
+            uploader.close(timeout_s=0.1)
+        uploader._thread.join(HANG_S)
+        assert not uploader._thread.is_alive(), "the transfer was cancelled, not left behind"
 
 
 @pytest.mark.clock
@@ -344,17 +351,11 @@ def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(s
     write_checkpoint(here, 1)
     left = iter(range(8))
     server.spoil = lambda method, path: "500" if method == "PUT" and next(left, None) is not None else None
-    program = (
-        "import botocore.retries.standard  # as peft does\n"
-        "import random, sys; from pathlib import Path\n"
-        "from holdfast.remote.checkpoints import RemoteCheckpoints\n"
-        "from holdfast.remote.uploader import Uploader\n"
-        "random.seed(1); before = random.getstate()\n"
-        "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
-        "uploader.close(120); print(random.getstate() == before)"
+    done = uploading(
+        here,
+        first="import botocore.retries.standard  # as peft does",
+        at_end="uploader.close(120); print(random.getstate() == before)",
     )
-    words = [sys.executable, "-c", program, URL, str(here.checkpoint(1))]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert next(left, None) is None, "nothing had to be tried again"
 
@@ -363,27 +364,6 @@ def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(s
 def test_a_process_ends_at_once_with_a_store_that_hangs(server: S3Server, here: RunDir) -> None:
     """The thread is a daemon and so is the driver's loop: nothing waits for the network at exit."""
     write_checkpoint(here, 1)
-    release = threading.Event()
-
-    def spoil(method: str, path: str) -> str | None:
-        release.wait(2 * HANG_S)
-        return None
-
-    server.spoil = spoil
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from holdfast.remote.checkpoints import RemoteCheckpoints\n"
-        "from holdfast.remote.uploader import Uploader\n"
-        "uploader = Uploader(RemoteCheckpoints(sys.argv[1])); uploader.submit(Path(sys.argv[2]), 1)\n"
-        "print('submitted', uploader.wait(timeout_s=1))"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, URL, str(here.checkpoint(1))],
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-    finally:
-        release.set()
+    with hanging(server):
+        done = uploading(here, at_end="print('submitted', uploader.wait(timeout_s=1))")
     assert (done.returncode, done.stdout) == (0, "submitted False\n"), done.stderr

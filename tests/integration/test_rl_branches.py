@@ -11,7 +11,7 @@ import tomli_w
 
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
-from tests.faults.killed_runs import killed_twice
+from tests.faults.blows import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.models.chat_templates import FORGETFUL
 from tests.runs.rl import EVERYTHING, MODEL, assert_same_end, succeeded

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from holdfast.config import InferenceConfig
 from holdfast.protocol.rollouts import Rollout
 from holdfast.run.journal import read_batch
-from tests.faults.killed_runs import killed_twice
-from tests.forking.engines import start_server
+from tests.faults.blows import killed_twice
+from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL, assert_same_end, exact_metrics, succeeded
@@ -28,14 +27,7 @@ _STUDENT = ("--trainer.model.init", "random", "--trainer.optim.lr", "1e-3", "--m
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
-    config = InferenceConfig.model_validate(
-        {
-            "model": {"name": str(MODEL), "max_len": 80},
-            "server": {"port": free_port()},
-            "engine": {"threads": 1},
-        }
-    )
-    handle = start_server("stub", config, tmp_path_factory.mktemp("teacher") / "inference.log")
+    handle = start_server("stub", config_of(MODEL, max_len=80), tmp_path_factory.mktemp("teacher") / "inference.log")
     handle.wait_ready()
     yield UsedServer(handle)
     handle.terminate()
@@ -89,16 +81,3 @@ def test_a_hard_distillation_needs_no_server_of_the_policy(teacher: UsedServer, 
     assert teacher.weights() == served
     losses = [line["loss"] for line in exact_metrics(run.run_dir, range(1, _STEPS + 1))]
     assert losses[-1] < losses[0] - 0.3
-
-
-@pytest.mark.ranks
-def test_a_teacher_in_the_trainer_is_learned_from_over_whole_vocabularies(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
-    distil = ("--trainer.advantage", "distillation", "--trainer.distillation.divergence", "full")
-    teacher = ("--trainer.kl.reference", str(MODEL), "--trainer.model.logits-chunk-tokens", "50")
-    ranks = ("--trainer.parallel.num-ranks", "2", "--trainer.parallel.threads", "1")
-    run = succeeded(tmp_path / "run", *rl_server.flags, *_STUDENT, *distil, *teacher, *ranks)
-    lines = exact_metrics(run.run_dir, range(1, _STEPS + 1))
-    assert lines[-1]["distillation/kl"] < 0.8 * lines[0]["distillation/kl"]
-    assert not any("ref_kld" in line for line in lines)

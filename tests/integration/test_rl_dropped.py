@@ -9,7 +9,7 @@ import pytest
 from holdfast.protocol.rollouts import Dropped
 from holdfast.run.journal import STATE_NAME, Accepted, Counts, read_accepted, read_batch
 from holdfast.run.run_dir import RunDir
-from tests.faults.killed_runs import killed_twice
+from tests.faults.blows import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import assert_same_end, exact_metrics, succeeded
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config import InferenceConfig
 from holdfast.run.metrics import read_metrics
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
-from tests.forking.engines import start_server
+from tests.forking.engines import config_of, start_server
 from tests.models.families_in_rl import Refused, measure, names, read_results
 from tests.runs.ports import free_port
 from tests.runs.rl import CompletedRun, RlRun, succeeded
@@ -71,8 +70,7 @@ def test_rl_trains_a_mixture_of_experts(tiny_model: ModelFactory, tmp_path: Path
 
 def _trained(model: Path, output_dir: Path) -> CompletedRun:
     """Train on what vLLM samples, which is forked: `rl` finds it at its port."""
-    values = {"model": {"name": str(model), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
-    config = InferenceConfig.model_validate(values)
+    config = config_of(model)
     server = start_server("vllm", config, output_dir.with_name(f"{output_dir.name}_inference.log"))
     try:
         server.wait_ready()

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config import InferenceConfig
 from holdfast.run.metrics import read_metrics
 from tests.faults.blows import STEPS, Blow, awaited, deal, orchestrator, rank, trainer
 from tests.faults.held_steps import NEVER, at_start, exists, held_after
-from tests.forking.engines import start_server
+from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
-from tests.runs.ports import free_port
 from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete
 
 pytestmark = pytest.mark.launch
@@ -73,8 +71,7 @@ def test_one_of_two_servers_that_were_named_may_die_for_good(
     rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
 ) -> None:
     """Nobody starts it again, so the run ends with the other one."""
-    values = {"model": {"name": str(MODEL), "max_len": 64}, "server": {"port": free_port()}, "engine": {"threads": 1}}
-    dying = start_server("stub", InferenceConfig.model_validate(values), tmp_path / "dying.log")
+    dying = start_server("stub", config_of(MODEL), tmp_path / "dying.log")
     dying.wait_ready()
     urls = json.dumps([dying.url, rl_server.handle.url])
     flags, held = ("--orchestrator.client.urls", urls), at_start(held_after(8, until=exists(tmp_path / "dead")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,76 +12,52 @@ from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, NEVER, at_start, held_after
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
-from tests.runs.rl import (
-    SMALL_BATCH,
-    CompletedRun,
-    RlRun,
-    assert_same_end,
-    complete,
-    last_step,
-    succeeded,
-)
+from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, last_step, succeeded
 
 pytestmark = pytest.mark.launch
 
-# Ctrl-C must stop a run in seconds, also on a busy machine.
+
+@dataclass(frozen=True)
+class Interruption:
+    """What is done to a run after a step, and what must come of it.
+
+    Attributes:
+        what: a signal to the launcher; or a module, whose last process is killed.
+        says: what the launcher prints; nothing where it is killed.
+    """
+
+    step: int
+    what: signal.Signals | str
+    exit_code: int
+    says: str
+
+    def deal(self, run: RlRun) -> None:
+        if self.step:
+            run.wait_for_match(r"\(attempt \d+\)")
+            # Of this attempt: a later one where the attempt before came further.
+            run.wait_for_step(max(self.step, last_step(run.run_dir) + 1))
+        else:
+            run.wait_for_output("importing torch")
+        if isinstance(self.what, signal.Signals):
+            run.interrupt(self.what)
+        else:
+            run.find(self.what)[-1].kill()
 
 
-def _interrupt_start(run: RlRun) -> None:
-    run.wait_for_output("importing torch")
-    run.interrupt(signal.SIGTERM)
-
-
-def _wait_for_step(run: RlRun, step: int) -> None:
-    """Wait until this attempt has trained a step: that one, or a later one where the attempt before came further."""
-    run.wait_for_match(r"\(attempt \d+\)")
-    run.wait_for_step(max(step, last_step(run.run_dir) + 1))
-
-
-def _kill_rank(run: RlRun) -> None:
-    _wait_for_step(run, 3)
-    launcher_of_ranks, rank = run.find("holdfast.trainer.launch")
-    assert rank.ppid() == launcher_of_ranks.pid
-    rank.kill()
-
-
-def _kill_orchestrator(run: RlRun) -> None:
-    _wait_for_step(run, 6)
-    (orchestrator,) = run.find("holdfast.orchestrator.main")
-    orchestrator.kill()
-
-
-def _kill_launcher(run: RlRun) -> None:
-    _wait_for_step(run, 9)
-    run.interrupt(signal.SIGKILL)
-
-
-def _interrupt(run: RlRun) -> None:
-    _wait_for_step(run, 11)
-    run.interrupt(signal.SIGINT)
-
-
-def _terminate(run: RlRun) -> None:
-    _wait_for_step(run, 13)
-    run.interrupt(signal.SIGTERM)
-
-
-# In this order, each in an attempt of its own; expected: exit code, and what the launcher says (killed: nothing).
-_INTERRUPTIONS: dict[str, tuple[Callable[[RlRun], None], int, str]] = {
-    "SIGTERM at the start": (
-        _interrupt_start,
-        143,
-        f"stopped at step 0 of {REFERENCE_STEPS}, before anything was trained",
+# In this order, each in an attempt of its own.
+_INTERRUPTIONS = {
+    "SIGTERM at the start": Interruption(
+        0, signal.SIGTERM, 143, f"stopped at step 0 of {REFERENCE_STEPS}, before anything was trained"
     ),
-    "SIGKILL of a rank": (_kill_rank, 1, "error: trainer: rank 0 was killed by signal 9\n       log: "),
-    "SIGKILL of the orchestrator": (
-        _kill_orchestrator,
-        1,
-        "error: orchestrator was killed by signal 9; the last lines",
+    "SIGKILL of a rank": Interruption(
+        3, "holdfast.trainer.launch", 1, "error: trainer: rank 0 was killed by signal 9\n       log: "
     ),
-    "SIGKILL of the launcher": (_kill_launcher, -9, ""),
-    "SIGINT": (_interrupt, 130, "SIGINT: saving the current step"),
-    "SIGTERM": (_terminate, 143, "SIGTERM: saving the current step"),
+    "SIGKILL of the orchestrator": Interruption(
+        6, "holdfast.orchestrator.main", 1, "error: orchestrator was killed by signal 9; the last lines"
+    ),
+    "SIGKILL of the launcher": Interruption(9, signal.SIGKILL, -9, ""),
+    "SIGINT": Interruption(11, signal.SIGINT, 130, "SIGINT: saving the current step"),
+    "SIGTERM": Interruption(13, signal.SIGTERM, 143, "SIGTERM: saving the current step"),
 }
 
 
@@ -116,24 +91,11 @@ def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun
 
 
 @dataclass(frozen=True)
-class Interrupted:
-    """One attempt.
-
-    Attributes:
-        run: how it ended.
-        committed: the checkpoints that were there afterwards.
-    """
-
-    run: CompletedRun
-    committed: list[int]
-
-
-@dataclass(frozen=True)
 class DisturbedRun:
-    """All attempts by the name of their interruption, and the last one, which ended by itself."""
+    """Attempts by the name of their interruption, with the steps committed then, and the one that ended by itself."""
 
     run_dir: RunDir
-    attempts: dict[str, Interrupted]
+    attempts: dict[str, tuple[CompletedRun, list[int]]]
     last: CompletedRun
 
 
@@ -143,15 +105,12 @@ def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -
     by_hand = ("--max-restarts", "0")
     flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2", *by_hand)
     resume = ("--ckpt.resume-step", "auto")
-    attempts: dict[str, Interrupted] = {}
+    attempts: dict[str, tuple[CompletedRun, list[int]]] = {}
     held = at_start(held_after(REFERENCE_STEPS - 2, until=ASKED_TO_STOP))
-    for name, (interrupt, _, _) in _INTERRUPTIONS.items():
+    for name, interruption in _INTERRUPTIONS.items():
         with RlRun(directory, *flags, *resume, environment=held) as run:
-            interrupt(run)
-            run.wait()
-            completed = complete(run)
-        run_dir = run.run_dir
-        attempts[name] = Interrupted(completed, run_dir.committed_steps())
+            interruption.deal(run)
+            attempts[name] = complete(run), run.run_dir.committed_steps()
     with RlRun(directory, *flags, *resume) as run:
         last = complete(run)
     return DisturbedRun(run.run_dir, attempts, last)
@@ -159,25 +118,20 @@ def disturbed(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("name", _INTERRUPTIONS)
 def test_everything_stops_and_says_why(disturbed: DisturbedRun, name: str) -> None:
-    _, exit_code, message = _INTERRUPTIONS[name]
-    attempt = disturbed.attempts[name]
-    assert attempt.run.exit_code == exit_code, attempt.run.output
-    assert message in attempt.run.output
-    assert not attempt.run.survivors
-    assert "Traceback" not in attempt.run.output
-
-
-def test_the_end_of_a_dead_process_log_is_shown(disturbed: DisturbedRun) -> None:
-    attempt = disturbed.attempts["SIGKILL of the orchestrator"]
-    log = (disturbed.run_dir.logs(3) / "orchestrator.log").read_text().splitlines()
-    assert log[-1] in attempt.run.output
+    attempt, _ = disturbed.attempts[name]
+    assert attempt.exit_code == _INTERRUPTIONS[name].exit_code, attempt.output
+    assert _INTERRUPTIONS[name].says in attempt.output and "Traceback" not in attempt.output
+    assert not attempt.survivors
+    if name == "SIGKILL of the orchestrator":
+        log = (disturbed.run_dir.logs(3) / "orchestrator.log").read_text().splitlines()
+        assert log[-1] in attempt.output, "the end of its log is shown"
 
 
 def test_the_run_goes_on_from_the_newest_checkpoint(disturbed: DisturbedRun) -> None:
-    attempts = list(disturbed.attempts.values())
-    assert attempts[0].committed == []
-    for before, after in zip(attempts, [*(attempt.run for attempt in attempts[1:]), disturbed.last], strict=True):
-        start = f"resuming from step {before.committed[-1]} in" if before.committed else "starting afresh in"
+    attempts, committed = zip(*disturbed.attempts.values(), strict=True)
+    assert committed[0] == []
+    for steps, after in zip(committed, (*attempts[1:], disturbed.last), strict=True):
+        start = f"resuming from step {steps[-1]} in" if steps else "starting afresh in"
         assert start in after.output
 
 

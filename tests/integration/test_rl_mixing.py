@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.protocol.rollouts import Sampling
 from holdfast.run.journal import read_batch
-from tests.faults.killed_runs import killed_twice
+from tests.faults.blows import killed_twice
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.rl import assert_same_end, exact_metrics, succeeded

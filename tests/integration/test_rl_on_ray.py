@@ -40,7 +40,6 @@ def head() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module")
 def nodes(head: RayNodes) -> RayNodes:
-    """The cluster with two nodes."""
     for node in (0, 1):
         head.add(node)
     return head

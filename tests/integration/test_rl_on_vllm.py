@@ -15,8 +15,7 @@ import pytest
 
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
-from tests.faults.blows import STEPS, Blow, deal, engine, engines, inference
-from tests.faults.held_steps import NEVER, at_start, held_after
+from tests.faults.blows import STEPS, Blow, deal, engine, inference
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
@@ -44,28 +43,6 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
     assert vllm_server.generated_tokens() - before >= sum(rollout.loss_mask.num_sampled for rollout in rollouts) > 0
 
 
-def test_everything_is_killed_at_once_and_the_run_goes_on(straight: CompletedRun, tmp_path: Path) -> None:
-    """What is left is that of the longer run that nothing disturbs, as far as it goes."""
-    steps = ("--max-steps", "6", "--ckpt.interval", "2")
-    flags = (*SMALL_BATCH, "--inference.server.port", str(free_port()), *steps, "--ckpt.resume-step", "auto")
-    held = at_start(held_after(5, until=NEVER))
-    with RlRun(tmp_path / "run", *flags, engine="vllm", environment=held) as run:
-        run.wait_for_step(3)
-        processes = run.processes()
-        assert any("EngineCore" in "".join(command_line(process)) for process in processes), [
-            command_line(p) for p in processes
-        ]
-        run.interrupt(signal.SIGKILL)
-        for process in processes:
-            if process.is_running():
-                process.kill()
-        killed = complete(run)
-    assert killed.exit_code == -signal.SIGKILL and not killed.survivors
-    resumed = succeeded(tmp_path / "run", *flags, engine="vllm")
-    assert "resuming from step" in resumed.output
-    assert_same_end(resumed, straight, 6)
-
-
 _OWN_SERVER = [
     Blow(3, inference, signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
     Blow(7, engine, signal.SIGKILL, r"inference ended with exit code \d+: starting it again \(restart 2 of 3\)"),
@@ -81,18 +58,6 @@ def test_inference_and_its_engine_die_and_hang(straight: CompletedRun, tmp_path:
     assert "Traceback" not in healed.output
     # Orchestrator and trainer went on as they were.
     assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
-
-
-def test_an_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
-    port = ("--inference.server.port", str(free_port()))
-    with RlRun(tmp_path / "run", *SMALL_BATCH, *port, "--max-steps", "2", engine="vllm") as run:
-        run.wait_for(lambda: engines(run), "the engine")
-        engines(run)[0].kill()
-        run.wait_for_output("inference ended with exit code 75: starting it again (restart 1 of 3)")
-        ended = complete(run)
-    assert ended.exit_code == 0, ended.output
-    assert not ended.survivors
-    assert [path.name for path in (ended.run_dir.path / "configs").iterdir()] == ["attempt_1"]
 
 
 def _server(run: RlRun, number: int) -> psutil.Process:

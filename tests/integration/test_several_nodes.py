@@ -56,7 +56,6 @@ class Nodes:
             self.start(node, *flags)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until `step` has been trained."""
         _until(lambda: [line for line in _metrics(self.run_dir) if line["step"] >= step], *self.runs)
 
     def trainer(self, node: int) -> psutil.Process:
@@ -206,29 +205,3 @@ def test_trainers_that_wait_for_a_batch_save_when_one_node_is_asked_to(tmp_path:
     os.kill(nodes.runs[1].pid, signal.SIGTERM)
     assert nodes.wait() == [143, 143], "\n".join(run.log for run in nodes.runs)
     assert nodes.run_dir.committed_steps() == [2]
-
-
-def test_two_nodes_make_of_a_journal_what_two_ranks_of_one_do(tmp_path: Path, tiny_model: Models) -> None:
-    """Also of what they train again from its batches."""
-    model, steps = tiny_model(dropout=0.1), 4
-    flags = (
-        "--model.name", str(model), "--max-steps", str(steps), "--parallel.threads", "1", "--mismatch-limit", "inf",
-        "--optim.lr", "1e-3", "--replay.groups", "1", "--replay.capacity", "4",
-    )  # fmt: skip
-    one = tmp_path / "one"
-    nodes = Nodes(tmp_path / "two", "trainer", ["--output-dir", str(tmp_path / "two"), *flags])
-    alone = shared_commands().start("trainer", one, ["--output-dir", str(one), *flags, "--parallel.num-ranks", "2"])
-    nodes.start_all()
-    runs = (alone, *nodes.runs)
-    _until(lambda: all("waiting for batches" in run.log for run in runs), *runs)
-    for run_dir in (RunDir(one), nodes.run_dir):
-        publish_journal(run_dir, range(1, steps + 1))
-    assert [alone.wait(HANG_S).code, *nodes.wait()] == [0, 0, 0], "\n".join(run.log for run in runs)
-    made = [
-        (
-            (run_dir.weights_of(steps) / "model.safetensors").read_bytes(),
-            [(line["loss"], line["grad_norm"], line["replay/groups"]) for line in read_metrics(run_dir.metrics)],
-        )
-        for run_dir in (RunDir(one), nodes.run_dir)
-    ]
-    assert made[0] == made[1] and made[0][1][-1][2] == 1

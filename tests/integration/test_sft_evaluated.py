@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
-from tests.runs.processes import HANG_S, WITH_STUB_ENGINE
+from tests.runs.processes import HANG_S, WITH_STUB_ENGINE, wait_until
 from tests.runs.trackers import TrackedDirectory
 
 pytestmark = pytest.mark.launch
@@ -44,10 +43,7 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     run_dir = RunDir(tmp_path / "run")
     run = started(run_dir.path, *ASKS, *TRACKED)
     # The command dies while the first step is evaluated, and takes everything along.
-    deadline = time.monotonic() + HANG_S
-    while not run_dir.evaluation(0).exists() and not run.has_ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # nothing tells of a directory of another process
+    wait_until(lambda: run_dir.evaluation(0).exists() or run.has_ended, "the first evaluation")
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert ends(run.pid), run.log

@@ -125,14 +125,6 @@ def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_f
         assert differing(end_state(live.run.output, last=STEPS), end_state(straight_on_two, last=STEPS)) == []
 
 
-def test_ctrl_c_saves_the_current_step_too(start: Start, ends: Ends) -> None:
-    live = start("--ckpt", fault=held_after(8, until=ASKED_TO_STOP))
-    live.wait_for("step  5/")
-    os.killpg(live.run.pid, signal.SIGINT)  # as a terminal does: to the group of the launcher
-    assert live.ended(ends) == 128 + signal.SIGINT
-    assert "which is saved" in live.run.log and len(live.run_dir.committed_steps()) == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_during_the_imports_ends_before_the_first_step(
     number: signal.Signals, tmp_path: Path, model: Path, sft_data: Path, ends: Ends
@@ -169,14 +161,6 @@ def test_a_second_signal_does_not_wait_for_the_grace(start: Start, ends: Ends) -
     os.kill(live.run.pid, signal.SIGTERM)
     assert live.ended(ends) == NOT_SAVED
     assert "was NOT saved" in live.run.log
-
-
-def test_a_killed_launcher_takes_everything_with_it(start: Start, ends: Ends) -> None:
-    live = start(fault=held_after(8, until=NEVER), ranks=2)
-    live.wait_for("step  1/")
-    assert len(live.ranks()) == 2
-    os.kill(live.run.pid, signal.SIGKILL)
-    assert live.ended(ends) == -signal.SIGKILL
 
 
 @pytest.mark.ranks

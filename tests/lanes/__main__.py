@@ -62,7 +62,6 @@ class EverydayRun:
         return sorted(name for name in self._names if self.codes.get(name) not in good)
 
     def wait(self) -> None:
-        """Run all of them."""
         for thread in self._threads:
             thread.start()
         try:

@@ -90,16 +90,13 @@ class Durations:
         self._bounds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add a phase of a test."""
         self._seconds[report.nodeid] += report.duration
         if EVERYDAY in report.keywords:
             self._bounds[report.nodeid] = COMMAND_BOUND_S
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
         record(self._seconds, self._path)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say which tests have taken too long."""
         for line in too_long(self._seconds, self._bounds) if self._everyday else ():
             terminalreporter.write_line(f"warning: {line}", yellow=True)

@@ -50,11 +50,9 @@ class Skips:
         self._reasons: dict[str, str | None] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a phase of a test."""
         self._reasons.setdefault(report.nodeid, None)
         if report.skipped and isinstance(report.longrepr, tuple | list):
             self._reasons[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
         record(self._reasons, self._path)

@@ -80,7 +80,6 @@ def choose(arguments: argparse.Namespace) -> list[Mutant]:
 
 
 def main() -> int:
-    """Try mutants and print those that nothing noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=150)

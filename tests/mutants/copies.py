@@ -82,7 +82,6 @@ class Copy:
         (self.directory / "src" / module).write_text(source)
 
     def close(self) -> None:
-        """End the process and remove the copy."""
         assert self._zygote.stdin is not None
         self._zygote.stdin.close()
         self._zygote.wait()

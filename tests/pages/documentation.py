@@ -59,8 +59,6 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     page: Path
     line: int
     info: list[str]
@@ -68,17 +66,14 @@ class Block:
 
     @property
     def where(self) -> str:
-        """File and line, for messages."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
     def language(self) -> str:
-        """The first word behind the fence."""
         return self.info[0] if self.info else ""
 
     @property
     def file(self) -> str | None:
-        """The name that the block is saved under."""
         return self.option("file")
 
     def option(self, name: str) -> str | None:
@@ -87,7 +82,6 @@ class Block:
 
     @cached_property
     def commands(self) -> list[Command]:
-        """The commands of a `console` block."""
         lines = self.text.splitlines()
         has_output = any(line.startswith("$ ") for line in lines)
         found: list[Command] = []
@@ -133,7 +127,6 @@ def commands(page: Path) -> list[Command]:
 
 
 def prose(page: Path) -> str:
-    """Return a page without its fenced blocks."""
     return _FENCE.sub("", page.read_text())
 
 

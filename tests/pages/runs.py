@@ -273,7 +273,6 @@ def _smaller(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def settings_file(block: Block, directory: Path) -> Path:
-    """Save a block of settings as a file."""
     path = directory / f"settings_{block.line}.toml"
     path.write_text(block.text)
     return path

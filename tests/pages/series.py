@@ -13,7 +13,6 @@ _OWN = re.compile(r"^\| (`holdfast_[^|]+) \|", re.MULTILINE)
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard for Grafana."""
     return json.loads((ROOT / "configs" / "grafana" / "holdfast.json").read_text())
 
 

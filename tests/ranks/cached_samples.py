@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +11,7 @@ from holdfast.errors import DataError
 from holdfast.trainer.data import samples as read_samples
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.mesh import Mesh
-from tests.ranks.two import run_on_two_ranks
+from tests.ranks.two import run_on_ranks
 
 MACHINES = {"one": ("0", "1"), "two": ("0", "0")}
 """Local ranks of the two ranks, by the number of machines."""
@@ -49,9 +46,5 @@ def compute(mesh: Mesh, directory: Path) -> dict[str, str]:
     return found
 
 
-def _work(mesh: Mesh, *, directory: Path) -> None:
-    (directory / f"rank_{mesh.rank}.json").write_text(json.dumps(compute(mesh, directory)))
-
-
 if __name__ == "__main__":
-    run_on_two_ranks(partial(_work, directory=Path(sys.argv[1])), Path(sys.argv[1]))
+    run_on_ranks(compute)

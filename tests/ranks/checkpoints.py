@@ -1,16 +1,14 @@
 """Two real ranks that save and load together: `python -m tests.ranks.checkpoints DIRECTORY`.
 
-Each rank goes through all scenarios and writes what it saw into `DIRECTORY/rank_R.json`, by scenario.
+Each rank goes through all scenarios, and notes what it saw by scenario.
 `DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.saving import Saver
 from holdfast.trainer.stop import StopRequest
 from tests.builders.train_states import NotifyingStorage, copied, held_writes, same
-from tests.ranks.two import run_on_two_ranks
+from tests.ranks.two import run_on_ranks
 from tests.runs.processes import HANG_S
 
 Objects = dict[str, Any]
@@ -68,7 +66,6 @@ def whole(objects: Objects) -> dict[str, Tensor]:
 
 
 def names_in(directory: Path) -> list[str]:
-    """What lies in a directory of checkpoints."""
     dist.barrier()
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
     dist.barrier()
@@ -76,7 +73,6 @@ def names_in(directory: Path) -> list[str]:
 
 
 def message_of(action: Callable[[], object]) -> str:
-    """The message of the error that `action` raises."""
     try:
         action()
     except HoldfastError as error:
@@ -284,21 +280,11 @@ class Scenarios:
         return {"left": names_in(place)}
 
 
-def main() -> None:
-    """Run all scenarios and write what each rank saw as `rank_R.json`."""
-    directory = Path(sys.argv[1])
-
-    def work(mesh: Mesh) -> None:
-        scenarios = Scenarios(directory, mesh)
-        seen: Mapping[str, Any] = {
-            name: getattr(scenarios, name)()
-            for name, thing in vars(Scenarios).items()
-            if callable(thing) and not name.startswith("_")
-        }
-        (directory / f"rank_{mesh.rank}.json").write_text(json.dumps(seen))
-
-    run_on_two_ranks(work, directory)
+def _work(mesh: Mesh, directory: Path) -> dict[str, Any]:
+    scenarios = Scenarios(directory, mesh)
+    names = [name for name, thing in vars(Scenarios).items() if callable(thing) and not name.startswith("_")]
+    return {name: getattr(scenarios, name)() for name in names}
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(_work)

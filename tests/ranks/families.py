@@ -1,11 +1,7 @@
-"""Two real ranks that share a model of some family: `python -m tests.ranks.families MODEL DIRECTORY`.
-
-Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
-"""
+"""Two real ranks that share a model of some family: `python -m tests.ranks.families MODEL DIRECTORY`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.supervised import supervised_step
 from tests.models.families import random_samples
-from tests.ranks.two import run_on_two_ranks
+from tests.ranks.two import run_on_ranks
 
 LENGTHS = (23, 5, 31, 2, 14)
 DIVISIONS: dict[str, dict[str, Any]] = {
@@ -44,23 +40,17 @@ def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     return found
 
 
-def main() -> None:
-    """Write what each rank saw as `rank_R.pt`, by division."""
-    model_dir, directory = (Path(argument) for argument in sys.argv[1:])
-
-    def work(given: Mesh) -> None:
-        found: dict[str, dict[str, Tensor] | str] = {}
-        for name, settings in DIVISIONS.items():
-            config = ParallelConfig(num_ranks=given.world_size, **settings)
-            mesh = join_mesh(config, rank=given.rank, world_size=given.world_size, device=given.device)
-            try:
-                found[name] = compute(model_dir, mesh)
-            except DataError as refusal:
-                found[name] = str(refusal)
-        torch.save(found, directory / f"rank_{given.rank}.pt")
-
-    run_on_two_ranks(work, directory)
+def _work(given: Mesh, model_dir: Path, _: Path) -> dict[str, dict[str, Tensor] | str]:
+    found: dict[str, dict[str, Tensor] | str] = {}
+    for name, settings in DIVISIONS.items():
+        config = ParallelConfig(num_ranks=given.world_size, **settings)
+        mesh = join_mesh(config, rank=given.rank, world_size=given.world_size, device=given.device)
+        try:
+            found[name] = compute(model_dir, mesh)
+        except DataError as refusal:
+            found[name] = str(refusal)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(_work)

@@ -1,15 +1,13 @@
 """Two real ranks that load a model: `python -m tests.ranks.initial_weights MODEL DIRECTORY`.
 
-Each rank writes into `DIRECTORY/rank_R.pt` the weights that both then hold, and how much it read of each tensor.
+Each rank notes the weights that both then hold, and how much it read of each tensor.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from holdfast.config.training import TrainedModelConfig
@@ -17,7 +15,7 @@ from holdfast.trainer.checkpoint import init_from
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import build_policy
-from tests.ranks.two import run_on_two_ranks
+from tests.ranks.two import run_on_ranks
 
 
 class CountedFile:
@@ -36,17 +34,13 @@ class CountedFile:
         self._file.__exit__(*ended)
 
     def keys(self) -> list[str]:
-        """See safetensors."""
         return self._file.keys()
 
     def get_slice(self, name: str) -> CountedSlice:
-        """See safetensors."""
         return CountedSlice(name, self._file.get_slice(name))
 
 
 class CountedSlice:
-    """A tensor of such a file."""
-
     def __init__(self, name: str, inner: Any) -> None:
         self._name, self._inner = name, inner
 
@@ -62,18 +56,11 @@ class CountedSlice:
 open_file = init_from.safe_open
 
 
-def main() -> None:
-    """Write what each rank saw as `rank_R.pt`."""
-    model_dir, directory = (Path(argument) for argument in sys.argv[1:])
-
-    def work(mesh: Mesh) -> None:
-        init_from.safe_open = CountedFile  # type: ignore[assignment,misc]
-        policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
-        weights = dict(whole_tensors(policy.hf_model, keep=True))
-        torch.save({"read": dict(CountedFile.read), "weights": weights}, directory / f"rank_{mesh.rank}.pt")
-
-    run_on_two_ranks(work, directory)
+def _work(mesh: Mesh, model_dir: Path, _: Path) -> dict[str, Any]:
+    init_from.safe_open = CountedFile  # type: ignore[assignment,misc]
+    policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
+    return {"read": dict(CountedFile.read), "weights": dict(whole_tensors(policy.hf_model, keep=True))}
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(_work)

@@ -1,11 +1,7 @@
-"""Four real ranks, divided in several ways: `python -m tests.ranks.parallelism MODEL DIRECTORY`.
-
-Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
-"""
+"""Four real ranks, divided in several ways: `python -m tests.ranks.parallelism MODEL DIRECTORY`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +93,16 @@ def measure(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Write what each rank saw as `rank_R.pt`."""
-    model_dir, directory = (Path(argument) for argument in sys.argv[1:])
-
-    def work(given: Mesh) -> None:
-        found = {}
-        for division, (settings, runs) in DIVISIONS.items():
-            config = ParallelConfig(num_ranks=RANKS, **settings)
-            mesh = join_mesh(config, rank=given.rank, world_size=RANKS, device=given.device)
-            found |= {(division, run): train(model_dir, mesh, run) for run in runs}
-            if division == MEASURED:
-                found[division, "measured"] = measure(model_dir, mesh)
-        torch.save(found, directory / f"rank_{given.rank}.pt")
-
-    run_on_ranks(RANKS, work, directory)
+def _work(given: Mesh, model_dir: Path, _: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for division, (settings, runs) in DIVISIONS.items():
+        config = ParallelConfig(num_ranks=RANKS, **settings)
+        mesh = join_mesh(config, rank=given.rank, world_size=RANKS, device=given.device)
+        found |= {(division, run): train(model_dir, mesh, run) for run in runs}
+        if division == MEASURED:
+            found[division, "measured"] = measure(model_dir, mesh)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(_work, number=RANKS)

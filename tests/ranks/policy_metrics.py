@@ -1,11 +1,7 @@
-"""Two real ranks that measure and count what one does: `python -m tests.ranks.policy_metrics MODEL DATA DIRECTORY`.
-
-Each rank writes what it computed into `DIRECTORY/rank_R.pt`.
-"""
+"""Two real ranks that measure and count what one does: `python -m tests.ranks.policy_metrics MODEL DATA DIRECTORY`."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +33,7 @@ from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.train_step import policy_step
 from tests.builders.policy_inputs import policy_input
 from tests.models.families import group_samples, random_samples
-from tests.ranks.two import run_on_two_ranks
+from tests.ranks.two import run_on_ranks
 
 AGES = (0, 1, 4)
 # Of each token: new, old, sampler and reference log-probability, age. By update, by forward pass.
@@ -172,7 +168,6 @@ def stepped(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def compute(model_dir: Path, data: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return what this rank sees. Collective."""
     return {
         "tokenised": tokenised(model_dir, data, mesh),
         "statistics": statistics_of(mesh),
@@ -185,15 +180,5 @@ def compute(model_dir: Path, data: Path, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Write what each rank saw as `rank_R.pt`."""
-    model_dir, data, directory = map(Path, sys.argv[1:])
-
-    def work(mesh: Mesh) -> None:
-        torch.save(compute(model_dir, data, mesh), directory / f"rank_{mesh.rank}.pt")
-
-    run_on_two_ranks(work, directory)
-
-
 if __name__ == "__main__":
-    main()
+    run_on_ranks(lambda mesh, model_dir, data, _: compute(model_dir, data, mesh))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from holdfast.trainer.mesh import Mesh
 from tests.forking.commands import shared_commands
-from tests.ranks.two import run_on_two_ranks
+from tests.ranks.two import run_on_ranks
 from tests.unit.trainer.programs.in_process import train
 
 
@@ -43,17 +42,10 @@ def train_on_two(
     train(program, directory / name, settings | {"parallel": parallel}, until=until, resume=resume)
 
 
-def main() -> None:
-    """Make all runs on both ranks."""
-    directory = Path(sys.argv[1])
-    runs = json.loads((directory / "runs.json").read_text())
-
-    def work(mesh: Mesh) -> None:
-        for run in runs:
-            train_on_two(mesh, directory, **run)
-
-    run_on_two_ranks(work, directory)
+def _work(mesh: Mesh, directory: Path) -> None:
+    for run in json.loads((directory / "runs.json").read_text()):
+        train_on_two(mesh, directory, **run)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(_work)

@@ -13,25 +13,22 @@ import torch
 import torch.distributed as dist
 
 from holdfast.config.training import ParallelConfig
-from holdfast.trainer.mesh import Mesh, join_mesh
+from holdfast.trainer.mesh import join_mesh
 
 _DEADLINE_S = 280.0
 
 
-def run_on_two_ranks(work: Callable[[Mesh], None], directory: Path) -> NoReturn:
-    """See `run_on_ranks`."""
-    run_on_ranks(2, work, directory)
+def run_on_ranks(work: Callable[..., object], *, number: int = 2) -> NoReturn:
+    """Be the program `python -m tests.ranks.… PATHS DIRECTORY`: call `work` on all ranks, and end.
 
-
-def run_on_ranks(number: int, work: Callable[[Mesh], None], directory: Path) -> NoReturn:
-    """Call `work` on all ranks and end this process: with 0 when all came through, else with 1.
+    It ends with 0 when all came through, else with 1. Each rank writes what it saw into `DIRECTORY/rank_R.pt`.
 
     Args:
-        work: gets its place among the ranks.
-        directory: where the ranks find one another.
+        work: gets its place among the ranks and the paths, and returns what it saw.
     """
+    paths = [Path(word) for word in sys.argv[1:]]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, number, work, directory)) for rank in range(number)]
+    ranks = [context.Process(target=_rank, args=(rank, number, work, paths)) for rank in range(number)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -44,9 +41,11 @@ def run_on_ranks(number: int, work: Callable[[Mesh], None], directory: Path) -> 
     os._exit(0)
 
 
-def _rank(rank: int, number: int, work: Callable[[Mesh], None], directory: Path) -> None:
+def _rank(rank: int, number: int, work: Callable[..., object], paths: list[Path]) -> None:
+    directory = paths[-1]
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), number)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=number)
-    work(join_mesh(ParallelConfig(num_ranks=number), rank=rank, world_size=number, device=torch.device("cpu")))
+    mesh = join_mesh(ParallelConfig(num_ranks=number), rank=rank, world_size=number, device=torch.device("cpu"))
+    torch.save(work(mesh, *paths), directory / f"rank_{rank}.pt")
     dist.destroy_process_group()

@@ -21,7 +21,6 @@ from tests.runs.processes import HANG_S
 
 
 def browser() -> str:
-    """Return the browser of this machine."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         pytest.skip("there is no browser to open the page in: `apt-get install chromium`")
@@ -70,7 +69,6 @@ class OpenPage:
         os.close(self._from)
 
     def go_to(self, url: str) -> None:
-        """Leave what is open for another page."""
         self._call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:

@@ -15,8 +15,6 @@ from tests.runs.processes import HANG_S, answer_when
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request got."""
-
     status: int
     headers: Mapping[str, str]
     text: str

@@ -21,8 +21,6 @@ async def _hold(home: str, after: int) -> None:
 
 
 class HeldReverse(ReverseText):
-    """Reversed texts."""
-
     def __init__(self, home: str, after: int) -> None:
         super().__init__()
         self._holds = (home, after)

@@ -13,22 +13,18 @@ class InFile(Tracker):
     """Appends to `own.txt` of the run directory."""
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Say where it begins."""
         self._file = open(run.directory / "own.txt", "a")
         lr = run.settings.get("optim.lr") or run.settings.get("trainer.optim.lr")
         self._file.write(f"begin {run.id} {run.name} attempt {run.attempt} after {after} lr {lr} {run.origin}\n")
         return after
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
         self._file.write(f"step {step} {metrics['loss']}\n")
 
     def flush(self) -> None:
-        """Write it out."""
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -36,7 +32,6 @@ class OutOfOrder(InFile):
     """Fails, as the variable `TRACKER_FAILS` says: by an error (`raise`), a crash (`die`), or not at all."""
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Fail first."""
         if os.environ.get("TRACKER_FAILS") == "die":
             os._exit(1)
         if os.environ.get("TRACKER_FAILS") == "raise":
@@ -61,7 +56,6 @@ class DiesOnce(InFile):
     """Dies when it is closed for the first time."""
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Note where."""
         self._died = run.directory / "died"
         return super().begin(run, after=after)
 

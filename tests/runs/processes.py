@@ -52,12 +52,13 @@ def command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for what a test has brought about; `what` names it where it does not come."""
+def wait_until(ask: Callable[[], Answer], what: str) -> Answer:
+    """Return the first answer that is true, of what a test has brought about; `what` names it where none comes."""
     deadline = time.monotonic() + HANG_S
-    while not is_so():
+    while not (answer := ask()):
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.02)
+    return answer
 
 
 def answer_when(ask: Callable[[], Answer], is_so: Callable[[Answer], bool]) -> Answer:

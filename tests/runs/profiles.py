@@ -11,8 +11,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one rank."""
-
     events: list[dict[str, Any]]
 
     @classmethod
@@ -26,7 +24,6 @@ class Trace:
         return sorted((one for one in found if name in (None, one["name"])), key=lambda one: one["ts"])
 
     def steps(self) -> list[int]:
-        """The steps that the trace marks."""
         marks = [one["name"] for one in self.slices(cat="user_annotation")]
         return [int(name.removeprefix("ProfilerStep#")) for name in marks if name.startswith("ProfilerStep#")]
 
@@ -42,7 +39,6 @@ class Trace:
 
 
 def traces(profile: Path) -> list[str]:
-    """The files of a profile."""
     return sorted(path.name for path in profile.iterdir())
 
 

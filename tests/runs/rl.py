@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -20,8 +19,9 @@ import psutil
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.forking.commands import Run, shared_commands
+from tests.forking.commands import shared_commands
 from tests.forking.popen import Engine
+from tests.forking.server import Fork, Started
 from tests.runs.processes import HANG_S, command_line
 
 CONFIG = "configs/reverse_text/rl.toml"
@@ -61,7 +61,6 @@ class RlRun:
         environment: variables on top of those of this process.
         engine: what an inference server of the run samples with.
         starts_python: start all of it as a user does, vLLM included.
-        through: words ahead of the command of a user, such as `uv run`.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class RlRun:
         environment: Mapping[str, str] | None = None,
         engine: Engine = "stub",
         starts_python: bool = False,
-        through: tuple[str, ...] = (),
     ) -> None:
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
@@ -80,15 +78,15 @@ class RlRun:
         saving = () if starts_python else _saving_as_asked(flags)
         argv = ["@", CONFIG, "--output-dir", str(output_dir), *saving, *flags]
         variables = {**os.environ, **(environment or {})}
-        self._launcher: _Started | _Forked
-        if starts_python or through:
-            command = [*through, str(Path(sys.executable).with_name("rl")), *argv]
-            self._launcher = _Started(command, self._output, variables)
+        self._launcher: Started | Fork
+        if starts_python:
+            command = [str(Path(sys.executable).with_name("rl")), *argv]
+            self._launcher = Started(command, self._output, variables)
         else:
             run = shared_commands().start(
                 "rl", output_dir, argv, log=self._output, environment=variables, engine=engine
             )
-            self._launcher = _Forked(run)
+            self._launcher = run.fork
 
     def __enter__(self) -> Self:
         return self
@@ -103,15 +101,12 @@ class RlRun:
 
     @property
     def output(self) -> str:
-        """What the command printed so far."""
         return self._output.read_text(errors="replace")
 
     def launcher(self) -> psutil.Process:
-        """The process of the command."""
         return psutil.Process(self._launcher.pid)
 
     def ended(self) -> bool:
-        """Whether the command has ended."""
         return self._launcher.has_ended
 
     def processes(self) -> list[psutil.Process]:
@@ -163,53 +158,12 @@ class RlRun:
         """Return the exit code of the command; a signal's number is negative."""
         try:
             return self._launcher.wait(timeout_s)
-        except (TimeoutError, subprocess.TimeoutExpired):
+        except TimeoutError:
             raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output}") from None
 
     def survivors(self, timeout_s: float = HANG_S) -> list[psutil.Process]:
         """What is left of this run after `timeout_s`: processes seen as its children, or that name its directory."""
         return survivors(self.run_dir, self._seen, timeout_s=timeout_s)
-
-
-class _Started:
-    """A command that a new Python runs."""
-
-    def __init__(self, argv: list[str], output: Path, environment: Mapping[str, str]) -> None:
-        with open(output, "wb") as file:
-            self._process = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def wait(self, timeout_s: float) -> int:
-        return self._process.wait(timeout_s)
-
-
-class _Forked:
-    """A command in a fork."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.pid = run.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._run.has_ended
-
-    def wait(self, timeout_s: float) -> int:
-        code = self._run.wait(timeout_s).code
-        assert code is not None
-        return code
 
 
 def survivors(run_dir: RunDir, processes: set[psutil.Process], *, timeout_s: float = HANG_S) -> list[psutil.Process]:
@@ -237,8 +191,6 @@ def _is_alive(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class CompletedRun:
-    """What one `rl` command left behind."""
-
     run_dir: RunDir
     exit_code: int
     output: str

@@ -92,7 +92,6 @@ class SlurmNodes:
 
     @property
     def is_idle(self) -> bool:
-        """Whether both nodes are there, and free."""
         return self.ask("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == "2"
 
     def submit(self, argv: list[str]) -> Job:
@@ -114,8 +113,6 @@ class SlurmNodes:
 
 
 class Job:
-    """A job that was submitted."""
-
     def __init__(self, slurm: SlurmNodes, number: str, output: Path) -> None:
         self._slurm = slurm
         self._number = number

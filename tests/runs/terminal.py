@@ -91,12 +91,10 @@ class Terminal:
 
     @property
     def modes_now(self) -> list[object]:
-        """How the terminal treats what is typed."""
         return termios.tcgetattr(self._slave)
 
     @property
     def has_cursor(self) -> bool:
-        """Whether the cursor is to be seen."""
         self._read()
         return not self._screen.cursor.hidden
 

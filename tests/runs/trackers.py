@@ -47,7 +47,6 @@ class TrackedDirectory:
         return found
 
     def settings(self, attempt: int, text: str) -> None:
-        """Write the settings of an attempt of `sft`."""
         self.run_dir.configs(attempt).mkdir(parents=True, exist_ok=True)
         (self.run_dir.configs(attempt) / "sft.toml").write_text(text)
 
@@ -67,7 +66,6 @@ class TrackedDirectory:
         other.rename(self.run_dir.metrics)
 
     def start(self, tracker: str) -> TrackingProcess:
-        """Start the process that sends to one tracker."""
         config = TrackingConfig(backends=[tracker], project="tested")
         argv = [str(self.run_dir.path), tracker, config.model_dump_json()]
         return TrackingProcess(argv, self.run_dir.path / f"{tracker}.log", {**os.environ, **self.environment})
@@ -78,7 +76,6 @@ class TrackedDirectory:
         return json.loads(path.read_bytes())["step"] if path.exists() else 0
 
     def wait_for(self, process: TrackingProcess, tracker: str, step: int) -> None:
-        """Wait until the process has noted `step`."""
         wait_until(lambda: self.sent(tracker) >= step or process.poll() is not None)
         assert process.poll() is None, (self.run_dir.path / f"{tracker}.log").read_text()
 
@@ -92,7 +89,6 @@ class TrackedDirectory:
         return _READERS[tracker](self, metric)
 
     def tell(self, attempt: int, phase: str, *, step: int, process: str = "trainer") -> None:
-        """Append an event of a process."""
         path = self.run_dir.logs(attempt) / "events.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
@@ -123,7 +119,6 @@ def short_directory() -> Iterator[Path]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait for what must come."""
     deadline = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < deadline

@@ -37,8 +37,6 @@ def write_data(path: Path, *, count: int = 60) -> Path:
 
 @dataclass(frozen=True)
 class SftRun:
-    """A run that has ended."""
-
     code: int
     output: str
     run_dir: RunDir
@@ -71,13 +69,7 @@ def pairs_command(program: str, output: Path, model: Path, *flags: str) -> list[
     return [command, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
 
 
-def run_pairs(output: Path, model: Path, *flags: str, program: str) -> SftRun:
-    """Run `dpo` or `reward-model` to its end."""
-    return run_command(pairs_command(program, output, model, *flags), output)
-
-
 def succeeded(run: SftRun) -> SftRun:
-    """Return a run that must have ended well."""
     assert run.code == 0, run.output
     return run
 
@@ -90,7 +82,6 @@ def refused(run: SftRun, *words: str) -> None:
 
 
 def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: bool = False) -> SftRun:
-    """Run `sft` to its end, as `run_command` does."""
     return run_command(sft_command(output, model, data, *flags), output, starts_python=starts_python)
 
 
@@ -178,7 +169,5 @@ class LiveRun:
 
 
 class LiveSft(LiveRun):
-    """A run of `sft` that goes on."""
-
     def __init__(self, output: Path, model: Path, data: Path, *flags: str, fault: str = "") -> None:
         super().__init__(sft_command(output, model, data, "--max-steps", "1000000", *flags), output, fault=fault)

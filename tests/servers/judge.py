@@ -58,7 +58,6 @@ class FakeJudge:
     _num_there: int = 0
 
     def app(self) -> FastAPI:
-        """Return the one route."""
         app = FastAPI()
 
         @app.post("/v1/chat/completions")

@@ -97,7 +97,6 @@ class FakeEngine:
     is_away: bool = False
 
     def app(self) -> FastAPI:
-        """Return the routes."""
         app = FastAPI()
 
         @app.middleware("http")
@@ -294,7 +293,7 @@ def commit_checkpoint(run_dir: RunDir, step: int) -> None:
 
 
 def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> OrchestratorConfig:
-    """Return a small configuration; `changes` are top-level keys."""
+    """Return a small configuration; `changes` are top-level keys, of `client` its own keys where there are engines."""
     values: dict[str, Any] = {
         "output_dir": output_dir,
         "max_steps": 8,
@@ -306,7 +305,8 @@ def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> Orche
         "client": {"urls": [engine.url for engine in engines], "ready_timeout_s": HANG_S, "timeout_s": HANG_S},
         "weights_timeout_s": HANG_S,
     }
-    return OrchestratorConfig.model_validate(values | changes)
+    client = {"client": values["client"] | changes.get("client", {})} if engines else {}
+    return OrchestratorConfig.model_validate(values | changes | client)
 
 
 def read_rollouts(run_dir: RunDir, steps: range) -> list[tuple[int, list[Rollout]]]:
@@ -321,6 +321,15 @@ def run(config: OrchestratorConfig, *, start: int = 0) -> list[Batch]:
     with FakeTrainer(run_dir, start=start, max_steps=config.max_steps):
         asyncio.run(orchestrate(config))
     return [journal.read_batch(run_dir, step) for step in run_dir.published_batches()]
+
+
+def rollouts_of(
+    directory: Path, *engines: FakeEngine, max_steps: int = 6, **changes: Any
+) -> list[tuple[int, list[Rollout]]]:
+    """Return policy version and rollouts of every batch of a whole run, for which the engines serve."""
+    with serving(*engines):
+        run(make_config(directory, *engines, max_steps=max_steps, **changes))
+    return read_rollouts(RunDir(directory), range(1, max_steps + 1))
 
 
 def cancel_at(number: int, engine: FakeEngine, begin: Callable[[], Coroutine[Any, Any, object]]) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 
 
 def ask(asked: dict[str, Any]) -> None:
-    """Ask the endpoint for one turn."""
     body = json.dumps({"model": asked["model"], "messages": [{"role": "user", "content": "ab"}]}).encode()
     headers = {"Authorization": f"Bearer {asked['api_key']}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{asked['base_url']}/chat/completions", body, headers)
@@ -36,7 +35,6 @@ def ask(asked: dict[str, Any]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Play until the connection ends."""
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb", buffering=0) as stream:
         settings = json.loads(stream.readline())["env"]
         directory = Path(settings["directory"])

@@ -27,7 +27,6 @@ class QuickServer(uvicorn.Server):
         self._thread.join()
 
     async def main_loop(self) -> None:
-        """Wait for the end."""
         await self.on_tick(0)
         await asyncio.wrap_future(self._over)
 

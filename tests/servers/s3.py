@@ -64,25 +64,20 @@ class S3Server:
         self.requests.clear()
 
     def names(self, bucket: str = BUCKET) -> list[str]:
-        """Return the keys of a bucket."""
         return [item["Key"] for item in self.client.list_objects_v2(Bucket=bucket).get("Contents", [])]
 
     def read(self, name: str) -> bytes:
-        """Return an object."""
         with self.client.get_object(Bucket=BUCKET, Key=name)["Body"] as body:
             return body.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace an object."""
         self.client.put_object(Bucket=BUCKET, Key=name, Body=data)
 
     def stop(self) -> None:
-        """Stop answering, as if the machine were gone."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def close(self) -> None:
-        """Stop, and close the client."""
         self.stop()
         self.client.close()

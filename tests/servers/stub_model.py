@@ -73,7 +73,6 @@ class Cache:
         self.values = np.zeros(self._size, np.float32)
 
     def take(self) -> int:
-        """Return a free slot."""
         if not self._free:
             count = self.keys.shape[1]
             more = np.zeros((self._size[0], max(8, count), *self._size[2:]), np.float32)
@@ -83,7 +82,6 @@ class Cache:
         return self._free.pop()
 
     def give(self, slot: int) -> None:
-        """Free a slot."""
         self._free.append(slot)
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:

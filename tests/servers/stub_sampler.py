@@ -151,7 +151,6 @@ class StubSampler:
             await asyncio.sleep(0)
 
     def close(self) -> None:
-        """Give up what is in flight."""
         for sequence in self._sequences:
             sequence.end("abort")
 
@@ -193,7 +192,6 @@ class StubSampler:
             sequence.num_cached = 0
 
     async def resume_generation(self) -> None:
-        """Go on sampling."""
         self._paused = False
         self._wake.set()
 

@@ -18,14 +18,10 @@ import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
 
 class Letters(vf.TaskData):
-    """One task."""
-
     answer: str
 
 
 class Settings(vf.TasksetConfig):
-    """How many letters there are."""
-
     num_letters: int = 26
 
 
@@ -40,13 +36,10 @@ class Reverse(vf.Task[Letters]):
 
     @vf.metric
     async def length(self, trace: Any) -> float:
-        """Return how long the last reply is."""
         return float(len(trace.last_reply))
 
 
 class Reversing(vf.Taskset[Reverse, Settings]):
-    """Two letters each."""
-
     def load(self) -> Iterable[Reverse]:
         letters = "abcdefghijklmnopqrstuvwxyz"[: self.config.num_letters]
         for first, second in itertools.pairwise(letters):

@@ -10,5 +10,4 @@ from holdfast.orchestrator.client import pool
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the first pause before another try take 10 ms. Those that follow grow as ever."""
-    for module in (pool, pool):
-        monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF_S", 0.01)

@@ -23,17 +23,11 @@ from holdfast.orchestrator.curriculum import (
 )
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.state import CurriculumState, LevelState, OrchestratorState, read_state, request_seed
-from holdfast.protocol.rollouts import Dropped, Logprobs, LossMask, Rewards, Rollout, StepRewards, TokenIds
+from holdfast.protocol.rollouts import Dropped, Rewards, StepRewards, TokenIds
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    commit_checkpoint,
-    make_config,
-    read_rollouts,
-    run,
-    serving,
-)
+from tests.builders.sampled_rollouts import sampled_rollout
+from tests.servers.orchestrator_fakes import FakeEngine, commit_checkpoint, make_config, read_rollouts, run, serving
 
 GRADED = "tests.runs.graded_environment:Graded"
 LEVELS = [{"modulus": 1}, {"modulus": 2}, {"modulus": 3}]
@@ -58,11 +52,7 @@ def curriculum_of(state: OrchestratorState) -> CurriculumState:
 
 
 def group(level: int | None, *rewards: float, name: str = "graded") -> Outcome:
-    return [
-        Rollout(environment=name, task_id=0, sample_index=index, token_ids=TokenIds(), loss_mask=LossMask(),
-                logprobs=Logprobs(), versions=[], reward=reward, level=level)
-        for index, reward in enumerate(rewards)
-    ]  # fmt: skip
+    return [sampled_rollout(reward, environment=name, level=level) for reward in rewards]
 
 
 FAILED = Dropped(environment="graded", task_id=0, reason="environment_error", rollouts=2, tokens=9)
@@ -106,9 +96,9 @@ def test_groups_that_all_fail_open_no_gate_though_their_rewards_are_equal() -> N
     state = begun(config)
     advance(state, config, [group(0, 0, 0)] * 4)
     assert curriculum_of(state).level == 0
-    advance(state, config, [group(0, 0.1, 0.1)] * 2 + [group(0, 1, 0)])
+    advance(state, config, [group(0, 0.1, 0.1, 0.1)] * 2 + [group(0, 1, 0)])
     assert curriculum_of(state).level == 0
-    advance(state, config, [group(0, 0.1, 0.1)])
+    advance(state, config, [group(0, 0.1, 0.1, 0.1)])
     assert curriculum_of(state).level == 1
 
 

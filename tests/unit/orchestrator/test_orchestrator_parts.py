@@ -19,7 +19,7 @@ from holdfast.orchestrator import main
 from holdfast.orchestrator.batch_maker import select
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
-from holdfast.orchestrator.curriculum import adopt_mix, integer_weights, next_environment
+from holdfast.orchestrator.curriculum import adopt_mix, next_environment
 from holdfast.orchestrator.env.guard import place_of, place_of_task
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
@@ -53,6 +53,7 @@ from holdfast.run import atomic, journal, manifest
 from holdfast.run.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
+from tests.builders.sampled_rollouts import sampled_rollout
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
     STOP_TOKEN,
@@ -62,12 +63,6 @@ from tests.servers.orchestrator_fakes import (
     publish_weights,
     serving,
 )
-
-
-def test_integer_weights_are_exact() -> None:
-    assert integer_weights({"a": 0.1, "b": 0.2, "c": 0.7}) == {"a": 1, "b": 2, "c": 7}
-    assert integer_weights({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
-    assert integer_weights({"a": 0.3}) == {"a": 1}
 
 
 def mix(weights: Mapping[str, float]) -> OrchestratorConfig:
@@ -325,17 +320,9 @@ def test_batches_are_published_in_order_and_a_failure_is_told(tmp_path: Path) ->
 
 
 def make_rollout(reward: float, *, environment: str = "a", sampled: int = 2, **metrics: float) -> Rollout:
-    return Rollout(
-        environment=environment,
-        task_id=0,
-        sample_index=0,
-        token_ids=TokenIds([1] * (sampled + 1)),
-        loss_mask=LossMask([False] + [True] * sampled),
-        logprobs=Logprobs([0.0] * (sampled + 1)),
-        versions=[VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)],
-        reward=reward,
-        truncated=sampled > 2,
-        metrics=metrics,
+    versions = [VersionSpan(5 if sampled > 2 else 6, 1, sampled + 1)]
+    return sampled_rollout(
+        reward, sampled=sampled, environment=environment, versions=versions, truncated=sampled > 2, metrics=metrics
     )
 
 

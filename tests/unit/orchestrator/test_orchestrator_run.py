@@ -38,6 +38,7 @@ from tests.servers.orchestrator_fakes import (
     make_config,
     publish_weights,
     read_rollouts,
+    rollouts_of,
     run,
     run_until,
     serving,
@@ -70,9 +71,8 @@ def engine() -> FakeEngine:
 def test_strict_schedule_decides_which_version_makes_which_batch(
     tmp_path: Path, engine: FakeEngine, async_level: int
 ) -> None:
-    with serving(engine):
-        run(make_config(tmp_path, engine, async_level=async_level, max_steps=6))
-    for step, (version, rollouts) in enumerate(read_rollouts(RunDir(tmp_path), range(1, 7)), start=1):
+    made = rollouts_of(tmp_path, engine, async_level=async_level, max_steps=6)
+    for step, (version, rollouts) in enumerate(made, start=1):
         assert version == max(0, step - 1 - async_level)
         assert {span.version for rollout in rollouts for span in rollout.versions} == {version}
     assert engine.pushed == list(range(6 - async_level))
@@ -130,23 +130,19 @@ def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path
 
 
 def test_batches_after_the_checkpoint_are_not_made_again(tmp_path: Path, engine: FakeEngine) -> None:
+    straight, resumed = rollouts_of(tmp_path / "straight", engine, max_steps=8), RunDir(tmp_path / "resumed")
+    rollouts_of(resumed.path, engine, max_steps=5)
+    commit_checkpoint(resumed, 3)
+    engine.requests.clear()
     with serving(engine):
-        run(make_config(tmp_path / "straight", engine))
-        run(make_config(tmp_path / "resumed", engine, max_steps=5))
-        commit_checkpoint(RunDir(tmp_path / "resumed"), 3)
-        engine.requests.clear()
-        run(make_config(tmp_path / "resumed", engine, ckpt={"resume_step": 3}), start=3)
+        run(make_config(resumed.path, engine, ckpt={"resume_step": 3}), start=3)
     assert len(engine.requests) == 3 * 3
-    straight, resumed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "resumed")
-    assert read_rollouts(straight, range(1, 9)) == read_rollouts(resumed, range(1, 9))
+    assert read_rollouts(resumed, range(1, 9)) == straight
 
 
 def test_batches_of_an_environment_that_asks_a_clock_are_others_each_time(tmp_path: Path, engine: FakeEngine) -> None:
-    settings = {"max_steps": 1, "environments": [{"id": f"{__name__}:Clock"}]}
-    with serving(engine):
-        for name in ("one", "two"):
-            run(make_config(tmp_path / name, engine, **settings))
-    one, two = (read_rollouts(RunDir(tmp_path / name), range(1, 2)) for name in ("one", "two"))
+    clock = [{"id": f"{__name__}:Clock"}]
+    one, two = (rollouts_of(tmp_path / name, engine, max_steps=1, environments=clock) for name in ("one", "two"))
     assert one != two
 
 
@@ -218,13 +214,9 @@ def test_weights_that_an_engine_cannot_read_are_a_failure_of_the_storage(tmp_pat
 
 @pytest.mark.parametrize("forget", [False, True])
 def test_an_engine_that_comes_back_gets_its_weights_again(tmp_path: Path, engine: FakeEngine, forget: bool) -> None:
-    with serving(engine):
-        run(make_config(tmp_path / "straight", engine, max_steps=2))
-        engine.fail_requests, engine.forget_weights = 2, forget
-        run(make_config(tmp_path / "lost", engine, max_steps=2))
-    assert read_rollouts(RunDir(tmp_path / "straight"), range(1, 3)) == read_rollouts(
-        RunDir(tmp_path / "lost"), range(1, 3)
-    )
+    straight = rollouts_of(tmp_path / "straight", engine, max_steps=2)
+    engine.fail_requests, engine.forget_weights = 2, forget
+    assert rollouts_of(tmp_path / "lost", engine, max_steps=2) == straight
 
 
 def test_an_answer_that_was_aborted_is_asked_for_again_and_spans_of_one_version_are_one(
@@ -238,15 +230,11 @@ def test_an_answer_that_was_aborted_is_asked_for_again_and_spans_of_one_version_
             if span["end"] > 1:
                 choice["versions"] = [span | {"end": 1}, span | {"start": 1}]
 
-    with serving(engine):
-        run(make_config(tmp_path / "straight", engine, max_steps=2))
-        engine.requests.clear()
-        engine.alter = abort_once
-        run(make_config(tmp_path / "aborted", engine, max_steps=2))
+    straight = rollouts_of(tmp_path / "straight", engine, max_steps=2)
+    engine.requests.clear()
+    engine.alter = abort_once
+    assert rollouts_of(tmp_path / "aborted", engine, max_steps=2) == straight
     assert len(engine.requests) == 2 * 3 + 1
-    assert read_rollouts(RunDir(tmp_path / "straight"), range(1, 3)) == read_rollouts(
-        RunDir(tmp_path / "aborted"), range(1, 3)
-    )
 
 
 def test_weights_that_are_published_again_while_an_engine_loads_them_are_loaded_again(

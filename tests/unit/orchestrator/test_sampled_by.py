@@ -24,7 +24,7 @@ from holdfast.run import journal
 from holdfast.run.manifest import read_manifest
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, serving
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, rollouts_of, run, serving
 
 STEPS = 6
 TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
@@ -53,12 +53,6 @@ class DisturbedEngine(FakeEngine):
         if self.answers == self.number and self.disturb is not None:
             self.disturb(self)
         return answer
-
-
-def rollouts_of(directory: Path, engine: FakeEngine, **settings: Any) -> object:
-    with serving(engine):
-        run(make_config(directory, engine, max_steps=STEPS, **settings))
-    return read_rollouts(RunDir(directory), range(1, STEPS + 1))
 
 
 # A batch is three requests, one per group; of two turns: three, and then one per sample.
@@ -137,7 +131,7 @@ def test_a_server_that_another_run_took_over_ends_the_run_with_its_name(tmp_path
 
     engine.on_generate = take_over
     with serving(engine), pytest.raises(InferenceError, match="owned by the run in node:/elsewhere") as ended:
-        run(make_config(tmp_path, engine, max_steps=STEPS))
+        run(make_config(tmp_path, engine))
     assert ended.value.exit_code == 3
     assert RunDir(tmp_path).published_batches() == [1]
 

@@ -17,14 +17,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.rl.accounting import check_tasks
 from tests.conftest import BASE
 from tests.models.chat_templates import FORGETFUL
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    make_config,
-    read_rollouts,
-    run,
-    run_until,
-    serving,
-)
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, run_until, serving
 from tests.unit.orchestrator.client.test_teacher import FakeTeacher, expected_logprob
 
 STEPS = 3

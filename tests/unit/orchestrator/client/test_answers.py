@@ -128,7 +128,7 @@ def test_what_was_logged_wrong_is_dropped_and_asked_again(
     run_dir = RunDir(tmp_path)
     engine = FakeEngine(intercept=lambda count: Response(status_code=400) if count == 3 else None)
     with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
-        client = {"urls": [engine.url], "max_concurrency": 4}  # one group at a time
+        client = {"max_concurrency": 4}  # one group at a time
         config = make_config(tmp_path, engine, max_steps=1, client=client)
         with pytest.raises(InferenceError, match="answered 400"):
             asyncio.run(orchestrate(config))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
+from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import InferenceError
 from holdfast.orchestrator.client.client import Affinity, InferenceClient, choose
 from holdfast.orchestrator.client.http import HttpTransport
@@ -23,28 +23,10 @@ from holdfast.protocol.inference import GenerateRequest
 from holdfast.run import atomic, journal
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    make_config,
-    read_rollouts,
-    run,
-    serving,
-)
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, rollouts_of, run, serving
 
 STEPS = 6
 TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
-PATIENT = {"ready_timeout_s": 60, "timeout_s": 60}
-
-
-def configured(directory: Path, *engines: FakeEngine, client: dict[str, Any], **settings: Any) -> OrchestratorConfig:
-    client = {"urls": [engine.url for engine in engines]} | client
-    return make_config(directory, *engines, **{"max_steps": STEPS, "client": client} | settings)
-
-
-def rollouts_of(directory: Path, *engines: FakeEngine, client: dict[str, Any] = PATIENT, **settings: Any) -> object:
-    with serving(*engines):
-        run(configured(directory, *engines, client=client, **settings))
-    return read_rollouts(RunDir(directory), range(1, STEPS + 1))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +119,7 @@ def test_a_lost_engine_costs_its_requests_and_comes_back_with_the_right_weights(
 
     other.on_update, other.on_generate = return_later, wait_for_it
     # One group at a time for each of the two: what this one has not begun is for that which comes back.
-    one_group = PATIENT | {"max_concurrency": 4}
+    one_group = {"max_concurrency": 4}
     assert rollouts_of(tmp_path / "two", leaving, other, client=one_group, **settings) == expected
     assert leaving.boot_id == "second" and other.pushed == [0, 1, 2, 3, 4], "nothing was pushed anew to the other one"
     assert leaving.pushed[0] == 0 and set(leaving.pushed[1:]) in ({2, 3, 4}, {3, 4})
@@ -246,7 +228,7 @@ def test_one_of_two_teachers_may_be_lost(tmp_path: Path) -> None:
 
     def judged(directory: Path, *teachers: FakeEngine) -> object:
         teacher = {"urls": [one.url for one in teachers], "model": "the/teacher", "mode": "logprobs"}
-        run(configured(directory, policy, client=PATIENT, teacher=teacher | {"ready_timeout_s": 60}))
+        run(make_config(directory, policy, max_steps=STEPS, teacher=teacher | {"ready_timeout_s": HANG_S}))
         return read_rollouts(RunDir(directory), range(1, STEPS + 1))
 
     with serving(policy, leaving, other):

@@ -151,22 +151,6 @@ def test_what_a_template_keeps_stays_one_branch() -> None:
         assert all(asked == kept.session.token_ids[: len(asked)].tolist() for asked in kept.asked)
 
 
-class AddsAndAsks(Adds):
-    """With tools; asks again behind the answer."""
-
-    async def run(self, session: Session, task: Task) -> None:
-        await super().run(session, task)
-        session.append_messages([AGAIN])
-        await session.sample()
-
-
-def test_a_template_that_moves_the_tools_splits_too() -> None:
-    """Mistral's template writes the tools before the last question."""
-    played = Played("mistral_v3", ["It is 3.", "It is."], AddsAndAsks())
-    assert played.asked == [played.rendered(), played.rendered(said("It is 3."), AGAIN)]
-    assert played.session.branch_starts == (0, len(played.asked[0]) + len(played.sampled[0]))
-
-
 def test_within_a_loop_of_tools_thoughts_stay_and_a_turn_that_the_template_cannot_write_splits() -> None:
     call = called("hermes", "add", {"a": 1})
     assert Played("qwen3", [f"{THOUGHT}{call}", "3"], Adds()).session.branch_starts == (0,)

@@ -1,23 +1,25 @@
-"""Environments by name, their arguments, and the tasks of the built-in ones."""
+"""Environments by name, of installed packages too; their arguments; tasks and scorers of `jsonl`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
 from holdfast.orchestrator.check_environments import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.env.jsonl import Jsonl
+from holdfast.orchestrator.env.jsonl import SCORERS, Jsonl, lcs, lcs_length, regex_scorer
 from holdfast.orchestrator.env.registry import load_environment
-from holdfast.orchestrator.env.reverse_text import ReverseText
 from holdfast.orchestrator.env.tool_loop import check_tools
 from tests.servers.orchestrator_fakes import make_config
 
@@ -101,17 +103,8 @@ def test_arguments_are_converted_where_something_is_known_of_their_types() -> No
 
 
 class Open(Environment):
-    """Takes anything."""
-
     def __init__(self, word, **others: Any) -> None:  # type: ignore[no-untyped-def]
         self.given = {"word": word, **others}
-
-
-def test_what_a_module_of_the_users_lacks_is_its_own_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needs_a_library.py").write_text("import no_such_library")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EnvironmentFailure, match="importing needs_a_library failed: No module named 'no_such_library'"):
-        load("needs_a_library:Thing")
 
 
 def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Path) -> None:
@@ -134,16 +127,13 @@ def test_tools_that_a_local_model_cannot_call_are_refused_before_anything_is_sta
         check_tools({section.label: environment}, [section], tokenizer_name="examples/reverse_text/model")
 
 
-def test_reverse_text_tasks_depend_on_the_seed_alone() -> None:
+def test_reverse_text_has_the_lengths_that_are_asked_for() -> None:
     environment = load("reverse_text", min_length=3, max_length=5)
     tasks = [environment.make_task(seed(index)) for index in range(200)]
     texts = [task.prompt[0].content for task in tasks if isinstance(task.prompt[0], Message)]
     assert {len(text) for text in texts} == {3, 4, 5}
     assert all(text.isascii() and text.islower() and text.isalpha() for text in texts)
     assert [task.answer for task in tasks] == [text[::-1] for text in texts]
-    assert ReverseText(3, 5).make_task(seed(7)) == tasks[7]
-    for other in (seed(7, run_seed=1), seed(7, environment="other"), seed(8)):
-        assert environment.make_task(other) != tasks[7]
 
 
 def test_task_seeds_are_stable_63_bit_numbers() -> None:
@@ -209,3 +199,160 @@ def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
         Jsonl(path)
     with pytest.raises(DataError, match=r"cannot be read \(No such file.*Did you mean 'rows.jsonl'\?"):
         Jsonl(tmp_path / "row.jsonl")
+
+
+SOUND = '''
+from holdfast import Environment, Message, Task
+
+
+class Knock(Environment):
+    """Who is there?"""
+
+    def __init__(self, word: str = "knock") -> None:
+        self.word = word
+
+    def make_task(self, seed):
+        return Task(prompt=[Message("user", self.word)])
+
+    def score(self, task, sessions):
+        raise AssertionError("a check scores nothing")
+'''
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Put a package with entry points where an installer puts it, in a directory of the path."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+
+    def install(package: str, entries: dict[str, str], *, at: Path = site, **modules: str) -> Path:
+        info = at / f"{package.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name} = {target}" for name, target in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[holdfast.environments]", *lines, ""]))
+        for name, text in modules.items():
+            (at / f"{name}.py").write_text(text)
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return info
+
+    return install
+
+
+def test_an_environment_of_a_package_is_found_by_its_name(install: Install) -> None:
+    install("door-games", {"knock": "door_games:Knock"}, door_games=SOUND)
+    assert load("knock", word="hello").make_task(TaskSeed(0, "knock", 0)).prompt[0].content == "hello"  # type: ignore[union-attr]
+    check_environments(OrchestratorConfig(environments=[EnvironmentConfig(id="knock")]))
+    with pytest.raises(ConfigError, match="Knock has no such argument. Did you mean 'word'"):
+        load("knock", words="hello")
+    with pytest.raises(ConfigError, match=r"Did you mean 'knock'\? Allowed: reverse_text, .*jsonl, knock, "):
+        load("knoc")
+
+
+def test_a_file_of_that_name_in_the_working_directory_takes_nothing_away(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("door-games", {"knock": "door_games:Knock"}, door_games=SOUND)
+    here = tmp_path / "here"
+    install("in-the-working-directory", {"unpacked": "door_games:Knock"}, at=here, door_games="raise SystemExit(1)")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])  # as after the import of a user's module
+    assert load("knock").make_task(TaskSeed(0, "knock", 0)).prompt
+    with pytest.raises(ConfigError, match="there is no environment 'unpacked'"):
+        load("unpacked")
+
+
+def test_a_name_of_ours_or_of_two_packages_is_refused_and_all_others_go_on(install: Install) -> None:
+    install("impostor", {"reverse_text": "impostor:Knock", "knock": "impostor:Knock"}, impostor=SOUND)
+    with pytest.raises(ConfigError) as caught:
+        load("reverse_text")
+    message = str(caught.value)
+    assert message.startswith(
+        "environments[0].id: 'reverse_text' is an environment of holdfast itself and of impostor 1.0"
+    )
+    for name in ("impostor:Knock", "holdfast.orchestrator.env.reverse_text:ReverseText"):
+        assert f"'{name}'" in message
+        assert load(name)
+    assert load("knock")
+    install("second", {"knock": "second_games:Knock"}, second_games=SOUND)
+    with pytest.raises(ConfigError, match=r"of impostor 1.0 and of second 1.0 .*'impostor:Knock' or 'second_"):
+        load("knock")
+    assert load("second_games:Knock")
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("broken_games:Knock", EnvironmentFailure, r"RuntimeError: out of order \(.*broken_games.py:1\)"),
+        ("needy_games:Knock", EnvironmentFailure, "importing needy_games failed: No module named 'no_such_library'"),
+        ("absent_games:Knock", ConfigError, "no module 'absent_games'. games 1.0 registers 'absent_games:Knock'"),
+        ("door_games:Knok", ConfigError, "door_games has no environment 'Knok'. Did you mean 'Knock'"),
+        ("door_games", ConfigError, "door_games has no environment ''. Environments there: Knock."),
+    ],
+)  # fmt: skip
+def test_a_broken_one_fails_only_who_asks_for_it(
+    target: str, error: type[Exception], message: str, install: Install
+) -> None:
+    modules = {
+        "broken_games": "raise RuntimeError('out of order')",
+        "needy_games": "import no_such_library",
+        "door_games": SOUND,
+    }
+    install("games", {"broken": target, "knock": "door_games:Knock [extra]"}, **modules)
+    assert load("knock") and load("reverse_text")
+    with pytest.raises(error, match=message):
+        load("broken")
+
+
+def slow_lcs_length(first: str, second: str) -> int:
+    """The dynamic program of every textbook."""
+    lengths = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, a in enumerate(first, start=1):
+        for j, b in enumerate(second, start=1):
+            lengths[i][j] = lengths[i - 1][j - 1] + 1 if a == b else max(lengths[i - 1][j], lengths[i][j - 1])
+    return lengths[-1][-1]
+
+
+_texts = st.text(alphabet="abcé", max_size=80)
+
+
+@given(_texts, _texts)
+def test_lcs_equals_the_dynamic_program(first: str, second: str) -> None:
+    assert lcs_length(first, second) == slow_lcs_length(first, second)
+
+
+def test_lcs_on_examples() -> None:
+    assert lcs_length("agcat", "gac") == 2
+    assert lcs("abcd", "abcd") == 1.0
+    assert lcs("abcd", "ad") == 0.5
+    assert lcs("", "abcd") == 0.0
+    assert lcs("", "") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scorer", "completion", "answer", "reward"),
+    [
+        ("exact", " 42\n", "42", 1.0),
+        ("exact", "the 42", "42", 0.0),
+        ("contains", "it is 42.", "42", 1.0),
+        ("contains", "it is 43.", "42", 0.0),
+        ("number", "6 x 7 is 42.0, surely", "42", 1.0),
+        ("number", "42, no: 1,234.5", "1234.5", 1.0),
+        ("number", "from 42 to 43", "42", 0.0),
+        ("number", "no idea", "42", 0.0),
+        ("number", "-3", "-3", 1.0),
+        ("lcs", "ab", "abcd", 0.5),
+    ],
+)
+def test_scorers(scorer: str, completion: str, answer: str, reward: float) -> None:
+    assert SCORERS[scorer](completion, answer) == reward
+
+
+def test_regex_compares_the_last_match() -> None:
+    score = regex_scorer(r"answer: (\w+)")
+    assert score("answer: no\nanswer: yes", "yes") == 1.0
+    assert score("answer: yes\nanswer: no", "yes") == 0.0
+    assert score("yes", "yes") == 0.0
+    assert regex_scorer(r"\d+")("1 then 22", "22") == 1.0

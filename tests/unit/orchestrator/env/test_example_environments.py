@@ -19,8 +19,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.env.registry import load_environment
-from holdfast.protocol.inference import Completion
-from holdfast.protocol.rollouts import Logprobs, TokenIds, VersionSpan
+from tests.builders.scripted_sessions import scripted_session
 from tests.unit.orchestrator.env.test_environment_tools import called
 from tests.unit.orchestrator.env.test_environment_tools import play as play_with_tools
 
@@ -68,14 +67,9 @@ def rewards(environment: Environment, task: Task, *answers: str) -> list[float]:
 def play(environment: Environment, task: Task, *turns: str, seq_len: int = 256) -> Session:
     """Return a session in which the policy says `turns`, one after the other."""
     tokenizer = load_tokenizer(BASE)
-
-    async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
-        sampled = tokenizer.encode(turns[turn])[:most]
-        return Completion(TokenIds(sampled), Logprobs([-1.0] * len(sampled)), "stop", [VersionSpan(0, 0, len(sampled))])
-
     assert not isinstance(task.prompt, str)
-    prompt = tokenizer.prompt(task.prompt)
-    session = Session(prompt, tokenizer=tokenizer, sample_turn=sample_turn, seq_len=seq_len, max_tokens=32)
+    said = [tokenizer.encode(turn) for turn in turns]
+    session = scripted_session(tokenizer, tokenizer.prompt(task.prompt), said, seq_len=seq_len, max_tokens=32)
     asyncio.run(environment.run(session, task))
     return session
 
@@ -107,20 +101,13 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
         ("sort_letters", {"max_length": 27, "distinct": True}, "max_length = 27 with distinct = true; there are 26"),
         ("sort_letters", {"prompt": "Sort!"}, r"leaves out {letters}"),
         ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
-        ("addition", {"max_digits": 4001}, "1 <= min_digits <= max_digits <= 4000"),
         ("addition", {"grow_every": 0}, "grow_every = 0; allowed are whole numbers from 1"),
         ("addition", {"min_digits": 3, "grow_every": 10}, "nothing to grow"),
-        ("addition", {"prompt": "{first}"}, r"leaves out {second}"),
         ("guess_number", {"low": 5, "high": 5}, "0 <= low < high"),
-        ("guess_number", {"low": -5}, "0 <= low < high"),
         ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
-        ("guess_number", {"prompt": "guess"}, r"leaves out {low}, {high}"),
         ("ledger", {"num_asked": 17}, "num_asked = 17; allowed are whole numbers from 1 to 16"),
-        ("ledger", {"max_amount": 0}, "max_amount = 0; allowed are whole numbers from 1"),
         ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
-        ("ledger", {"prompt": "Sum?"}, r"leaves out {accounts}"),
         ("sums", {"terms": 4}, "terms = 4, largest = 9; allowed are 2 or 3 terms and 5 <= largest <= 50"),
-        ("sums", {"largest": 4}, "terms = 2, largest = 4; allowed"),
     ],
 )
 def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any], said: str) -> None:
@@ -128,20 +115,14 @@ def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any],
         load(name, **args)
 
 
-def test_letters_are_asked_for_in_the_users_words_and_lengths_are_kept() -> None:
+def test_letters_are_asked_for_in_the_users_words_and_earn_by_their_order() -> None:
     environment = load("sort_letters", min_length=2, max_length=5, prompt="Sort {letters}, {name}!")
     tasks = tasks_of(environment)
     words = [asked(task).removeprefix("Sort ").removesuffix(", {name}!") for task in tasks]
     assert {len(word) for word in words} == {2, 3, 4, 5}
     assert all("".join(sorted(word)) == task.answer for word, task in zip(words, tasks, strict=True))
-
-
-def test_letters_earn_by_their_order() -> None:
     task = Task(prompt="", answer="abcd")
-    assert rewards(load("sort_letters"), task, "abcd", "abdc", "dcba", "abcde") == [1.0, 0.75, 0.25, 0.8]
-
-
-def test_letters_differ_where_that_is_asked_for() -> None:
+    assert rewards(environment, task, "abcd", "abdc", "dcba", "abcde") == [1.0, 0.75, 0.25, 0.8]
     plain, distinct = (tasks_of(load("sort_letters", max_length=26, distinct=one)) for one in (False, True))
     assert any(len(set(task.answer)) < len(task.answer) for task in plain)
     assert all(list(task.answer) == sorted(set(task.answer)) for task in distinct)
@@ -152,22 +133,20 @@ def _terms(task: Task) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def test_sums_are_right_and_have_the_digits_asked_for() -> None:
+def _carries(task: Task) -> bool:
+    first, second = _terms(task)
+    return any(int(one) + int(other) > 9 for one, other in zip(str(first), str(second), strict=True))
+
+
+def test_sums_are_right_and_as_asked_for() -> None:
     tasks = tasks_of(load("addition", min_digits=1, max_digits=3))
     assert all(str(sum(_terms(task))) == task.answer for task in tasks)
     assert {len(str(number)) for task in tasks for number in _terms(task)} == {1, 2, 3}
     assert all(len(str(first)) == len(str(second)) for first, second in map(_terms, tasks))
     words = tasks_of(load("addition", prompt="What is {first} plus {second}?"), count=1)
     assert re.fullmatch(r"What is \d+ plus \d+\?", asked(words[0]))
-
-
-def test_sums_without_carries_have_none() -> None:
-    def carries(task: Task) -> bool:
-        first, second = _terms(task)
-        return any(int(one) + int(other) > 9 for one, other in zip(str(first), str(second), strict=True))
-
-    assert not any(map(carries, tasks_of(load("addition", max_digits=4, carries=False))))
-    assert any(map(carries, tasks_of(load("addition", max_digits=4))))
+    assert any(map(_carries, tasks_of(load("addition", max_digits=4))))
+    assert not any(map(_carries, tasks_of(load("addition", max_digits=4, carries=False))))
 
 
 def test_digits_grow_with_the_tasks_alone() -> None:
@@ -224,17 +203,7 @@ def test_guesses_end_with_the_number_the_turns_or_the_room() -> None:
     assert of_lost.metrics == {"exact": 0.0, "valid": 0.5, "guesses": 4.0}
 
 
-def test_the_last_guess_is_worth_more_than_none_however_many_turns_there_are() -> None:
-    environment = load("guess_number", low=1, high=99, turns=50)
-    task = next(task for task in tasks_of(environment) if task.answer != "1")
-    late = play(environment, task, *["?"] * 49, task.answer, seq_len=4096)
-    never = play(environment, task, *["1"] * 50, seq_len=4096)
-    of_late, of_never = asyncio.run(environment.score(task, [late, never]))
-    assert of_late.reward > of_never.reward == 0.1
-
-
-@pytest.mark.parametrize(("template", "parser"), [("qwen3", "hermes"), ("llama3_1", "llama3_json")])
-def test_accounts_are_looked_up_and_wrong_calls_cost(template: str, parser: str) -> None:
+def test_accounts_are_looked_up_and_wrong_calls_cost() -> None:
     environment = load("ledger")
     # The task of `play_with_tools`.
     task = environment.make_task(TaskSeed(0, "adds", 0))
@@ -244,10 +213,10 @@ def test_accounts_are_looked_up_and_wrong_calls_cost(template: str, parser: str)
     other = next(name for name in task.ledger if name not in task.asked)
 
     def look_up(account: object) -> str:
-        return called(parser, "look_up", {"account": account})
+        return called("hermes", "look_up", {"account": account})
 
     def scored(*turns: str) -> Score:
-        session = play_with_tools(template, [*turns, "end"], environment)
+        session = play_with_tools("qwen3", [*turns, "end"], environment)
         (score,) = asyncio.run(environment.score(task, [session]))
         return score
 

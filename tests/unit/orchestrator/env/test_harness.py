@@ -39,8 +39,6 @@ TOOL = {
 
 
 class Scripted(HarnessEnvironment):
-    """A harness that is one function."""
-
     def __init__(self, script: _Play) -> None:
         self._script = script
 

@@ -19,7 +19,7 @@ from examples.environments import python_code
 from examples.environments.python_code import Limits, Outcome, PythonCode, code_of, require_sandbox, run_python
 from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
 from holdfast.orchestrator.env.interface import Task, TaskSeed
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -312,21 +312,12 @@ def test_what_a_killed_process_had_in_a_sandbox_dies_with_it() -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", script])
     try:
-        children = _wait_for(lambda: inside(parent.pid), 4)
+        wait_until(lambda: len(inside(parent.pid)) >= 4, "all of a sandbox")
+        children = inside(parent.pid)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert not psutil.wait_procs(children, timeout=HANG_S)[1]
-
-
-def _wait_for(find: Any, count: int) -> list[psutil.Process]:
-    import time
-
-    deadline = time.monotonic() + HANG_S
-    while len(found := find()) < count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
-    return found
 
 
 def test_a_cancelled_program_is_gone() -> None:
@@ -360,7 +351,7 @@ def test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program(victim: int
         running = asyncio.create_task(run_python("import time; time.sleep(1000)", PATIENT))
         while len(inside(os.getpid())) < 3:
             await asyncio.sleep(0.01)
-        process = psutil.Process().children()[0]
+        process = next(one for one in psutil.Process().children() if one in inside(os.getpid()))
         for _ in range(victim):
             process = process.children()[0]
         process.kill()

@@ -103,7 +103,6 @@ def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, *starts: str) -> Ver
 
 
 def scored(environment: Verifiers, row: int) -> Score:
-    """Play one rollout of a task."""
     session = session_of(["ba<|end|>"])
 
     async def play() -> list[Score]:

@@ -1,11 +1,14 @@
-"""Evaluations against a server: what is asked, what is kept, and that nothing is asked twice."""
+"""Evaluations against a server: what is asked, what is kept, also on a full disk, and that nothing is asked twice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import resource
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from holdfast.config.environments import CurriculumConfig, EnvironmentConfig, En
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import ConfigError, DataError, EnvironmentFailure
+from holdfast.errors import ConfigError, DataError, EnvironmentFailure, RunDirError
 from holdfast.orchestrator.env.jsonl import Jsonl
 from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.evaluation.evaluator import (
@@ -28,9 +31,10 @@ from holdfast.orchestrator.evaluation.evaluator import (
     settings_of_run,
     sizes_of,
 )
-from holdfast.orchestrator.evaluation.results import line_of, read_tasks
+from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, line_of, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
 from holdfast.run.run_dir import RunDir
+from tests.runs.processes import in_a_child
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, cancel_at, serving
 
 
@@ -345,3 +349,24 @@ def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_
     own = EnvironmentSamplingConfig(max_tokens=7)
     assert found == [EnvironmentConfig(id="a", seq_len=80), EnvironmentConfig(id="b", sampling=own)]
     assert held_out_sections([short], seq_len=80, takes_max_tokens=False) == [EnvironmentConfig(id="b")]
+
+
+def test_a_task_that_found_no_room_leaves_nothing_for_others_to_follow(tmp_path: Path) -> None:
+    def check() -> None:
+        results = ResultsFile(tmp_path, {"kind": "test"}, samples_per_task=1)
+        path = tmp_path / "rollouts.jsonl"
+
+        def append(task: int, detail: str = "") -> None:
+            asyncio.run(results.append([EvaluatedRollout(environment="e", task=task, detail=detail)]))
+
+        append(0)
+        size = path.stat().st_size
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, size + 60))
+        with pytest.raises(RunDirError, match=r"cannot be written.* goes on behind the tasks that are done"):
+            append(1, "long" * 100)
+        assert path.stat().st_size == size
+        append(2)  # for whose fewer bytes there is room
+        assert list(read_tasks(path, samples_per_task=1).tasks) == [("e", 0), ("e", 2)]
+
+    assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0

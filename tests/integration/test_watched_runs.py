@@ -1,0 +1,305 @@
+"""Runs that are watched: by Prometheus, trackers, on a page and in a terminal, through kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
+from holdfast.view.report.serve import PROCESS
+from holdfast.view.trackers.main import main as track
+from holdfast.view.trackers.scrape import series_of
+from tests.conftest import ROOT, ModelFactory
+from tests.forking.commands import Run, shared_commands
+from tests.integration.conftest import UsedServer
+from tests.pages.series import documented_series, names_of_rows
+from tests.runs.dashboards import charts_in, curve_in, page_when, request
+from tests.runs.ports import free_port
+from tests.runs.prometheus import scrape, scraped_when
+from tests.runs.rl import RlRun, complete
+from tests.runs.terminal import Terminal
+from tests.runs.trackers import TrackedDirectory
+from tests.runs.training import SftRun, pairs_command, refused, run_sft, succeeded
+
+pytestmark = pytest.mark.launch
+
+Start = Callable[..., Run]
+_ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
+
+
+@contextmanager
+def _ended(run: Run) -> Iterator[Run]:
+    """Kill the launcher, and what dies with it, however the test ends."""
+    try:
+        yield run
+    finally:
+        if not run.has_ended:
+            os.kill(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterator[Start]:
+    """Return a function that starts an endless run, in a directory by that name."""
+    with ExitStack() as stack:
+
+        def begin(name: str, *flags: str) -> Run:
+            run = shared_commands().sft(tmp_path / name, tiny_model(weights=False), sft_data, *_ENDLESS, *flags)
+            return stack.enter_context(_ended(run))
+
+        yield begin
+
+
+def test_a_run_is_read_while_it_goes_on_and_again_after_a_kill(start: Start) -> None:
+    port = free_port()
+    held_out = ("--data.validation-fraction", "0.2", "--val-interval", "5")
+    run = start("run", "--prometheus.port", str(port), *held_out)
+    early = scraped_when(port, lambda found: found.value("holdfast_trainer_step") >= 1)
+    wanted = documented_series() - {"holdfast_orchestrator_step"} | names_of_rows("Run", "Training")
+    later = scraped_when(port, lambda found: wanted <= found.samples.keys())
+    assert later.value("holdfast_trainer_step") > early.value("holdfast_trainer_step")
+    assert later.value("holdfast_trainer_steps_total") == later.value("holdfast_trainer_step")
+    assert later.value("holdfast_process_up", process="trainer") == 1
+    assert later.value("holdfast_run_info", attempt="1", program="sft") == 1
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    with pytest.raises(OSError):
+        scrape(port)
+    steps = [int(line["step"]) for line in read_metrics(run.output / "metrics.jsonl")]
+
+    again = start("run", "--prometheus.port", str(port), *held_out, "--ckpt.resume-step", "latest")
+    resumed = scraped_when(port, lambda found: found.value("holdfast_trainer_steps_total") >= 1)
+    assert resumed.value("holdfast_run_attempt") == 2
+    # A counter that begins anew: not the steps of the attempt before.
+    assert resumed.value("holdfast_trainer_steps_total") < resumed.value("holdfast_trainer_step")
+    assert resumed.value("holdfast_trainer_step") > resumed.value("holdfast_trainer_steps_total") + 19
+    assert max(steps) >= 20
+    os.kill(again.pid, signal.SIGTERM)
+    assert again.wait().code == 128 + signal.SIGTERM
+    last = read_metrics(again.output / "metrics.jsonl")[-1]
+    assert {series_of(name).name for name in last if name != "step"} <= resumed.samples.keys()
+    assert not (again.output / "prometheus.json").exists()
+
+
+@pytest.mark.parametrize("program", ["dpo", "reward-model"])
+def test_what_the_dashboard_shows_of_preferences(program: str, tmp_path: Path, tiny_model: ModelFactory) -> None:
+    port, output = free_port(), tmp_path / "run"
+    argv = pairs_command(program, output, tiny_model(), *_ENDLESS, "--prometheus.port", str(port))[1:]
+    with _ended(shared_commands().start(program, output, argv)):
+        wanted = names_of_rows("Preferences and reward models")
+        if program == "reward-model":
+            wanted = {"holdfast_rewards_accuracies", "holdfast_rewards_margins", "holdfast_rewards_mean"}
+        found = scraped_when(port, lambda found: wanted <= found.samples.keys())
+        assert found.value("holdfast_run_info", program=program) == 1
+
+
+Tracked = Callable[..., SftRun]
+_OWN = "tests.runs.own_tracker:InFile"
+_BROKEN = "tests.runs.own_tracker:OutOfOrder"
+_PATIENT = ("--tracking.finish-timeout-s", "600")  # on a busy machine the imports of a tracker take long
+
+
+@pytest.fixture
+def run_tracked(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path, in_root: Path) -> Tracked:
+    """Return a function that makes a run in one directory."""
+
+    def run(*flags: str) -> SftRun:
+        return run_sft(tmp_path / "run", tiny_model(weights=False), sft_data, *flags)
+
+    return run
+
+
+def _lines(run_dir: RunDir) -> list[list[str]]:
+    return [line.split() for line in (run_dir.path / "own.txt").read_text().splitlines()]
+
+
+def _sent(run_dir: RunDir) -> list[tuple[int, float]]:
+    return [(int(words[1]), float(words[2])) for words in _lines(run_dir) if words[0] == "step"]
+
+
+def _trained(run_dir: RunDir) -> list[tuple[int, float]]:
+    return [(int(line["step"]), line["loss"]) for line in read_metrics(run_dir.metrics)]
+
+
+def test_a_run_its_resume_and_another_way(run_tracked: Tracked) -> None:
+    tracked = ("--tracking.backends", f"tensorboard,{_OWN}", *_PATIENT, "--ckpt.interval", "2")
+    first = succeeded(run_tracked("--max-steps", "4", *tracked))
+    run_dir = first.run_dir
+    assert _sent(run_dir) == _trained(run_dir)
+    succeeded(run_tracked("--max-steps", "6", "--ckpt.resume-step", "latest", *tracked))
+    assert run_dir.rewinds() == [] and _sent(run_dir) == _trained(run_dir)
+    begun = [words[1:] for words in _lines(run_dir) if words[0] == "begin"]
+    name, run_id = run_dir.path.name, run_dir.run_id()
+    assert begun == [
+        [run_id, name, "attempt", "1", "after", "0", "lr", "0.001", "None"],
+        [run_id, name, "attempt", "2", "after", "4", "lr", "0.001", "None"],
+    ]
+    scalars = TrackedDirectory.of(run_dir).steps("tensorboard")["history_1"]
+    assert [step for step, _ in scalars] == [1, 2, 3, 4, 5, 6]
+    # An older step than the newest, with another rate: what was sent stays, and the new way is a run of its own.
+    (run_dir.path / "own.txt").unlink()
+    succeeded(run_tracked("--max-steps", "6", "--ckpt.resume-step", "4", "--optim.lr", "1e-2", *tracked))
+    assert run_dir.rewinds() == [4]
+    assert _lines(run_dir)[0][1:] == [f"{run_id}-2", name, "(2)", "attempt", "3", "after", "0", "lr", "0.01", run_id]
+    assert _sent(run_dir) == _trained(run_dir) and len(_trained(run_dir)) == 6
+
+
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_a_tracker_that_fails_costs_one_warning_and_is_sent_to_later(
+    how: str, run_tracked: Tracked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKER_FAILS", how)
+    run = succeeded(
+        run_tracked("--max-steps", "2", "--tracking.backends", _BROKEN, "--tracking.finish-timeout-s", "20")
+    )
+    assert "finished step 2 of 2" in run.output
+    assert f"`track {run.run_dir.path} --to {_BROKEN}` sends what is missing" in run.output
+    assert "Traceback" not in run.output
+    assert not (run.run_dir.path / "own.txt").exists()
+    monkeypatch.setenv("TRACKER_FAILS", "")
+    assert track([str(run.run_dir.path)]) == 0
+    assert f"{_BROKEN} has everything up to step 2" in capsys.readouterr().out
+    assert _sent(run.run_dir) == _trained(run.run_dir)
+
+
+def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(run_tracked: Tracked) -> None:
+    refused(run_tracked("--tracking.backends", "wandbb"), "Did you mean 'wandb'?")
+    refused(run_tracked("--tracking.backends", "wandb,wandb"), "names 'wandb' twice")
+    refused(
+        run_tracked("--tracking.backends", "tests.runs.own_tracker:NoTracker"), "derive a class from holdfast.Tracker"
+    )
+    run = run_tracked("--tracking.backends", "tests.runs.own_tracker:Unfinished")
+    refused(run, "lacks begin, close, flush, log")
+    assert not run.run_dir.path.exists()
+
+
+# In every launcher: the next page is made at once. How long a run waits is tested in test_dashboard_endpoint.py.
+_AT_ONCE = """
+from holdfast.view.report import serve
+serve._SHARE = 1.0
+serve.Builds.__init__.__kwdefaults__["pause_s"] = 0.1
+"""
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT_AT_START", _AT_ONCE)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_sft_is_shown_while_it_goes_on_and_another_run_gets_no_port_of_it(
+    start: Start, tmp_path: Path, tiny_model: ModelFactory, sft_data: Path
+) -> None:
+    port = free_port()
+    run = start("run", "--dashboard.port", str(port))
+    page = page_when(port, lambda page: len(curve_in(page)) >= 1)
+    assert "<td>going on</td>" in page and "<td>sft</td>" in page
+    assert f"Dashboard: http://127.0.0.1:{port}/\n" in run.log
+    taken = run_sft(tmp_path / "other", tiny_model(weights=False), sft_data, "--dashboard.port", str(port))
+    refused(taken, f"dashboard: 127.0.0.1:{port} is in use", "--dashboard.port")
+    assert not (tmp_path / "other").exists()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait().code == 128 + signal.SIGTERM
+    with pytest.raises(OSError):
+        request(port)
+    assert "WARNING" not in run.log
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("at_once")
+def test_rl_is_shown_through_a_dead_trainer_a_dead_launcher_and_a_resume(rl_server: UsedServer, tmp_path: Path) -> None:
+    port = free_port()
+    flags = (*rl_server.flags, "--max-steps", "100000", "--trainer.optim.schedule-steps", "100")
+    flags = (*flags, "--ckpt.interval", "2", "--ckpt.resume-step", "auto", "--dashboard.port", str(port))
+    with RlRun(tmp_path / "run", *flags) as run:
+        first = page_when(port, lambda page: len(curve_in(page, "reward")) >= 3)
+        assert curve_in(first, "reward")[0] == 1 and "<td>going on</td>" in first and 'class="rollout' in first
+        run_id = json.loads((run.run_dir.path / "run.json").read_bytes())["run_id"]
+        assert f'data-run="{run_id}"' in first
+        later = page_when(port, lambda page: len(curve_in(page, "reward")) > len(curve_in(first, "reward")))
+        assert charts_in(later)["reward"]["layout"]["shapes"] == []
+        run.find("holdfast.trainer.launch")[0].send_signal(signal.SIGKILL)
+        run.wait_for_match(r"trainer was killed by signal 9: starting it again \(restart 1 of 3\)")
+        killed_at = _step_of_ended(run.run_dir)
+        healed = page_when(port, lambda page: curve_in(page, "reward")[-1:] > [killed_at + 2])
+        _is_one_curve(healed, run_id, num_starts=2)
+        # While a page is being made.
+        request(port)
+        run.wait_for(lambda: run.find(PROCESS), "the process that makes the page")
+        run.interrupt(signal.SIGKILL)
+        assert not complete(run).survivors
+    with pytest.raises(OSError):
+        request(port)
+    shown = _step_of_ended(run.run_dir)
+    with RlRun(tmp_path / "run", *flags) as again:
+        resumed = page_when(port, lambda page: curve_in(page, "reward")[-1:] > [shown + 2])
+        _is_one_curve(resumed, run_id, num_starts=3)
+        request(port)
+        again.interrupt(signal.SIGINT)
+        ended = complete(again)
+    assert ended.exit_code == 128 + signal.SIGINT, ended.output
+    assert not ended.survivors and "dashboard:" not in ended.output
+    with pytest.raises(OSError):
+        request(port)
+    assert not list(run.run_dir.path.glob("*.html")) and not list(run.run_dir.path.glob("*dashboard*"))
+
+
+def _step_of_ended(run_dir: RunDir) -> int:
+    """Return how far the attempts have come that have ended; a page may be older."""
+    return int(read_metrics(run_dir.metrics)[-1]["step"])
+
+
+def _is_one_curve(page: str, run_id: str, *, num_starts: int) -> None:
+    """Check that a page shows one run with all its steps, and a mark for every start but the first."""
+    steps = curve_in(page, "reward")
+    assert steps == list(range(1, len(steps) + 1)) and f'data-run="{run_id}"' in page
+    assert len(charts_in(page)["reward"]["layout"]["shapes"]) == num_starts - 1
+
+
+_SMALL = ("--data.batch-size", "8", "--parallel.threads", "1")
+
+
+def test_a_run_is_followed_from_elsewhere(command: Callable[[str], str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sft = [command("sft"), "@", "configs/reverse_text/sft.toml", "--output-dir", str(run), *_SMALL]
+    sft += ["--ckpt.interval", "20"]
+    begun = [*sft, "--max-steps", "100000", "--optim.schedule-steps", "100"]
+    watching = [command("monitor"), str(run), "--wait", "--interval", "0.1"]
+    with ExitStack() as stack:
+        monitor = stack.enter_context(Terminal(watching))
+        monitor.wait_for("waiting")
+        launcher = stack.enter_context(Terminal(begun, cwd=ROOT, columns=100, lines=30))
+        launcher.wait_for("importing torch (0:")
+        monitor.wait_for(lambda screen: "running" in screen[0])
+        monitor.wait_for(lambda screen: any(re.match(r"checkpoint  step \d+ committed", line) for line in screen))
+        assert any(re.match(r"step +\d+/100000  loss", line) for line in launcher.screen)
+        launcher.type("\x03")
+        assert launcher.end() == 128 + signal.SIGINT
+        assert launcher.has_cursor and launcher.modes_now == launcher.modes
+        said = "\n".join(launcher.screen)
+        stopped = re.search(r"stopped at step (\d+) of 100000, which is saved", said)
+        assert stopped and f"last checkpoint: step {stopped[1]} in " in said, said
+        screen = monitor.wait_for(lambda screen: "stopped" in screen[0])
+        last = int(stopped[1]) + 3
+        resumed = subprocess.run(
+            [*sft, "--max-steps", str(last), "--optim.schedule-steps", "100", "--ckpt.resume-step", "latest",
+             "--log-format", "json"],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert resumed.returncode == 0, resumed.stderr
+        told = [json.loads(line) for line in resumed.stdout.splitlines()]
+        assert [one["step"] for one in told if one["type"] == "step"] == [last - 2, last - 1, last]
+        assert told[-1]["type"] == "end" and told[-1]["checkpoint"]["step"] == last
+        screen = monitor.wait_for(lambda screen: "finished" in screen[0] and f"step {last}/{last}" in screen[1])
+        assert "attempt 2" in screen[0]
+        monitor.type("\x03")
+        assert monitor.end() == 0
