@@ -8,6 +8,7 @@ pauses the engine before `apply_weights`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -57,17 +58,16 @@ class StageResult(TypedDict):
 
 
 def prepare_engine_process(*, parent: int) -> None:
-    """Make this process end with process `parent`, and bound torch to the threads of the environment.
+    """Make this process end with process `parent`, bound torch to the threads of the environment, and mend kernels.
 
-    vLLM binds threads later and then ignores `torch.set_num_threads`, so this must come first.
+    vLLM binds threads later and then ignores `torch.set_num_threads`, so this must come first. Kernels are mended in
+    no other process: whatever else imports this module computes as PyTorch does.
     """
     die_with_parent(parent=parent)
+    if current_platform.is_cpu():
+        _mend_kernels()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-
-
-if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
-    prepare_engine_process(parent=_parent.pid)
 
 
 def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
@@ -120,10 +120,16 @@ def _in_sixteens(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return applied
 
 
-if current_platform.is_cpu():
+@functools.cache  # once: each wraps what is there
+def _mend_kernels() -> None:
+    """Replace the kernels for CPUs that are wrong, or whose bits depend on how many rows they are given."""
     _custom_ops.rotary_embedding = _rotate_flattened(_custom_ops.rotary_embedding)
     _custom_ops.onednn_mm = _never_one_row(_custom_ops.onednn_mm)
     torch.nn.functional.linear = _in_sixteens(torch.nn.functional.linear)  # type: ignore[assignment]
+
+
+if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
+    prepare_engine_process(parent=_parent.pid)
 
 
 @register_model_loader(LOAD_FORMAT)
