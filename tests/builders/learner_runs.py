@@ -16,12 +16,12 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.train_step import Learner
-from holdfast.trainer.session import Session, Stopwatch, start_session
+from holdfast.trainer.session import Stopwatch, TrainSession, start_session
 
 
 @dataclass
 class LearnerRun:
-    session: Session[Policy]
+    session: TrainSession[Policy]
     parts: RlComponents
     learner: Learner
 

@@ -33,7 +33,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside, set_aside_after, set_aside_damaged
 from holdfast.orchestrator.episodes import Sampler
-from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, Policy, evaluate
+from holdfast.orchestrator.evaluation.evaluator import EvaluatedPolicy, HeldOutTasks, evaluate
 from holdfast.orchestrator.evaluation.online import PolicyEvaluation
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout, ResultsFile
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
@@ -305,14 +305,14 @@ def _played(case: Path) -> None:
 def _summarize(case: Path) -> None:
     log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3], vocab_size=None)
     sampler = Sampler(cast(Any, None), log, weights_digest="d", stop_token_ids=[3])  # all is sampled
-    policy = Policy(_POLICY, cast(Any, None))
+    policy = EvaluatedPolicy(_POLICY, cast(Any, None))
     asyncio.run(evaluate(_tasks(case), policy, sampler, directory=case, max_concurrency=1, tells=False))
 
 
 def _clear_others(case: Path) -> None:
     tasks, nobody = _tasks(case), cast(Any, None)
     online = PolicyEvaluation(tasks, nobody, interval=1, run_dir=RunDir(case), tokenizer=nobody, max_concurrency=1)
-    online._clear_others(RunDir(case).evaluation(2), Policy({**_POLICY, "digest": "another"}, nobody))
+    online._clear_others(RunDir(case).evaluation(2), EvaluatedPolicy({**_POLICY, "digest": "another"}, nobody))
 
 
 _OLD = ("logs", "configs")

@@ -81,7 +81,7 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
         settings.model_dump_json(), num_tasks, min(num_tasks, _MOST_PLAYED), seed=seed, seq_len=seq_len, model=model
     )
     with working("asking the environment") as tell, contextlib.redirect_stdout(sys.stderr):
-        progress = _Progress(tell, _WAYS_HERE + len(_hash_seeds()))
+        progress = _CheckProgress(tell, _WAYS_HERE + len(_hash_seeds()))
         first, others = asyncio.run(_ask_here(settings, request, progress))
         others += _ask_elsewhere(request, progress)
     problems: dict[str, list[str]] = {name: [] for name in CHECKS}
@@ -102,7 +102,7 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
 
 
 @dataclass
-class _Progress:
+class _CheckProgress:
     """Tells a person which way of asking is on, and at which task it is.
 
     Attributes:
@@ -126,7 +126,9 @@ class _Progress:
         self.tell(f"{self._way}, {task}")
 
 
-async def _ask_here(settings: EnvironmentConfig, request: Request, progress: _Progress) -> tuple[Findings, list[Way]]:
+async def _ask_here(
+    settings: EnvironmentConfig, request: Request, progress: _CheckProgress
+) -> tuple[Findings, list[Way]]:
     """Ask in this process: one object twice, then a new one, the last task first."""
     environment = load(settings)
     progress.begin("for the first time")
@@ -143,7 +145,7 @@ def _hash_seeds() -> list[str]:
     return [seed for seed in _HASH_SEEDS if seed != os.environ.get("PYTHONHASHSEED")][:3]
 
 
-def _ask_elsewhere(request: Request, progress: _Progress) -> list[Way]:
+def _ask_elsewhere(request: Request, progress: _CheckProgress) -> list[Way]:
     """Ask in other processes, with other orders of sets; the first of them plays, too."""
     ways = []
     for number, hash_seed in enumerate(_hash_seeds()):

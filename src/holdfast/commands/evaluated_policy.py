@@ -354,7 +354,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
     logs = path / "logs"
     logs.mkdir(exist_ok=True)
     events = logs / "events.jsonl"
-    tail = _Progress(events)
+    tail = _PhasePrinter(events)
     append(events, LAUNCHER, "starting")
     try:
         served = path / "config" / "inference.toml"
@@ -388,7 +388,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
         release_all(held)
 
 
-def _watch(supervisor: Supervisor, progress: _Progress, path: Path) -> int:
+def _watch(supervisor: Supervisor, progress: _PhasePrinter, path: Path) -> int:
     restarts = Restarts(_MAX_RESTARTS, _RESTART_WINDOW_S)
     while True:
         ended = supervisor.run(progress.refresh)
@@ -411,7 +411,7 @@ def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
     return 128 + number
 
 
-class _Progress:
+class _PhasePrinter:
     """Prints the phases of the processes as they come."""
 
     def __init__(self, events: Path) -> None:

@@ -35,7 +35,7 @@ _MOST_KEYS = 5
 
 
 @dataclass(frozen=True)
-class Part:
+class GivenFile:
     """A file as it was given.
 
     Attributes:
@@ -49,7 +49,7 @@ class Part:
     keys: tuple[str, ...]
 
 
-def misplaced(parts: Iterable[Part], whole: Collection[str], sections: Mapping[str, Collection[str]]) -> list[str]:
+def misplaced(parts: Iterable[GivenFile], whole: Collection[str], sections: Mapping[str, Collection[str]]) -> list[str]:
     """Return a line for each file whose keys belong to another section, by most of them.
 
     Sections that know the same keys of a file are all named; where each knows others of them, there is no line.
@@ -99,11 +99,11 @@ class _Files:
 
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[GivenFile] = field(default_factory=list)
 
     def add(self, path: str, section: tuple[str, ...] = (), *, shown: str) -> None:
         content: Any = _read(path, shown)
-        self.parts.append(Part(path, ".".join(section), tuple(content)))
+        self.parts.append(GivenFile(path, ".".join(section), tuple(content)))
         for name in reversed(section):
             content = {name: content}
         try:

@@ -19,7 +19,7 @@ _MIN_TEMPERATURE = 0.01
 _MAX_TEMPERATURE = 2.0
 
 
-class Sampler(Protocol):
+class SamplingEngine(Protocol):
     """An engine, as the routes see it: `inference.engine.VllmSampler`, or the numpy engine of the tests.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sampler(Protocol):
 class Generator:
     """Answers generate requests with one engine."""
 
-    def __init__(self, sampler: Sampler, engine_weights: EngineWeights) -> None:
+    def __init__(self, sampler: SamplingEngine, engine_weights: EngineWeights) -> None:
         self._sampler = sampler
         self._engine_weights = engine_weights
 

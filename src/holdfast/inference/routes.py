@@ -31,7 +31,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body, decode_request
-from holdfast.inference.generate import Generator, Sampler
+from holdfast.inference.generate import Generator, SamplingEngine
 from holdfast.inference.metrics import ServerMetrics
 from holdfast.inference.weights import EngineWeights
 from holdfast.protocol.inference import (
@@ -103,7 +103,7 @@ class Routes:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: SamplingEngine,
         *,
         engine_weights: EngineWeights,
         ownership: Ownership,

@@ -184,14 +184,14 @@ def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
         ConfigError: no port is free.
     """
     run_dir = RunDir(config.output_dir)
-    choice = _Choice(config, run_dir)
+    choice = _ServerChoice(config, run_dir)
     try:
         yield choice.make(picks_port=picks_port)
     finally:
         choice.end()
 
 
-class _Choice:
+class _ServerChoice:
     def __init__(self, config: RlConfig, run_dir: RunDir) -> None:
         self._config = config
         self._run_dir = run_dir

@@ -115,7 +115,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Part:
+class NodePart:
     """This node's part in an attempt.
 
     Attributes:

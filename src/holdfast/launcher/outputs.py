@@ -22,7 +22,7 @@ from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
 from holdfast.view.report.serve import Dashboard, listening_for_browsers
 from holdfast.view.trackers.interface import BUILT_IN, check_tracker
-from holdfast.view.trackers.prometheus import Endpoint, listening_for_prometheus
+from holdfast.view.trackers.prometheus import PrometheusServer, listening_for_prometheus
 from holdfast.view.trackers.sending import label_of
 from holdfast.view.web import Listener
 
@@ -54,7 +54,7 @@ class Endpoints:
 
     def __init__(self, listeners: Listeners, plan: Plan) -> None:
         run_dir = plan.attempt.run_dir
-        self._prometheus = Endpoint(listeners.prometheus, run_dir, plan.trainer.program, leads=plan.node == 0)
+        self._prometheus = PrometheusServer(listeners.prometheus, run_dir, plan.trainer.program, leads=plan.node == 0)
         self._dashboard = Dashboard(listeners.dashboard, run_dir)
         self._open = ExitStack()
 

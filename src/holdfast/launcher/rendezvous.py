@@ -30,8 +30,8 @@ from holdfast.errors import ConfigError, NodeLost, ProcessDied
 from holdfast.launcher.node_checks import (
     Hello,
     Lead,
+    NodePart,
     Over,
-    Part,
     Verdict,
     Word,
     digest_of_code,
@@ -438,7 +438,7 @@ class NodeGroup:
         run_id = self._run_dir.run_id()
         return any(hello.run_id == run_id for hello, _ in self._present().values())
 
-    def begin(self, attempt: Attempt) -> Part:
+    def begin(self, attempt: Attempt) -> NodePart:
         """At the host: tell the others to start, now that everything is prepared; return its own part."""
         present = self._present()
         order = sorted(present, key=lambda number: (present[number][0].rank, present[number][0].host, number))
@@ -458,16 +458,16 @@ class NodeGroup:
         )
         return self._take_part(self._lead, rank=0)
 
-    def join(self) -> Part:
+    def join(self) -> NodePart:
         """At another node: return its part in the attempt that has begun."""
         lead = self._lead_now()
         self._run_id = lead.run_id
         return self._take_part(lead, rank=lead.ranks[self._meeting.number])
 
-    def _take_part(self, lead: Lead, *, rank: int) -> Part:
+    def _take_part(self, lead: Lead, *, rank: int) -> NodePart:
         self._word = msgspec.structs.replace(self._word, attempt=lead.attempt, runs=True, died="")
         self._say()
-        return Part(rank, lead.endpoint, lead.attempt, lead.resume_step)
+        return NodePart(rank, lead.endpoint, lead.attempt, lead.resume_step)
 
     # --- during an attempt
 

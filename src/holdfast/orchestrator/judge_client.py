@@ -63,13 +63,13 @@ class _Message(msgspec.Struct):
     tool_calls: list[_Call] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ReplyChoice(msgspec.Struct):
     message: _Message
     finish_reason: str | None = None
 
 
 class _ChatCompletion(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_ReplyChoice]
 
 
 class ChatClient:

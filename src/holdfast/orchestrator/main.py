@@ -44,7 +44,7 @@ from holdfast.run.timeline import start_timeline
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins.
 
     Attributes:
@@ -56,7 +56,7 @@ class Start:
     state: OrchestratorState
 
 
-def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
+def find_start(run_dir: RunDir, resume_step: int | None) -> RunStart:
     """Return where to begin: after the journal's batches if some follow the checkpoint, else after the checkpoint.
 
     The trainer trains on the batches that are there, so they are never made again. An orchestrator that
@@ -78,7 +78,7 @@ def find_start(run_dir: RunDir, resume_step: int | None) -> Start:
                 raise
 
 
-def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
+def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> RunStart:
     last = trainer_step
     # Only without a gap: state N belongs to all batches before it.
     while last + 1 in published:
@@ -91,7 +91,7 @@ def _start_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Sta
         state = read_state(path, step=trainer_step)
     else:
         state = OrchestratorState()
-    return Start(trainer_step=trainer_step, state=state)
+    return RunStart(trainer_step=trainer_step, state=state)
 
 
 # Of the garbage collector: after so many more objects, after so many times that, and that again; Python's are 700, 10

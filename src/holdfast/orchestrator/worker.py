@@ -45,8 +45,8 @@ from holdfast.orchestrator.worker_protocol import (
     Played,
     Ready,
     Sampled,
-    SharedPlace,
-    Start,
+    SharedPosition,
+    StartWorker,
     frame,
     read_to_worker,
 )
@@ -61,7 +61,7 @@ _GROUP: ContextVar[int] = ContextVar("group", default=0)
 class Worker:
     """Plays the groups that it is told to, any number at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: SharedPlace) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: SharedPosition) -> None:
         self._reader = reader
         self._writer = writer
         self._place = place
@@ -74,7 +74,7 @@ class Worker:
     async def work(self) -> None:
         """Work until the orchestrator is gone."""
         start = await read_to_worker(self._reader)
-        assert isinstance(start, Start), start
+        assert isinstance(start, StartWorker), start
         config = OrchestratorConfig.model_validate_json(start.config)
         position = next(n for n, section in enumerate(config.environments) if section.label == start.environment)
         settings = config.environments[position]
@@ -111,7 +111,7 @@ class Worker:
                             waiting.set_result(completion)
                     case Judged() as judged:
                         self._take_judged(judged)
-                    case Start():
+                    case StartWorker():
                         raise AssertionError("started twice")
                 if beating.done():
                     beating.result()
@@ -219,7 +219,7 @@ class _AskingJudges:
 class _Marked(Coroutine[Any, Any, Any]):
     """A coroutine that says of every step of its that it is one of its group."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], group: int, place: SharedPlace) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], group: int, place: SharedPosition) -> None:
         self._coroutine = coroutine
         self._group = group
         self._place = place
@@ -262,7 +262,7 @@ def _kind_of(error: HoldfastError) -> FailureKind:
     return kinds.get(type(error), "environment")
 
 
-async def _serve(connection: socket.socket, place: SharedPlace) -> None:
+async def _serve(connection: socket.socket, place: SharedPosition) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         await Worker(reader, writer, place).work()
@@ -292,7 +292,7 @@ def _main(arguments: list[str]) -> None:
     die_with_parent(parent=parent)
     _end_group_with_this_process()
     set_up_logging("worker")
-    place = SharedPlace(memory)
+    place = SharedPosition(memory)
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:

@@ -24,7 +24,7 @@ from holdfast.protocol.rollouts import Dropped, Rollout, TokenIds, decode_packed
 FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeout", "memory", "killed"]
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """First message to a worker: `OrchestratorConfig` as JSON, and which of its environments is played."""
 
     config: str
@@ -108,7 +108,7 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
     reason: JudgeFailureReason = "judge_away"
 
 
-ToWorker = Start | Play | Cancel | Sampled | Judged
+ToWorker = StartWorker | Play | Cancel | Sampled | Judged
 FromWorker = Ready | Asks | AskJudge | Played | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
@@ -147,7 +147,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPosition:
     """Where a worker is: numbers that change with everything it does, and the group whose code runs; 0: none."""
 
     beats: int
@@ -155,7 +155,7 @@ class Place:
     group: int
 
 
-class SharedPlace:
+class SharedPosition:
     """The memory in which a worker leaves where it is, so that its end can be blamed on a group, whatever ended it."""
 
     _layout = struct.Struct("<qqq")
@@ -167,9 +167,9 @@ class SharedPlace:
 
     SIZE = 4096
 
-    def read(self) -> Place:
+    def read(self) -> WorkerPosition:
         """Return where the worker is."""
-        return Place(*self._layout.unpack_from(self._memory))
+        return WorkerPosition(*self._layout.unpack_from(self._memory))
 
     def beat(self) -> None:
         """Say that the event loop turns."""

@@ -61,14 +61,14 @@ from holdfast.orchestrator.worker_protocol import (
     Cancel,
     Failed,
     Judged,
-    Place,
     Play,
     Played,
     Ready,
     Sampled,
-    SharedPlace,
-    Start,
+    SharedPosition,
+    StartWorker,
     ToWorker,
+    WorkerPosition,
     frame,
     read_from_worker,
 )
@@ -110,7 +110,7 @@ class WorkerDied(Exception):
 
 
 @dataclass
-class _Group:
+class _PlayedGroup:
     problem: Problem
     sampler: TurnSampler
     ended: asyncio.Future[Played | Failed]
@@ -180,7 +180,7 @@ class _Running:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        place: SharedPlace,
+        place: SharedPosition,
         *,
         name: str,
         sampling: Sampling,
@@ -193,9 +193,9 @@ class _Running:
         self._name = name
         self._sampling = sampling
         self._bound_s = bound_s
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _PlayedGroup] = {}
         self._numbers = itertools.count(1)
-        self._output = _Output(process, name)
+        self._output = _WorkerOutput(process, name)
         self._kind: DeathKind | None = None
         self._unreadable = ""
         self.is_over = False
@@ -209,7 +209,7 @@ class _Running:
         """Start a worker, which is ready when it has loaded the environment."""
         ours, theirs = socket.socketpair()
         memory = os.memfd_create("holdfast-worker", os.MFD_CLOEXEC)
-        os.truncate(memory, SharedPlace.SIZE)
+        os.truncate(memory, SharedPosition.SIZE)
         try:
             process = await asyncio.create_subprocess_exec(
                 *module_command(
@@ -222,7 +222,7 @@ class _Running:
                 pass_fds=(theirs.fileno(), memory),
                 start_new_session=True,  # with all that it starts it can be ended at once
             )
-            place = SharedPlace(memory)
+            place = SharedPosition(memory)
         finally:
             theirs.close()
             os.close(memory)
@@ -233,12 +233,12 @@ class _Running:
         running = cls(process, reader, writer, place, name=settings.label, sampling=sampling, bound_s=bound_s)
         # Who plays knows for how long alone: an evaluation may sample as no training can.
         plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
-        running._send(Start(plain.model_dump_json(), settings.label))
+        running._send(StartWorker(plain.model_dump_json(), settings.label))
         return running
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
         number = next(self._numbers)
-        group = self._groups[number] = _Group(problem, sampler, asyncio.get_running_loop().create_future())
+        group = self._groups[number] = _PlayedGroup(problem, sampler, asyncio.get_running_loop().create_future())
         try:
             if self.is_over:
                 raise WorkerDied("killed", 0, is_mine=False, told="it ended before", process_id=self._process.pid)
@@ -326,7 +326,7 @@ class _Running:
 
         self._begin(judge(), group)
 
-    def _begin(self, work: Coroutine[Any, Any, None], group: _Group) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], group: _PlayedGroup) -> None:
         """Do what a group waits for, as long as it does."""
         turn = asyncio.create_task(work)
         group.turns.add(turn)
@@ -335,7 +335,7 @@ class _Running:
     async def _watch(self) -> None:
         """End the worker when it has come no further for too long: none of its threads may be able to."""
         await asyncio.wait([self.is_ready])  # how long it may take to load is nobody's to say
-        last, since = Place(0, 0, 0), awake_s()
+        last, since = WorkerPosition(0, 0, 0), awake_s()
         while True:
             await asyncio.sleep(_LOOK_S)
             place = self._place.read()
@@ -366,7 +366,7 @@ class _Running:
         self._kill()  # what it has started
         self._watching.cancel()
         await self._output.read_whole()
-        place = Place(0, 0, 0) if self._unreadable else self._place.read()
+        place = WorkerPosition(0, 0, 0) if self._unreadable else self._place.read()
         self._place.close()
         self._writer.close()
         with suppress(ConnectionError):
@@ -401,7 +401,7 @@ class _Running:
         return "crashed", f"its worker process {how}" + (f"; its last words: {last}" if last else "")
 
 
-class _Output:
+class _WorkerOutput:
     """What a worker prints: taken as fast as it comes, shown up to a limit, and its end kept."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
@@ -439,7 +439,7 @@ def error_of(failed: Failed) -> HoldfastError:
     return kinds.get(failed.kind, EnvironmentFailure)(failed.message)
 
 
-def _taken(group: _Group) -> Callable[[asyncio.Task[None]], None]:
+def _taken(group: _PlayedGroup) -> Callable[[asyncio.Task[None]], None]:
     """Return what takes a turn out when it is done, and ends the group with its failure."""
 
     def take(turn: asyncio.Task[None]) -> None:

@@ -71,7 +71,7 @@ def _pauses() -> Iterator[float]:
         yield FIRST_DELAY_S * 2**exponent * _generator.uniform(0.5, 1.0)
 
 
-class _Progress(Callback):
+class _TransferProgress(Callback):
     """Remembers when a transfer last moved."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class ObjectStore:
         """
         operation = f"writing {name}"
         try:
-            self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_Progress())
+            self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_TransferProgress())
         except FileNotFoundError as error:
             if not path.exists():
                 raise
@@ -169,7 +169,9 @@ class ObjectStore:
             OSError: `path` cannot be written, which is no fault of the store.
         """
         try:
-            self._call(f"reading {name}", "get_file", self._path(name), str(path), local=path, callback=_Progress())
+            self._call(
+                f"reading {name}", "get_file", self._path(name), str(path), local=path, callback=_TransferProgress()
+            )
         except FileNotFoundError:
             return False
         return True
@@ -256,7 +258,7 @@ class ObjectStore:
             return getattr(self._fs, method)(*arguments, **options)
         loop = self._fs.loop
         assert loop is not None
-        progress = options.get("callback") or _Progress()
+        progress = options.get("callback") or _TransferProgress()
         progress.moved_s = time.monotonic()  # the tries before may have ended long ago, for nothing moved
         coroutine = getattr(self._fs, f"_{method}")(*arguments, **options)
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)

@@ -27,7 +27,7 @@ _log = logging.getLogger("holdfast.remote")
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Upload:
     directory: Path
     step: int
     weights: tuple[Path, ...]
@@ -64,8 +64,8 @@ class Uploader:
         self._protected = frozenset(protected)
         self._older_weights = older_weights
         self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()
-        self._current: _Job | None = None
+        self._jobs: deque[_Upload] = deque()
+        self._current: _Upload | None = None
         self._failure: Exception | None = None
         self._refusal: Exception | None = None  # of the upload that waits to be tried again
         self._num_tries = 0
@@ -82,7 +82,7 @@ class Uploader:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the uploader is closed")
-            self._jobs.append(_Job(directory, step, tuple(weights)))
+            self._jobs.append(_Upload(directory, step, tuple(weights)))
             if len(self._jobs) > 1:
                 steps = ", ".join(str(job.step) for job in self._jobs)
                 _log.warning("uploads are slower than saves: steps %s wait", steps)
@@ -201,7 +201,7 @@ class Uploader:
         if self._is_closed != was_closed:
             self._num_tries = 0
 
-    def _failure_of(self, job: _Job) -> Exception | None:
+    def _failure_of(self, job: _Upload) -> Exception | None:
         started = time.monotonic()
         try:
             if not job.directory.exists():

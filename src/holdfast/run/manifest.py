@@ -191,7 +191,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         try:
             # Another format may have other fields: say that rather than "damaged".
-            found = msgspec.json.decode(data, type=_Versioned).format
+            found = msgspec.json.decode(data, type=_FormatOnly).format
         except (msgspec.DecodeError, UnicodeDecodeError):
             found = FORMAT_VERSION
         if found != FORMAT_VERSION:
@@ -209,7 +209,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-class _Versioned(msgspec.Struct):
+class _FormatOnly(msgspec.Struct):
     format: int
 
 

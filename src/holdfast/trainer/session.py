@@ -54,7 +54,7 @@ class Build(Protocol[M_co]):
 
 
 @dataclass(frozen=True)
-class Session(Generic[M]):
+class TrainSession(Generic[M]):
     """The parts of one training run on this rank, ready for the next step."""
 
     mesh: Mesh
@@ -88,7 +88,7 @@ class Session(Generic[M]):
         self.publisher.publish(step)
         self.publisher.prune({step})
 
-    def __enter__(self) -> Session[M]:
+    def __enter__(self) -> TrainSession[M]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -130,7 +130,7 @@ def start_session(
     components: Callable[[M], tuple[Mapping[str, State], Sequence[torch.optim.Optimizer]]] | None = None,
     data_fingerprint: str = "",
     older_weights: int = 0,
-) -> Session[M]:
+) -> TrainSession[M]:
     """Build the model and everything around it, and bring it to the step that the run goes on from. Collective.
 
     Args:
@@ -186,7 +186,7 @@ def start_session(
     window, profiler = config.profiled_steps, None
     if window is not None and progress.step < window.last:
         profiler = Profiler(window, run_dir, mesh, done=progress.step)
-    return Session(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, profiler)
+    return TrainSession(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, profiler)
 
 
 def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:
@@ -316,7 +316,7 @@ def memory_gib(mesh: Mesh) -> float:
     return mesh.max({"memory": own})["memory"]
 
 
-def step_metrics(session: Session[Any], stopwatch: Stopwatch, *, num_tokens: int) -> dict[str, float]:
+def step_metrics(session: TrainSession[Any], stopwatch: Stopwatch, *, num_tokens: int) -> dict[str, float]:
     """Return the figures that every program reports at the end of a step of `num_tokens` tokens. Collective."""
     mesh, progress = session.mesh, session.progress
     num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())

@@ -92,7 +92,7 @@ def _listen(host: str, port: int) -> Listener:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """What a request gets."""
 
     status: int
@@ -119,7 +119,7 @@ class WebServer(socketserver.ThreadingTCPServer):
         listener: Listener,
         *,
         name: str,
-        answer: Callable[[str, Message], Answer],
+        answer: Callable[[str, Message], Response],
         tell: Callable[[str], None],
         headers: Mapping[str, str] | None = None,
         between: Callable[[], None] = lambda: None,
@@ -178,18 +178,18 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.is_local and not names_this_machine(self.headers.get("Host", "")):
             # A page of a browser may give its own name the address 127.0.0.1.
             refusal = b"this is for this machine alone: address it as 127.0.0.1, ::1 or localhost\n"
-            self.send(Answer(403, refusal))
+            self.send(Response(403, refusal))
             return
         try:
             found = self.server.answer(_path_of(self.path), self.headers)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on; said once
             self.server.tell(f"nothing is served: {type(error).__name__}: {error}")
-            found = Answer(500, b"see the console of the run\n")
+            found = Response(500, b"see the console of the run\n")
         self.send(found)
 
     do_HEAD = do_GET
 
-    def send(self, answer: Answer) -> None:
+    def send(self, answer: Response) -> None:
         """Send an answer; of one to HEAD, what stands above it."""
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.kind)

@@ -23,7 +23,7 @@ from holdfast.orchestrator.curriculum import adopt_mix, next_environment
 from holdfast.orchestrator.env.guard import place_of, place_of_task
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
-from holdfast.orchestrator.main import Start, find_start
+from holdfast.orchestrator.main import RunStart, find_start
 from holdfast.orchestrator.metrics import BatchTimes, batch_metrics
 from holdfast.orchestrator.pipeline import BatchPublisher
 from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
@@ -241,7 +241,7 @@ def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
     commit_checkpoint(run_dir, 1)
     start_after = main._start_after
 
-    def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> Start:
+    def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> RunStart:
         monkeypatch.undo()
         commit_checkpoint(run_dir, 3)
         for step in (2, 3):

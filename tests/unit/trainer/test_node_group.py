@@ -22,7 +22,7 @@ from holdfast.config import SftConfig
 from holdfast.config.training import ParallelConfig, SftOptimConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied
 from holdfast.launcher import node_checks, rendezvous
-from holdfast.launcher.node_checks import Part
+from holdfast.launcher.node_checks import NodePart
 from holdfast.launcher.rendezvous import Meeting, NodeGroup, free_port
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run.lock import Holder
@@ -66,7 +66,7 @@ class Nodes:
 
         return self._threads.submit(group.gather, pause, self.said.append)
 
-    def begin(self, leader: NodeGroup, other: NodeGroup, *, number: int = 1) -> tuple[Part, Part]:
+    def begin(self, leader: NodeGroup, other: NodeGroup, *, number: int = 1) -> tuple[NodePart, NodePart]:
         """Bring both into attempt `number`."""
         joining = self.gather(other)
         assert self.gather(leader).result(HANG_S) is None

@@ -1,4 +1,4 @@
-"""A `Place` that is spoken to over stdin and stdout, one line of JSON a call, as a step of SLURM's is.
+"""A `RemoteAgent` that is spoken to over stdin and stdout, one line of JSON a call, as a step of SLURM's is.
 
 It ends, and what it started with it, when its stdin does: then the launcher has ended, or can reach it no more.
 """
@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from holdfast.errors import HoldfastError, is_storage_failure
-from holdfast.launcher.cluster.hosts import Place
+from holdfast.launcher.cluster.hosts import RemoteAgent
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     wire = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may come between the lines
-    lock, place = threading.Lock(), Place()
+    lock, place = threading.Lock(), RemoteAgent()
 
     def say(**message: Any) -> None:
         with lock:

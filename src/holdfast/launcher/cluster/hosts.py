@@ -1,7 +1,7 @@
 """Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
 
-`RemoteHost` talks to a `Place` on another host, over any `Wire`. A `Place` is a Ray actor, or a SLURM step that reads
-its stdin. It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
+`RemoteHost` talks to a `RemoteAgent` on another host, over any `Wire`. An agent is a Ray actor, or a SLURM step that
+reads its stdin. It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
 `PipeWire` is the launcher's end of a command such as `srun`, with its two pipes.
 """
 
@@ -204,7 +204,7 @@ def travelling(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-class Place:
+class RemoteAgent:
     """The launcher's hand on a host. Arguments and results are plain values, which any wire takes."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class HostLost(Exception):
 
 
 class Wire(Protocol):
-    """What leads to one `Place`."""
+    """What leads to one `RemoteAgent`."""
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the place; return its result.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, Place, RemoteHost
+from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, RemoteAgent, RemoteHost
 from holdfast.process.heartbeat import awake_s
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -198,7 +198,7 @@ class RayCluster:
         return RayWire(self._ray, make.remote())
 
 
-class _RayPlace(Place):
+class _RayPlace(RemoteAgent):
     def behind(self, started: int, method: str, *arguments: Any) -> Any:
         """Call a method when there is what `start` has started: the actor does several things at once, in no order."""
         del started  # Ray has waited for it

@@ -25,7 +25,7 @@ def _seed_of(number: int) -> int:  # untested: needs reasoning-gym
 
 
 @dataclass(frozen=True)
-class Entry(Task):
+class GeneratedTask(Task):
     """A task with all that the generator says about it, which its scorer reads."""
 
     entry: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class ReasoningGym(Environment):  # untested: needs reasoning-gym
             raise ConfigError(f"{PREFIX}{generator} refuses {own}: {error or type(error).__name__}") from None
         self._extract = library.utils.extract_answer
 
-    def make_task(self, seed: TaskSeed) -> Entry:
+    def make_task(self, seed: TaskSeed) -> GeneratedTask:
         """Return the only entry of the generator that the seed's number seeds."""
         # One for each task: some make all their entries at once, or allow no index beyond their size.
         entry = self._make(seed=_seed_of(seed.number))[0]
@@ -77,11 +77,11 @@ class ReasoningGym(Environment):  # untested: needs reasoning-gym
         if self._system_prompt is not None:
             messages.insert(0, Message("system", self._system_prompt))
         answer = entry["answer"]  # some have none, but many right ones
-        return Entry(prompt=messages, answer="" if answer is None else str(answer), entry=entry)
+        return GeneratedTask(prompt=messages, answer="" if answer is None else str(answer), entry=entry)
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself, in a thread: some scorers compute for a while."""
-        assert isinstance(task, Entry)
+        assert isinstance(task, GeneratedTask)
         return [await asyncio.to_thread(self._score, session.completion, task.entry) for session in sessions]
 
     def _score(self, completion: str, entry: Mapping[str, Any]) -> Score:

@@ -254,7 +254,7 @@ class EvaluationSampler(TurnSampler, Protocol):
 
 
 @dataclass(frozen=True)
-class Policy:
+class EvaluatedPolicy:
     """Who is evaluated.
 
     Attributes:
@@ -273,7 +273,7 @@ def files_of(section: EnvironmentConfig) -> dict[str, str]:
 
 async def evaluate(
     tasks: HeldOutTasks,
-    policy: Policy,
+    policy: EvaluatedPolicy,
     sampler: EvaluationSampler,
     *,
     directory: Path,
@@ -333,7 +333,7 @@ async def evaluate(
     return summary
 
 
-def _lines(outcome: Outcome, section: EnvironmentConfig, policy: Policy) -> list[EvaluatedRollout]:
+def _lines(outcome: Outcome, section: EnvironmentConfig, policy: EvaluatedPolicy) -> list[EvaluatedRollout]:
     if isinstance(outcome, Dropped):
         return [
             EvaluatedRollout(
@@ -343,7 +343,7 @@ def _lines(outcome: Outcome, section: EnvironmentConfig, policy: Policy) -> list
     return [_line(rollout, section, policy) for rollout in outcome]
 
 
-def _line(rollout: Rollout, section: EnvironmentConfig, policy: Policy) -> EvaluatedRollout:
+def _line(rollout: Rollout, section: EnvironmentConfig, policy: EvaluatedPolicy) -> EvaluatedRollout:
     stretches = _stretches(rollout)
     return EvaluatedRollout(
         environment=rollout.environment,

@@ -23,8 +23,8 @@ from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
 from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import (
+    EvaluatedPolicy,
     HeldOutTasks,
-    Policy,
     count_tasks,
     evaluate,
     group_config,
@@ -125,7 +125,7 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             policy["fp32_lm_head"] = True
         await evaluate(
             tasks,
-            Policy(policy, tokenizer),
+            EvaluatedPolicy(policy, tokenizer),
             sampler,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,

@@ -21,8 +21,8 @@ from holdfast.orchestrator.env.registry import find_environment, is_built_in, lo
 from holdfast.orchestrator.env.tool_loop import check_tools, tool_use_of
 from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import (
+    EvaluatedPolicy,
     HeldOutTasks,
-    Policy,
     count_tasks,
     evaluate,
     group_config,
@@ -80,7 +80,9 @@ class PolicyEvaluation:
             EnvironmentFailure, InferenceError, RunDirError: it cannot be evaluated.
         """
         directory = self._run_dir.evaluation(weights.version)
-        policy = Policy({"kind": "weights", "digest": weights.digest, "version": weights.version}, self._tokenizer)
+        policy = EvaluatedPolicy(
+            {"kind": "weights", "digest": weights.digest, "version": weights.version}, self._tokenizer
+        )
         self._clear_others(directory, policy)
         stops = self._tokenizer.stop_token_ids
         log = GenerationLog(
@@ -107,7 +109,7 @@ class PolicyEvaluation:
         report("evaluated", version=weights.version, **shown)
         return {**metrics, "eval/version": float(weights.version)}
 
-    def _clear_others(self, directory: Path, policy: Policy) -> None:
+    def _clear_others(self, directory: Path, policy: EvaluatedPolicy) -> None:
         """Remove what is there of other weights with this number, or of other tasks: nobody goes on with it."""
         if not directory.exists():
             return

@@ -69,7 +69,7 @@ class Source(Protocol):
         ...
 
 
-class Layout(Protocol):
+class FileLayout(Protocol):
     """How files hold the tensors of a model, where that differs from memory: see `trainer.model.tensor_names`."""
 
     def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
@@ -111,14 +111,14 @@ def _files_of(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+            names = set(msgspec.json.decode(index.read_bytes(), type=_FileIndex).weight_map.values())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{index} is damaged: {error}") from None
         return [directory / name for name in sorted(names)]
     return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
 
 
-class _Index(msgspec.Struct):
+class _FileIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
@@ -182,7 +182,7 @@ class ConvertedSource:
     each rank, one such group after another.
     """
 
-    def __init__(self, source: Source, layout: Layout) -> None:
+    def __init__(self, source: Source, layout: FileLayout) -> None:
         self._source = source
         self._layout = layout
         self._groups: list[list[str]] = []
@@ -235,7 +235,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 
 
 def load_weights_only(
-    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: Layout | None = None
+    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: FileLayout | None = None
 ) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 

@@ -332,7 +332,7 @@ _FOR_CHATS = ("tools", "documents", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """A prompt and what follows it, as text."""
 
     prompt: str
@@ -346,7 +346,7 @@ class Text:
     text: str
 
 
-Example = Chat | Completion | Text
+Example = Chat | PromptCompletion | Text
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ def encode_example(example: Example, tokenizer: Tokenizer, *, train_on: TrainOn)
     """
     if isinstance(example, Chat):
         return encode_chat(example, tokenizer, train_on=train_on)
-    if isinstance(example, Completion):
+    if isinstance(example, PromptCompletion):
         return encode_completion(example.prompt, example.completion, tokenizer)
     return encode_text(example.text, tokenizer)
 
@@ -433,7 +433,7 @@ def _from_messages(row: Row, _: Tokenizer) -> list[Example]:
 def _answered(row: Row, prompt: object, answer: object, *, columns: str) -> Example:
     if isinstance(prompt, str) and isinstance(answer, str):
         _refuse_for_text(row)
-        return Completion(prompt, answer)
+        return PromptCompletion(prompt, answer)
     if isinstance(prompt, list) and isinstance(answer, list):
         if prompt and answer[: len(prompt)] == prompt:
             raise DataError("the answer begins with the messages of `prompt`, which would come twice: drop that column")
@@ -507,7 +507,7 @@ def _from_alpaca(row: Row, tokenizer: Tokenizer) -> list[Example]:
     for name in ("system", "history"):
         if row.get(name):
             raise DataError(f"`{name}` needs a chat template, which this tokenizer does not have")
-    return [Completion(_alpaca_prompt(values["instruction"], values["input"]), values["output"])]
+    return [PromptCompletion(_alpaca_prompt(values["instruction"], values["input"]), values["output"])]
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:

@@ -38,7 +38,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 
 
-class _Index(msgspec.Struct):
+class _NameIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
@@ -59,7 +59,7 @@ def names_in_files(name: str) -> list[str] | None:
             files = [single_file] if single_file.is_file() else weights_files(directory)
             return sorted(set().union(*map(_names_of, files))) or None
         if (index := _fetched(name, _INDEX_NAME)) is not None:
-            return sorted(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map)
+            return sorted(msgspec.json.decode(Path(index).read_bytes(), type=_NameIndex).weight_map)
         single = _fetched(name, _SINGLE_NAME)
         return None if single is None else sorted(_names_of(Path(single)))
     except (OSError, SafetensorError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ def weight_files(name: str) -> list[Path]:
     if index is None:
         return [Path(str(single))]
     try:
-        files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map.values()))
+        files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_NameIndex).weight_map.values()))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{index} is damaged: {error}") from None
     found = [_fetched(name, file) for file in files]

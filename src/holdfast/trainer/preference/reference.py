@@ -55,7 +55,7 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
 from holdfast.trainer.preference.pairs import P, Pair, Preference, fingerprint_preferences, plan_of_all
-from holdfast.trainer.session import Session, build_model
+from holdfast.trainer.session import TrainSession, build_model
 from holdfast.trainer.stop import STOP_REQUEST
 
 _SAVE_EVERY_S = 10.0
@@ -239,7 +239,7 @@ class ReferenceWork(Generic[P]):
         del model
         gc.collect()  # its modules refer to one another; the policy is to have the memory
 
-    def finish(self, session: Session[Policy]) -> Reference:
+    def finish(self, session: TrainSession[Policy]) -> Reference:
         """Compute what is missing with the policy as it starts, and return all that training needs."""
         if self._missing():
             begin = time.time()

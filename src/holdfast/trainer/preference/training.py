@@ -28,7 +28,7 @@ from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.preference.pairs import P, Preference, plan_preferences
-from holdfast.trainer.session import Session, Stopwatch, step_metrics
+from holdfast.trainer.session import Stopwatch, TrainSession, step_metrics
 
 M = TypeVar("M", Policy, ScalarModel)
 M_contra = TypeVar("M_contra", Policy, ScalarModel, contravariant=True)
@@ -49,7 +49,7 @@ class Objective(Protocol[M_contra, P_contra]):
 
 def train_on_preferences(
     config: DpoConfig | RewardTrainingConfig,
-    session: Session[M],
+    session: TrainSession[M],
     objective: Objective[M, P],
     training: list[P],
     held_out: list[P],
@@ -99,7 +99,7 @@ def train_on_preferences(
     stopwatch.end()
 
 
-class Plan(Protocol):
+class PlanFunction(Protocol):
     """Makes the micro-batches of a rank, as `plan_preferences` does."""
 
     def __call__(
@@ -131,7 +131,7 @@ class PairObjective(Generic[M, P]):
     config: PreferenceDataConfig
     mesh: Mesh
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
-    plan: Plan = plan_preferences
+    plan: PlanFunction = plan_preferences
     measuring: str = "validating"
 
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from holdfast.trainer.rl.metrics import Alerts
 from holdfast.trainer.rl.mismatch import measure_canary
 from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.train_step import Learner
-from holdfast.trainer.session import Session, Stopwatch, start_program, start_session, step_metrics
+from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
 from holdfast.trainer.stop import STOP_REQUEST
 
 
@@ -71,7 +71,7 @@ def run(config: TrainerConfig) -> None:
 
 def _train(
     config: TrainerConfig,
-    session: Session[Policy],
+    session: TrainSession[Policy],
     components: RlComponents,
     learner: Learner,
     publish: Callable[[int], None],
@@ -122,7 +122,7 @@ def _train(
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
 
 
-def _last_probed(session: Session[Policy], config: TrainerConfig) -> int:
+def _last_probed(session: TrainSession[Policy], config: TrainerConfig) -> int:
     """Return the last version by which the orchestrator of this attempt, which goes on behind the journal, may begin.
 
     Up to there versions carry a canary, which costs a pass over the whole model. Collective.
@@ -132,7 +132,7 @@ def _last_probed(session: Session[Policy], config: TrainerConfig) -> int:
     return int(session.mesh.max({"version": float(version)})["version"])
 
 
-def _publish_average(session: Session[Policy], ema: Ema) -> None:
+def _publish_average(session: TrainSession[Policy], ema: Ema) -> None:
     """Publish the average of the weights, in the place of the weights: nothing trains or saves them any more."""
     step = session.progress.step
     averages = ema.tensors()
@@ -142,7 +142,7 @@ def _publish_average(session: Session[Policy], ema: Ema) -> None:
     session.publisher.publish(step, path=session.run_dir.weights / f"ema_step_{step}")
 
 
-def _prune_batches(session: Session[Policy], journal: JournalConfig) -> list[int]:
+def _prune_batches(session: TrainSession[Policy], journal: JournalConfig) -> list[int]:
     """Remove the batches that no checkpoint needs any more, but for those to keep; return the steps with a checkpoint.
 
     Batches up to the step of a checkpoint are never trained again: a resume begins behind it.

@@ -20,7 +20,7 @@ from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
-from holdfast.trainer.session import Session, Stopwatch, start_program, start_session, step_metrics
+from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
 from holdfast.trainer.supervised import plan_samples, supervised_step
 from holdfast.trainer.survey import survey_of, tell_data
 
@@ -46,7 +46,7 @@ def run(config: SftConfig) -> None:
 
 def _train(
     config: SftConfig,
-    session: Session[Policy],
+    session: TrainSession[Policy],
     samples: Sequence[Sample],
     held_out: Sequence[Sample],
     order: SampleOrder,

@@ -20,7 +20,7 @@ from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.supervised import supervised_step
 
 
-class _Group(msgspec.Struct, frozen=True):
+class _ReplayedGroup(msgspec.Struct, frozen=True):
     """The rollouts of one problem, and the step that first trained on them."""
 
     step: int
@@ -53,7 +53,7 @@ class ReplayBuffer:
         self._capacity = capacity
         self._max_age = max_age
         self._seed = seed
-        self._groups: list[_Group] = []
+        self._groups: list[_ReplayedGroup] = []
 
     def __len__(self) -> int:
         """Return the number of groups."""
@@ -62,7 +62,7 @@ class ReplayBuffer:
     def add(self, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
         """Keep the fresh groups of the batch of `step`; forget what is over capacity or too old for `step`."""
         young = [group for group in self._groups if step - group.step <= self._max_age]
-        self._keep(young + [_Group(step, list(rollouts)) for rollouts in groups])
+        self._keep(young + [_ReplayedGroup(step, list(rollouts)) for rollouts in groups])
 
     def sample(self, step: int, num_groups: int) -> list[list[Rollout]]:
         """Return `num_groups` different groups to train on again at `step`, or all that there are.
@@ -87,14 +87,14 @@ class ReplayBuffer:
         """
         try:
             msgspec.msgpack.decode(data, type=list[_SampledGroup])
-            self._keep(msgspec.msgpack.decode(data, type=list[_Group], dec_hook=decode_packed))
+            self._keep(msgspec.msgpack.decode(data, type=list[_ReplayedGroup], dec_hook=decode_packed))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"the replay buffer of the checkpoint ({len(data)} bytes) cannot be read: {error}. Resume from another "
                 "step, see `ckpt ls`, or without trainer.replay"
             ) from error
 
-    def _keep(self, groups: list[_Group]) -> None:
+    def _keep(self, groups: list[_ReplayedGroup]) -> None:
         # max: a negative start would count from the end, and keep too few.
         self._groups = groups[max(0, len(groups) - self._capacity) :]
 

@@ -67,7 +67,7 @@ from holdfast.trainer.rl.mismatch import MismatchCheck
 from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.rewards import rewards_of_batch
 from holdfast.trainer.rl.scored_rollouts import score_rollouts
-from holdfast.trainer.session import Session, Stopwatch
+from holdfast.trainer.session import Stopwatch, TrainSession
 
 
 def policy_step(
@@ -133,7 +133,7 @@ class Learner:
     def __init__(
         self,
         config: TrainerConfig,
-        session: Session[Policy],
+        session: TrainSession[Policy],
         components: RlComponents,
         pretraining: PretrainingMix | None,
     ) -> None:

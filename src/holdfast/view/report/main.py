@@ -24,7 +24,7 @@ from holdfast.view.report.curves import (
     phase_charts,
     shown_number,
 )
-from holdfast.view.report.page import Page, SampleRollout, Section, Table, render, sample_rollouts
+from holdfast.view.report.page import Page, ReportSection, SampleRollout, Table, render, sample_rollouts
 from holdfast.view.report.run_data import RunData, read_run, shown_time
 
 _MAX_TOLD = 200
@@ -91,27 +91,27 @@ def _facts(runs: Sequence[RunData]) -> Table:
     return Table("Runs", head, rows)
 
 
-def _sections(runs: Sequence[RunData]) -> list[Section]:
+def _sections(runs: Sequence[RunData]) -> list[ReportSection]:
     alone = len(runs) == 1
     lanes = [lanes_of(run, key=f"timeline_{number}", alone=alone) for number, run in enumerate(runs)]
     marked = any(run.later_attempts for run in runs)
     note = "Dotted lines: a later attempt of the run went on behind this step." if marked else ""
     timeline: list[Lanes] = [one for one in lanes if one is not None]
     sections = [
-        Section("learning", "Learning", charts_of(LEARNING, runs), note=note),
-        Section("evaluations", "Evaluations", evaluation_charts(runs)),
-        Section("timeline", "Timeline", timeline, is_wide=True),
-        Section("phases", "Phases", phase_charts(runs), is_wide=alone),
-        Section("speed", "Speed", charts_of(SPEED, runs)),
+        ReportSection("learning", "Learning", charts_of(LEARNING, runs), note=note),
+        ReportSection("evaluations", "Evaluations", evaluation_charts(runs)),
+        ReportSection("timeline", "Timeline", timeline, is_wide=True),
+        ReportSection("phases", "Phases", phase_charts(runs), is_wide=alone),
+        ReportSection("speed", "Speed", charts_of(SPEED, runs)),
         _others(runs),
     ]
     return [section for section in sections if section.charts]
 
 
-def _others(runs: Sequence[RunData]) -> Section:
+def _others(runs: Sequence[RunData]) -> ReportSection:
     charts, num_left_out = others(runs, (*LEARNING, *SPEED))
     note = f"{num_left_out} more metrics are not shown: metrics.jsonl has them" if num_left_out else ""
-    return Section("others", "Other metrics", charts, is_folded=True, note=note)
+    return ReportSection("others", "Other metrics", charts, is_folded=True, note=note)
 
 
 def _tables(runs: Sequence[RunData]) -> list[Table]:

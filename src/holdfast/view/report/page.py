@@ -140,7 +140,7 @@ _LABEL_SHARE = 0.025
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of the page: charts under a heading."""
 
     key: str
@@ -177,7 +177,7 @@ class Page:
     title: str
     made: float
     facts: Table
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     tables: Sequence[Table]
     samples: Sequence[tuple[str, Sequence[SampleRollout]]] = ()
     settings: Mapping[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ _MAX_CHECKPOINTS = 100
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptSummary:
     """One start or restart of a run.
 
     Attributes:
@@ -91,7 +91,7 @@ class RunData:
     is_under_way: bool
     max_steps: int | None
     metrics: Columns
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptSummary] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class RunData:
         return [event for event in self.events if event.is_alarm]
 
     @property
-    def later_attempts(self) -> list[Attempt]:
+    def later_attempts(self) -> list[AttemptSummary]:
         """Every attempt but the first."""
         return [attempt for attempt in self.attempts if attempt.number > 1]
 
@@ -256,13 +256,13 @@ def _failure_of(last: Event | None) -> str:
     return f"attempt {last.attempt} failed with exit code {last.exit_code}{said}"
 
 
-def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], notes: list[str]) -> list[Attempt]:
+def _read_attempts(run_dir: RunDir, events: list[Event], spans: list[Span], notes: list[str]) -> list[AttemptSummary]:
     """Return the attempts whose settings are still there."""
     begins: dict[int, float] = {}
     for number, time in [*((one.attempt, one.time) for one in events), *((one.attempt, one.begin) for one in spans)]:
         begins[number] = min(time, begins.get(number, time))
     attempts = [
-        Attempt(number, step, begins.get(number))
+        AttemptSummary(number, step, begins.get(number))
         for number in range(1, run_dir.next_attempt())
         # In this order: one that goes meanwhile is not there.
         if (step := _resume_step(run_dir.configs(number))) is not None and run_dir.configs(number).is_dir()

@@ -22,7 +22,7 @@ from holdfast.config.view import DashboardConfig
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.imports import module_command
 from holdfast.run.run_dir import RunDir
-from holdfast.view.web import Answer, Listener, WebServer, listening
+from holdfast.view.web import Listener, Response, WebServer, listening
 
 PROCESS = "holdfast.view.report.live"
 """Its module, which is started and not imported."""
@@ -245,22 +245,22 @@ class Dashboard:
             self._told.add(trouble)
             self._trouble.append(trouble)
 
-    def _answer(self, path: str, _: Message) -> Answer:
+    def _answer(self, path: str, _: Message) -> Response:
         if path not in ("/", "/state", "/update"):
-            return Answer(404, b"there is the page of the run at /, and nothing else\n")
+            return Response(404, b"there is the page of the run at /, and nothing else\n")
         self._builds.ask()
         built, trouble = self._builds.built, self._builds.trouble
         if path == "/state":
             state = {"run": self._run_id, "tag": built.tag if built is not None else None, "trouble": trouble}
-            return Answer(200, msgspec.json.encode(state), "application/json")
+            return Response(200, msgspec.json.encode(state), "application/json")
         if built is not None:
-            return Answer(200, built.page if path == "/" else built.update, _HTML)
+            return Response(200, built.page if path == "/" else built.update, _HTML)
         if trouble is not None:
             return _waiting(500, f"The page could not be made: {trouble}", "It is tried again.")
         return _waiting(503, "The page is being made.", "This takes seconds, and more where training needs all cores.")
 
 
-def _waiting(status: int, *lines: str) -> Answer:
+def _waiting(status: int, *lines: str) -> Response:
     """Return a page that asks again by itself."""
     said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     page = f"""<!DOCTYPE html>
@@ -272,4 +272,4 @@ def _waiting(status: int, *lines: str) -> Answer:
 <body>{said}</body>
 </html>
 """
-    return Answer(status, page.encode(), _HTML)
+    return Response(status, page.encode(), _HTML)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from holdfast.config.view import PrometheusConfig
 from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
-from holdfast.view.web import Answer, Listener, WebServer, listening
+from holdfast.view.web import Listener, Response, WebServer, listening
 
 if TYPE_CHECKING:
     from holdfast.view.trackers.scrape import RunCollector
@@ -45,7 +45,7 @@ def listening_for_prometheus(config: PrometheusConfig | None) -> Iterator[Listen
         yield listener
 
 
-class Endpoint:
+class PrometheusServer:
     """Serves one run, if there is a listener; a context manager.
 
     Args:
@@ -68,7 +68,7 @@ class Endpoint:
                 listener, name="prometheus", answer=self._answer, tell=self._collector.tell, between=self._look_around
             )
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> PrometheusServer:
         if self._listener is None and self._leads:
             _remove_targets(self._run_dir)  # a killed launcher's
         if self._listener is not None:
@@ -96,14 +96,14 @@ class Endpoint:
         except OSError as error:
             self._collector.tell(f"{self._run_dir.prometheus} is not written: {error}")
 
-    def _answer(self, path: str, headers: Message) -> Answer:
+    def _answer(self, path: str, headers: Message) -> Response:
         from prometheus_client.exposition import choose_encoder
 
         assert self._collector is not None
         if path != _ROUTE:
-            return Answer(404, f"there is {_ROUTE} here, and nothing else\n".encode())
+            return Response(404, f"there is {_ROUTE} here, and nothing else\n".encode())
         encode, kind = choose_encoder(headers.get("Accept", ""))
-        return Answer(200, encode(self._collector), kind)
+        return Response(200, encode(self._collector), kind)
 
     def _look_around(self) -> None:
         """Look at the run now and then, whether somebody asks or not."""

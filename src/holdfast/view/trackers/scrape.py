@@ -32,7 +32,7 @@ _UNITS = (("_per_s", "_per_second", 1.0), ("_gib", "_bytes", 2.0**30))
 
 
 @dataclass(frozen=True)
-class Series:
+class PrometheusSeries:
     """Where a metric goes.
 
     Attributes:
@@ -51,7 +51,7 @@ def environments_of(metrics: Collection[str]) -> frozenset[str]:
     return frozenset(found[1] for name in metrics if (found := _OF_ENVIRONMENT.fullmatch(name)))
 
 
-def series_of(metric: str, environments: Collection[str] = ()) -> Series:
+def series_of(metric: str, environments: Collection[str] = ()) -> PrometheusSeries:
     """Return the series of a metric, without the labels of its run.
 
     Args:
@@ -65,7 +65,7 @@ def series_of(metric: str, environments: Collection[str] = ()) -> Series:
             name, factor = name.removesuffix(unit) + base, times
     if pattern == "time/<phase>":
         name = "holdfast_time_seconds"
-    return Series(name, pattern, tuple(labels.items()), factor)
+    return PrometheusSeries(name, pattern, tuple(labels.items()), factor)
 
 
 def _split(metric: str, environments: Collection[str]) -> tuple[str, Mapping[str, str]]:

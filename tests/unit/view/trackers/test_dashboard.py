@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from holdfast.inference.metrics import ServerMetrics
-from holdfast.view.trackers.scrape import Series, environments_of, series_of
+from holdfast.view.trackers.scrape import PrometheusSeries, environments_of, series_of
 from tests.conftest import ROOT
 from tests.pages.documentation import blocks
 from tests.pages.metrics import documented_names
@@ -122,7 +122,7 @@ def test_a_metric_has_one_series(metric: str, name: str, labels: dict[str, str])
 
 
 def test_units_are_base_units() -> None:
-    assert series_of("memory_gib") == Series("holdfast_memory_bytes", "memory_gib", factor=2.0**30)
+    assert series_of("memory_gib") == PrometheusSeries("holdfast_memory_bytes", "memory_gib", factor=2.0**30)
 
 
 def test_environments_are_known_by_their_quantiles() -> None:

@@ -16,14 +16,14 @@ import pytest
 from holdfast.config.view import PrometheusConfig
 from holdfast.errors import ConfigError
 from holdfast.run.run_dir import RunDir
-from holdfast.view.trackers.prometheus import Endpoint, listening_for_prometheus
+from holdfast.view.trackers.prometheus import PrometheusServer, listening_for_prometheus
 from holdfast.view.trackers.scrape import RunCollector
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.prometheus import scrape, scraped_when
 
-Serve = Callable[..., tuple[Endpoint, int]]
+Serve = Callable[..., tuple[PrometheusServer, int]]
 
 
 @pytest.fixture
@@ -39,17 +39,17 @@ def serve(run_dir: RunDir) -> Iterator[Serve]:
     """Return a function that serves the run at a free port, and gives the endpoint and the port."""
     with ExitStack() as stack:
 
-        def start(host: str = "127.0.0.1", **engines: str) -> tuple[Endpoint, int]:
+        def start(host: str = "127.0.0.1", **engines: str) -> tuple[PrometheusServer, int]:
             listener = stack.enter_context(listening_for_prometheus(PrometheusConfig(port=0, host=host)))
             assert listener is not None
-            endpoint = stack.enter_context(Endpoint(listener, run_dir, "sft"))
+            endpoint = stack.enter_context(PrometheusServer(listener, run_dir, "sft"))
             endpoint.begin(1, max_steps=9, engines=engines)
             return endpoint, listener.port
 
         yield start
 
 
-def said(endpoint: Endpoint) -> list[str]:
+def said(endpoint: PrometheusServer) -> list[str]:
     found: list[str] = []
     endpoint.look({}, found.append)
     return found
@@ -284,7 +284,10 @@ def test_a_port_that_is_taken_and_what_is_no_address(serve: Serve) -> None:
 def test_a_port_is_free_for_the_next_launcher(run_dir: RunDir) -> None:
     port = free_port()
     for _ in range(2):  # the server closes first, so the port keeps a connection that has ended
-        with listening_for_prometheus(PrometheusConfig(port=port)) as listener, Endpoint(listener, run_dir, "sft"):
+        with (
+            listening_for_prometheus(PrometheusConfig(port=port)) as listener,
+            PrometheusServer(listener, run_dir, "sft"),
+        ):
             assert scrape(port).value("holdfast_trainer_step") == 0
 
 
@@ -292,7 +295,7 @@ def test_the_file_for_prometheus(run_dir: RunDir, serve: Serve, capsys: pytest.C
     with ExitStack() as stack:
         listener = stack.enter_context(listening_for_prometheus(PrometheusConfig(port=0)))
         assert listener is not None
-        endpoint = stack.enter_context(Endpoint(listener, run_dir, "rl"))
+        endpoint = stack.enter_context(PrometheusServer(listener, run_dir, "rl"))
         assert f"http://{listener.address}/metrics" in capsys.readouterr().out
         endpoint.begin(1, max_steps=9, engines={"inference": "http://127.0.0.1:8000/base"})
         own, engine = json.loads(run_dir.prometheus.read_bytes())
@@ -309,12 +312,12 @@ def test_the_file_for_prometheus(run_dir: RunDir, serve: Serve, capsys: pytest.C
 
 def test_a_file_that_a_killed_launcher_left_goes_with_the_next_that_leads(run_dir: RunDir) -> None:
     run_dir.prometheus.write_text("[]")
-    with Endpoint(None, run_dir, "sft", leads=False):
+    with PrometheusServer(None, run_dir, "sft", leads=False):
         pass
     assert run_dir.prometheus.exists()
     # A file that a killed launcher left goes with the next.
     run_dir.prometheus.write_text("[]")
-    with Endpoint(None, run_dir, "sft") as endpoint:
+    with PrometheusServer(None, run_dir, "sft") as endpoint:
         endpoint.begin(1, max_steps=9, engines={})
         endpoint.look({}, print)
     assert not run_dir.prometheus.exists()
@@ -325,5 +328,5 @@ def test_a_stubborn_file_is_told(run_dir: RunDir, serve: Serve, capsys: pytest.C
     endpoint, _ = serve()
     (told,) = said(endpoint)
     assert f"{run_dir.prometheus} is not written" in told
-    with Endpoint(None, run_dir, "sft"):
+    with PrometheusServer(None, run_dir, "sft"):
         assert f"WARNING: {run_dir.prometheus} stays" in capsys.readouterr().out
