@@ -196,7 +196,7 @@ def _estimates(runs: Sequence[RunData]) -> Table:
     return Table("Evaluated", head, rows[-_MAX_TOLD:], f"the last {_MAX_TOLD}" if len(rows) > _MAX_TOLD else "")
 
 
-_EPILOG = "Nothing of a run is changed, and one that is going on is not disturbed. See docs/report.md."
+_EPILOG = "Nothing of a run is changed, and one that is going on is not disturbed. See docs/console.md."
 
 
 def main(argv: list[str]) -> int:
