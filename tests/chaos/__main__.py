@@ -32,12 +32,12 @@ from tests.runs.rl import SMALL_BATCH, succeeded
 _DISK_MIB = 512
 # Beside kills: how many there are by default, and what they are.
 OTHER_HITS = {
-    "stops": (5, "SIGSTOPs on top"),
-    "full_disks": (4, "how often the disk fills up; 0: it is a usual one"),
-    "read_errors": (0, "how often three files cannot be read"),
-    "freezes": (0, "how often all processes stand still at once"),
-    "outages": (0, "how often an object store is away"),
-    "evictions": (0, "how often the run goes on on an empty machine"),
+    "--stops": (5, "SIGSTOPs on top"),
+    "--full-disks": (4, "how often the disk fills up; 0: it is a usual one"),
+    "--read-errors": (0, "how often three files cannot be read"),
+    "--freezes": (0, "how often all processes stand still at once"),
+    "--outages": (0, "how often an object store is away"),
+    "--evictions": (0, "how often the run goes on on an empty machine"),
 }
 _SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")
 
@@ -48,7 +48,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     others = (*PLAYERS, JUDGE) if arguments.everything else ()
     victims = shares(ranks=arguments.ranks, engines=arguments.engines, others=others)
-    hits = draw(arguments.kills, arguments.seed, victims, **{name: getattr(arguments, name) for name in OTHER_HITS})
+    hits = draw(
+        arguments.kills, arguments.seed, victims, **{name: getattr(arguments, name) for name in map(_name, OTHER_HITS)}
+    )
     max_steps = steps_of(len(hits))
     flags = (*SMALL_BATCH, "--max-steps", str(max_steps), "--ckpt.interval", "2", "--ckpt.keep", "3")
     flags = (*flags, "--trainer.parallel.num-ranks", str(arguments.ranks))
@@ -100,11 +102,15 @@ def main() -> int:
     return 0
 
 
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="SIGKILLs; the length of the run follows from all hits")
-    for name, (default, words) in OTHER_HITS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=words)
+    for flag, (default, words) in OTHER_HITS.items():
+        parser.add_argument(flag, type=int, default=default, help=words)
     parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
     parser.add_argument("--everything", action="store_true", help="with all that plays, scores and tells")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")

@@ -84,7 +84,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_sft_stop.py::test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit",
     ),
     "trainer/data/tokenizing.py _fork": (
-        "test_row_formats.py::test_a_worker_that_dies_is_named",
+        "test_data.py::test_a_worker_that_dies_is_named",
     ),
     "inference/engine.py _fork_engine": (
         "test_inference_process.py::test_an_engine_that_is_killed_while_it_starts_is_worth_another_start",
