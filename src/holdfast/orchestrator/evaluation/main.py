@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import xxhash
 
@@ -47,7 +48,9 @@ from holdfast.process.child import (
     set_up_logging,
 )
 from holdfast.process.events import report
+from holdfast.run.manifest import content_digest
 from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import files_of_model
 
 
 async def run(config: EvaluateConfig) -> None:
@@ -123,6 +126,9 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         policy = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
         if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
             policy["fp32_lm_head"] = True
+        if config.model is not None:  # of a run's step it lies beside the weights, under one manifest
+            # The same weights compute something else with another rope_theta.
+            policy |= {path.stem: content_digest(path) for path in files_of_model(Path(model.name), has_weights=False)}
         await evaluate(
             tasks,
             EvaluatedPolicy(policy, tokenizer),

@@ -206,6 +206,14 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: P
         changed.inference.model.fp32_lm_head = True
         with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.fp32_lm_head: unset there, tru"):
             asyncio.run(main.run(changed))
+        config_file = other / "config.json"
+        config_file.write_text(config_file.read_text().replace("10000.0", "500.0"))  # rope_theta
+        changed = config_of(tmp_path, engine)
+        changed.inference.model.name, changed.inference.model.tokenizer = str(other), MODEL
+        engine.model = str(other)
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.config: \"\w+\" there, \"\w+\" here"):
+            asyncio.run(main.run(changed))
+        engine.model = MODEL
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy.digest: \"\w+\" there, \"others\" here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine)))
