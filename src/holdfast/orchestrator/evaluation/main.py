@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from holdfast.chat.template import template_date
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml
@@ -122,7 +123,10 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             vocab_size=vocab_size,
         )
         sampler = Sampler(client, log, weights_digest=digest, stop_token_ids=tokenizer.stop_token_ids)
-        asked_by = xxhash.xxh3_128_hexdigest(tokenizer.identity().encode())
+        identity = tokenizer.identity()
+        if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
+            identity += template_date().date().isoformat()
+        asked_by = xxhash.xxh3_128_hexdigest(identity.encode())
         policy = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
         if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
             policy["fp32_lm_head"] = True
