@@ -228,7 +228,8 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
     own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
     saved, is_known = libraries_of(attempt.checkpoint), True
     try:
-        noted = inputs_of(last_started(attempt.run_dir, attempt.number, (own,)) if not attempt.fork else None)
+        before = last_started(attempt.run_dir, attempt.number, (own,)) or attempt.run_dir.path  # of another machine
+        noted = inputs_of(before if not attempt.fork else None)
     except DataError as error:
         print(f"WARNING: whether files or libraries have changed since the last attempt is not known: {error}")
         noted, is_known = {}, False
