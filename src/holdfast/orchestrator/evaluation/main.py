@@ -127,9 +127,11 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
             identity += template_date().date().isoformat()
         asked_by = xxhash.xxh3_128_hexdigest(identity.encode())
-        policy = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
+        policy: dict[str, object] = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
         if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
             policy["fp32_lm_head"] = True
+        if config.inference.engine.args:  # they may replace parts of the model, and nobody here can know which do
+            policy["engine"] = config.inference.engine.args
         if config.model is not None:  # of a run's step it lies beside the weights, under one manifest
             # The same weights compute something else with another rope_theta.
             policy |= {path.stem: content_digest(path) for path in files_of_model(Path(model.name), has_weights=False)}

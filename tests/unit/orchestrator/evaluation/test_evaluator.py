@@ -226,6 +226,12 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(
         with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.config: \"\w+\" there, \"\w+\" here"):
             asyncio.run(main.run(changed))
         engine.model = MODEL
+        changed = config_of(tmp_path, engine)
+        changed.inference.engine.args = {"quantization": "fp8"}
+        with pytest.raises(
+            ConfigError, match=r"another evaluation \(policy.engine.quantization: unset there, \"fp8\" h"
+        ):
+            asyncio.run(main.run(changed))
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy.digest: \"\w+\" there, \"others\" here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine)))
