@@ -403,8 +403,8 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     if made_by != trainer.program:
         raise CheckpointError(
             f"{directory} is a checkpoint of {made_by or 'another training loop or an older version'}, and "
-            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} starts a new run from its "
-            "weights."
+            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} with another "
+            "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
     refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)

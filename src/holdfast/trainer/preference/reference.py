@@ -467,7 +467,8 @@ def predict_sides(
 
 
 def _advice(path: Path) -> str:
-    return f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
+    # In the same directory the run goes on from its own checkpoint, whatever weights are given.
+    return f"To start a new run from these weights: another --output-dir and --ckpt.weights-only {path.parent.parent}"
 
 
 def read_saved(path: Path) -> ReferenceTable:
