@@ -247,6 +247,8 @@ def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
         differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
         if _is_of_others(before.inference.model, config.inference.model, directory.path):
             differing.append("weights")
+        if before.inference.engine.args != config.inference.engine.args:
+            differing.append("inference.engine.args")
     except ConfigError:  # of another version, or damaged
         differing = ["settings"]
     if differing:

@@ -22,7 +22,7 @@ from holdfast.remote.object_store import ObjectStore
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, Manifest
-from holdfast.run.run_dir import STEP_NAME, RunDir
+from holdfast.run.run_dir import INPUTS_NAME, STEP_NAME, RunDir
 
 WEIGHTS_DIR = "weights"
 RUN_DIR = "run"
@@ -78,9 +78,12 @@ class RemoteCheckpoints:
     def write_identity(self, run_dir: RunDir) -> None:
         """Keep what says who the run is, as it is now: small files, which another machine needs to be the same run."""
         files = {"run.json": _read(run_dir.path / "run.json")}
-        for path in sorted(run_dir.tracking.glob("*.json")):
+        inputs = run_dir.noted_inputs()
+        found = {INPUTS_NAME: inputs} if inputs is not None else {}
+        found |= {f"tracking/{path.name}": path for path in sorted(run_dir.tracking.glob("*.json"))}
+        for place, path in found.items():
             try:
-                files[f"tracking/{path.name}"] = _read(path)
+                files[place] = _read(path)
             except ReadError as error:  # no step is less whole for that
                 _log.warning("not kept at %s: %s", self.url, error)
         for place, data in files.items():
@@ -90,7 +93,7 @@ class RemoteCheckpoints:
 
     def read_identity(self) -> dict[str, bytes]:
         """Return these files, by where they lie in a run directory; without `run.json` none."""
-        found = {"run.json": self._store.read(f"{RUN_DIR}/run.json")}
+        found = {name: self._store.read(f"{RUN_DIR}/{name}") for name in ("run.json", INPUTS_NAME)}
         for name in self._store.names(f"{RUN_DIR}/tracking"):
             found[f"tracking/{name}"] = self._store.read(f"{RUN_DIR}/tracking/{name}")
         return {name: data for name, data in found.items() if data is not None} if found["run.json"] else {}

@@ -86,6 +86,7 @@ _OF_RUN = (
     REFERENCE_NAME,
     JUDGEMENTS_NAME,
     CHECKED_MODELS_NAME,
+    INPUTS_NAME,
     "configs",
     "logs",
     "beats",
@@ -318,6 +319,15 @@ class RunDir:
     def next_attempt(self) -> int:
         """The number of the attempt that starts now, from 1."""
         return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
+
+    def noted_inputs(self) -> Path | None:
+        """The file in which the newest attempt noted its inputs; before the first, that of another machine.
+
+        Nothing where none has noted any.
+        """
+        attempts = reversed(_numbered(self.path / "configs", _ATTEMPT))
+        places = [*(self.configs(attempt) for attempt in attempts), self.path]
+        return next((path for place in places if (path := place / INPUTS_NAME).exists()), None)
 
     def lock(self) -> None:
         """Take the directory for this process; the kernel frees it when the process ends.

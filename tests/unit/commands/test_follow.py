@@ -194,6 +194,8 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     for dtype in ("bfloat16", "float32"):
         config.inference.model.dtype = dtype
         assert not goes_on() and goes_on()
+    config.inference.engine.args = {"quantization": "fp8"}
+    assert not goes_on() and goes_on()
     config.inference.model.dtype = None  # the device decides
     monkeypatch.setattr(
         evaluate_follow, "choose_inference", lambda inference, _: setattr(inference.model, "dtype", "bfloat16")

@@ -228,7 +228,8 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
     own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
     saved, is_known = libraries_of(attempt.checkpoint), True
     try:
-        noted = inputs_of(last_started(attempt.run_dir, attempt.number, (own,)) if not attempt.fork else None)
+        before = last_started(attempt.run_dir, attempt.number, (own,)) or attempt.run_dir.path  # of another machine
+        noted = inputs_of(before if not attempt.fork else None)
     except DataError as error:
         print(f"WARNING: whether files or libraries have changed since the last attempt is not known: {error}")
         noted, is_known = {}, False
@@ -402,8 +403,8 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     if made_by != trainer.program:
         raise CheckpointError(
             f"{directory} is a checkpoint of {made_by or 'another training loop or an older version'}, and "
-            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} starts a new run from its "
-            "weights."
+            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} with another "
+            "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
     refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)

@@ -10,9 +10,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import xxhash
 
+from holdfast.chat.template import template_date
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml
@@ -47,7 +49,9 @@ from holdfast.process.child import (
     set_up_logging,
 )
 from holdfast.process.events import report
+from holdfast.run.manifest import content_digest
 from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import files_of_model
 
 
 async def run(config: EvaluateConfig) -> None:
@@ -119,10 +123,18 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             vocab_size=vocab_size,
         )
         sampler = Sampler(client, log, weights_digest=digest, stop_token_ids=tokenizer.stop_token_ids)
-        asked_by = xxhash.xxh3_128_hexdigest(tokenizer.identity().encode())
-        policy = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
+        identity = tokenizer.identity()
+        if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
+            identity += template_date().date().isoformat()
+        asked_by = xxhash.xxh3_128_hexdigest(identity.encode())
+        policy: dict[str, object] = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
         if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
             policy["fp32_lm_head"] = True
+        if config.inference.engine.args:  # they may replace parts of the model, and nobody here can know which do
+            policy["engine"] = config.inference.engine.args
+        if config.model is not None:  # of a run's step it lies beside the weights, under one manifest
+            # The same weights compute something else with another rope_theta.
+            policy |= {path.stem: content_digest(path) for path in files_of_model(Path(model.name), has_weights=False)}
         await evaluate(
             tasks,
             EvaluatedPolicy(policy, tokenizer),

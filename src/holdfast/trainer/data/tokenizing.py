@@ -21,6 +21,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -421,6 +422,8 @@ _BLOCK_BYTES = 1 << 24
 # What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
 _CODE = (masking, messages, template, chat_tokenizer, row_files, sys.modules[__name__])
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
+_TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
+"""Directives of strftime that write another text within a day. If other text looks so, runs share no cache."""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -488,8 +491,9 @@ def cache_key(
         "code": [_digest_of_file(Path(file)) for file in (*map(inspect.getfile, _CODE), inspect.getfile(made_by))],
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
     }
-    if "strftime_now" in str(depends["tokenizer"]):
-        depends["date"] = template_date().date().isoformat()  # such a template writes other prompts in another run
+    if "strftime_now" in tokenizer.identity():  # such a template writes other prompts in another run
+        now = template_date()
+        depends["date"] = now.isoformat() if _TIME_OF_DAY.search(tokenizer.identity()) else now.date().isoformat()
     return xxhash.xxh3_128(json.dumps(depends, sort_keys=True).encode()).hexdigest()
 
 

@@ -306,7 +306,7 @@ class ReferenceWork(Generic[P]):
         digest = digest_of(base_tensors(model.hf_model) | trained_tensors(model.hf_model))
         if self._step and digest != table.model:
             raise self._other_weights(digest)
-        table.model, table.made_by = digest, _made_by(self.config, mesh, digest, table)
+        table.model, table.made_by = digest, _made_by(self.config, mesh, digest, table, model)
         self._take_what_is_kept()
         missing = self._missing()
         if not missing:
@@ -371,14 +371,15 @@ class ReferenceWork(Generic[P]):
             atomic.write_file(self._path, self.table.encode())
 
 
-def _made_by(config: DpoConfig, mesh: Mesh, digest: str, table: ReferenceTable) -> str:
-    """Return a digest of what the numbers depend on: weights, data, settings, machine, libraries and code."""
+def _made_by(config: DpoConfig, mesh: Mesh, digest: str, table: ReferenceTable, model: Policy) -> str:
+    """Return a digest of what the numbers depend on: model, weights, data, settings, machine, libraries and code."""
     code = xxhash.xxh3_128()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
     is_cuda = mesh.device.type == "cuda"
     depends = {
         "weights": digest,
+        "model": model.hf_model.config.to_dict(),  # as its config.json says: another rope_theta, other numbers
         "pairs": table.pairs,
         "settings": config.model_dump(mode="json", include={"model", "data", "parallel", "seed", "deterministic"}),
         "ranks": mesh.world_size,
@@ -466,7 +467,8 @@ def predict_sides(
 
 
 def _advice(path: Path) -> str:
-    return f"To start a new run from these weights: --ckpt.weights-only {path.parent.parent}"
+    # In the same directory the run goes on from its own checkpoint, whatever weights are given.
+    return f"To start a new run from these weights: another --output-dir and --ckpt.weights-only {path.parent.parent}"
 
 
 def read_saved(path: Path) -> ReferenceTable:

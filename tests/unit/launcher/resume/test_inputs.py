@@ -12,10 +12,11 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.evaluation.results import claim_directory
+from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import checked
 from holdfast.run import manifest as content
 from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest, write_manifest
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import INPUTS_NAME, RunDir
 from tests.conftest import ROOT
 from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint, rl, start_rl
 
@@ -96,6 +97,22 @@ def test_other_inputs_are_a_rewind_for_trackers(killed: RunDir, data: Path, caps
 def test_texts_that_are_no_paths_are_taken_for_none(data: Path) -> None:
     args = {"long": "x" * 300, "longer": "é" * 4000, "null": "a\0b", "empty": "", "path": str(data)}
     assert list(files_named_in(args)) == [("args.path", data)]
+
+
+def test_what_another_machine_has_otherwise_is_said_where_the_run_goes_on_from_a_store(
+    killed: RunDir, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, empty = f"file://{tmp_path / 'store'}", RunDir(tmp_path / "empty")
+    remote = RemoteCheckpoints(store)
+    remote.upload(killed.checkpoint(2), 2)
+    remote.write_identity(killed)
+    data.write_text("another row")
+    for told in (1, 0):
+        capsys.readouterr()
+        assert start_rl(config_of(empty, data, resume_step="auto", dir=store)).resume_step == 2
+        assert capsys.readouterr().out.count("WARNING: changes what is computed from here on: ") == 2 * told, told
+    empty.remove_run()
+    assert not (empty.path / INPUTS_NAME).exists(), "--clean leaves it to no other run"
 
 
 def test_an_evaluation_with_other_data_is_another_evaluation(tmp_path: Path, data: Path) -> None:

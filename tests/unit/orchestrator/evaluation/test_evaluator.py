@@ -33,6 +33,7 @@ from holdfast.orchestrator.evaluation.evaluator import (
 )
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, line_of, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
+from holdfast.process.child import DATE_ENV
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import in_a_child
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, cancel_at, serving
@@ -117,7 +118,7 @@ def test_every_rollout_is_kept_and_counted(tmp_path: Path) -> None:
     assert found.estimates["pass@1"].value == pytest.approx(sum(line["solved"] for line in letters) / 24)
     assert list(found.estimates) == ["avg@4", "pass@1", "pass@2", "pass@4"]
     assert found.num_tasks == 6 and found.sampled_tokens and not found.dropped
-    assert summary.policy.pop("tokenizer")
+    assert summary.policy.pop("tokenizer") and summary.policy.pop("config")
     assert summary.policy == {"kind": "weights", "digest": "weights", "dtype": None}
     assert summary.metrics()["eval/letters/avg@4"] == found.estimates["avg@4"].value
     assert not (tmp_path / "rollouts").exists(), "what was sampled is in the lines"
@@ -184,7 +185,9 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
             asyncio.run(main.run(config))
 
 
-def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: Path) -> None:
+def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_with_weights()
     with serving(engine):
         evaluated(config_of(tmp_path, engine))
@@ -205,6 +208,29 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(tmp_path: P
         changed = config_of(tmp_path, engine)
         changed.inference.model.fp32_lm_head = True
         with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.fp32_lm_head: unset there, tru"):
+            asyncio.run(main.run(changed))
+        own = (Path(MODEL) / "chat_template.jinja").read_text()
+        (other / "chat_template.jinja").write_text("{{ strftime_now('%j') }}" + own)
+        dated = config_of(tmp_path / "dated", engine)
+        dated.inference.model.tokenizer = str(other)
+        monkeypatch.setenv(DATE_ENV, "0")
+        asyncio.run(main.run(dated))
+        monkeypatch.setenv(DATE_ENV, "86400")
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.tokenizer"):
+            asyncio.run(main.run(dated))
+        config_file = other / "config.json"
+        config_file.write_text(config_file.read_text().replace("10000.0", "500.0"))  # rope_theta
+        changed = config_of(tmp_path, engine)
+        changed.inference.model.name, changed.inference.model.tokenizer = str(other), MODEL
+        engine.model = str(other)
+        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.config: \"\w+\" there, \"\w+\" here"):
+            asyncio.run(main.run(changed))
+        engine.model = MODEL
+        changed = config_of(tmp_path, engine)
+        changed.inference.engine.args = {"quantization": "fp8"}
+        with pytest.raises(
+            ConfigError, match=r"another evaluation \(policy.engine.quantization: unset there, \"fp8\" h"
+        ):
             asyncio.run(main.run(changed))
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy.digest: \"\w+\" there, \"others\" here\)"):

@@ -192,6 +192,20 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_
     assert keys()[0] == plain and keys()[1] != today
 
 
+def test_a_template_that_writes_the_time_is_tokenised_anew_for_every_run(
+    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for text in ("{{ strftime_now('%d %b %Y') }}", "{{ strftime_now('%d %b %Y %H:%M') }}"):
+        template = load_tokenizer("examples/reverse_text/base")
+        assert isinstance(template.chat_template, str)
+        template.chat_template = text + template.chat_template
+        for second in (86_400, 86_400 + 7_200):
+            monkeypatch.setenv(DATE_ENV, str(second))
+            found.append(key_of(config, chat_tokenizer(template), SAMPLE_FORMATS))
+    assert found[0] == found[1] and len(set(found[1:])) == 3
+
+
 def test_two_runs_that_start_at_once_end_with_one_cache(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:

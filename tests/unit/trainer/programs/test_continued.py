@@ -162,8 +162,10 @@ def test_what_a_run_depends_on_must_be_what_it_began_with(
     shutil.copytree(programs.half(name).path, tmp_path / "run")
     settings = change(programs.settings(name), tiny_model(seed=6))
     program = name.split(",")[0]
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(HoldfastError, match=message) as caught:
         train(program, tmp_path / "run", settings, until=STEPS, resume=HALF)
+    # In its own directory the run goes on from its own checkpoint, and is refused again.
+    assert ("weights-only" in str(caught.value)) == ("another --output-dir" in str(caught.value)), caught.value
     assert manifest.verify(RunDir(tmp_path / "run").checkpoint(HALF)).step == HALF
 
 

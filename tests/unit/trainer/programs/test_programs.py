@@ -133,6 +133,24 @@ def test_a_damaged_reference_is_made_again_by_the_weights_that_made_it(
         train("dpo", output, settings | {"model": {"name": other}}, until=STEPS, resume=HALF)
 
 
+def test_what_a_reference_said_by_another_config_json_is_said_anew(programs: Programs, tmp_path: Path) -> None:
+    """The weights are the same, and another rope_theta makes another model of them."""
+    output, settings = tmp_path / "run", programs.settings("dpo", dropout=False)
+    model = tmp_path / "model"
+    shutil.copytree(settings["model"]["name"], model)
+    settings |= {"model": settings["model"] | {"name": str(model)}}
+    train("dpo", output, settings, until=1)
+    before = (output / REFERENCE_NAME).read_bytes()
+    shutil.rmtree(output / "checkpoints")  # as if it had been killed before its first one
+    config = model / "config.json"
+    fields = json.loads(config.read_text())
+    fields["rope_parameters"]["rope_theta"] /= 2
+    config.write_text(json.dumps(fields))
+    run_dir = train("dpo", output, settings, until=1)
+    assert (output / REFERENCE_NAME).read_bytes() != before
+    assert abs(column(run_dir, "rewards/margins")[0]) < 1e-6
+
+
 @pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 2, "alpha": 8}}], ids=["whole", "adapters"])
 def test_the_reference_is_the_model_that_the_policy_begins_with(
     adapters: dict[str, Any], programs: Programs, tmp_path: Path
