@@ -194,7 +194,8 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
     if (directory.path / SUMMARY_NAME).exists():
-        print(f"{directory.path} is not of the weights that step {step} has now, or damaged: it is evaluated anew")
+        what = f"not of the weights that step {step} has now, or damaged"
+        print(f"{directory.path} is {what}: it is evaluated anew", flush=True)
         atomic.remove_directory(directory.path)
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
