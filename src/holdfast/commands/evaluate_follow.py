@@ -40,6 +40,7 @@ from holdfast.process.child import die_with_launcher, keep_date, run_reporting_e
 from holdfast.process.events import report
 from holdfast.process.gpus import find_gpus
 from holdfast.run import atomic
+from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings
 from holdfast.run.timeline import span, start_timeline
@@ -256,8 +257,10 @@ def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
         pass
     elif (directory.path / IDENTITY_NAME).exists():
         try:
-            noted = read_identity(directory.path)["environments"]
-            differing += ["files" for one in config.environments if noted[one.label]["files"] != files_of(one)][:1]
+            noted = read_identity(directory.path)
+            files = {one.label: noted["environments"][one.label]["files"] for one in config.environments}
+            differing += ["files"] if any(files[one.label] != files_of(one) for one in config.environments) else []
+            differing += ["libraries"] if noted["libraries"] != library_versions() else []
         except (DataError, LookupError):  # of another version, or damaged
             differing.append(IDENTITY_NAME)
     elif (directory.path / ROLLOUTS_NAME).exists():  # of who knows which policy

@@ -24,9 +24,11 @@ from holdfast.launcher.launch import check_evaluations, evaluation_gpus, with_ev
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.supervise import Supervisor
+from holdfast.orchestrator.evaluation.evaluator import identity_of
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, claim_directory
 from holdfast.run.atomic import TEMPORARY_PREFIX
+from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import as_json_lines
 from holdfast.view.monitor import ObservedRun
@@ -182,7 +184,7 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
         code = evaluate_follow._evaluate_step(config, FollowedRun.read(run.path), 5, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
         assert code == 7
         before = answers.exists()
-        claim_directory(answers.parent, {"environments": {}})
+        claim_directory(answers.parent, {"libraries": library_versions(), "environments": {}})
         answers.touch()
         return before
 
@@ -205,7 +207,9 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     assert not goes_on() and goes_on()
 
 
-def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluated_anew(tmp_path: Path) -> None:
+def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, data = RunDir(tmp_path / "step_5"), tmp_path / "tasks.jsonl"
     environments = [{"id": "jsonl", "args": {"path": str(data)}}]
     config = EvaluateConfig.model_validate(
@@ -216,19 +220,21 @@ def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluate
         lambda: data.write_text("other"),
         lambda: (directory.path / IDENTITY_NAME).write_text('{"format": 1}'),
         lambda: (directory.path / IDENTITY_NAME).rename(directory.path / ROLLOUTS_NAME),
+        lambda: monkeypatch.setattr(evaluate_follow, "library_versions", lambda: {"vllm": "another"}),
         lambda: setattr(config, "num_tasks", 5),
     ):
         evaluate_follow._clear_other_evaluation(config, directory)
         prepare_directory(config, directory)
         evaluate_follow._clear_other_evaluation(config, directory)
         assert directory.path.exists(), "no task was played yet"
-        claim_directory(directory.path, load_tasks(config, {}).identity())
+        claim_directory(directory.path, identity_of({}, load_tasks(config, {})))
         evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
         assert directory.path.exists()
         change()
         evaluate_follow._clear_other_evaluation(config, directory)
         assert not directory.path.exists()
         data.write_text('{"prompt": "a", "answer": "b"}\n')
+        monkeypatch.undo()
 
 
 def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(

@@ -32,7 +32,7 @@ from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
 from holdfast.run import atomic
-from holdfast.run.manifest import content_digest
+from holdfast.run.manifest import content_digest, library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 from holdfast.run.settings import files_of_environment
 
@@ -271,6 +271,11 @@ def files_of(section: EnvironmentConfig) -> dict[str, str]:
     return {key: content_digest(path) for key, path in files_of_environment(section).items()}
 
 
+def identity_of(policy: Mapping[str, object], tasks: HeldOutTasks) -> dict[str, object]:
+    """Return all that the rollouts of an evaluation depend on, as plain values; `policy` tells it from others."""
+    return {"policy": policy, "libraries": library_versions(), **tasks.identity()}
+
+
 async def evaluate(
     tasks: HeldOutTasks,
     policy: EvaluatedPolicy,
@@ -294,9 +299,7 @@ async def evaluate(
     settings = {section.label: section for section in tasks.settings}
     seeds = tasks.seeds()
     try:
-        results = ResultsFile(
-            directory, {"policy": policy.identity, **tasks.identity()}, samples_per_task=tasks.samples_per_task
-        )
+        results = ResultsFile(directory, identity_of(policy.identity, tasks), samples_per_task=tasks.samples_per_task)
         try:
             missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
             if tells:

@@ -27,6 +27,7 @@ from holdfast.orchestrator.evaluation.evaluator import (
     evaluate,
     group_config,
     held_out_sections,
+    identity_of,
     load_environments,
     refuse_training_tasks,
     sizes_of,
@@ -114,7 +115,7 @@ class PolicyEvaluation:
         if not directory.exists():
             return
         try:
-            claim_directory(directory, {"policy": policy.identity, **self._tasks.identity()})
+            claim_directory(directory, identity_of(policy.identity, self._tasks))
         except (ConfigError, DataError) as error:
             _log.warning("evaluated anew: %s", error)
             atomic.remove_directory(directory)

@@ -280,7 +280,7 @@ def summarize(tasks: Tasks, identity: Mapping[str, Any], *, confidence: float) -
     samples, names = identity["samples_per_task"], identity["environments"]
     return Summary(
         policy=dict(identity["policy"]),
-        tasks={key: value for key, value in identity.items() if key not in ("policy", "format")},
+        tasks={key: value for key, value in identity.items() if key not in ("policy", "libraries", "format")},
         confidence=confidence,
         environments={
             name: _of_environment(
@@ -429,7 +429,7 @@ def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int
         said += [(one[0], other[0]) for one, other in both[:answers]]
         if both:
             lines += _lines(name, both, [identity["samples_per_task"] for identity in identities], confidence)
-    settings = ("samples_per_task", "sampling", "seq_len")
+    settings = ("samples_per_task", "sampling", "seq_len", "libraries")
     differing = {
         key: (identities[0][key], identities[1][key]) for key in settings if identities[0][key] != identities[1][key]
     }

@@ -23,7 +23,7 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, EnvironmentFailure, RunDirError
 from holdfast.orchestrator.env.jsonl import Jsonl
-from holdfast.orchestrator.evaluation import main
+from holdfast.orchestrator.evaluation import evaluator, main
 from holdfast.orchestrator.evaluation.evaluator import (
     count_tasks,
     held_out_sections,
@@ -34,6 +34,7 @@ from holdfast.orchestrator.evaluation.evaluator import (
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, line_of, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
 from holdfast.process.child import DATE_ENV
+from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import in_a_child
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, cancel_at, serving
@@ -232,6 +233,10 @@ def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(
             ConfigError, match=r"another evaluation \(policy.engine.quantization: unset there, \"fp8\" h"
         ):
             asyncio.run(main.run(changed))
+        with monkeypatch.context() as patched:
+            patched.setattr(evaluator, "library_versions", lambda: library_versions() | {"torch": "another"})
+            with pytest.raises(ConfigError, match=r"evaluation \(libraries.torch: \".+\" there, \"another\""):
+                asyncio.run(main.run(config_of(tmp_path, engine)))
         engine.digest = "others"
         with pytest.raises(ConfigError, match=r"another evaluation \(policy.digest: \"\w+\" there, \"others\" here\)"):
             asyncio.run(main.run(config_of(tmp_path, engine)))
