@@ -4,8 +4,9 @@
 
 Same model, samples, batch and threads, all in float32, one after the other and in another order every round, because a
 shared machine's speed changes within minutes; ratios are within rounds. Trained tokens are those of the samples,
-without padding, over the time of all steps but the first few. Two sizes of model (0.6M and 25M parameters) and two
-kinds of data: samples of about equal length, and ragged ones, whose lengths have the long tail of `benchmarks.balance`.
+without padding, over the time of all steps but the first few. Memory is the peak of the largest process. Three sizes
+of model (0.6M, 25M, and 135M parameters with the layers and the vocabulary of SmolLM2) and three kinds of data: samples
+of 44 tokens, samples of about 136 tokens, and ragged ones, whose lengths have the long tail of `benchmarks.balance`.
 
 TRL's `SFTTrainer` runs in three ways: padded, its default; padded with `train_sampling_strategy = "group_by_length"`,
 where samples of a step are of about one length, so that steps are others than those of the data; and with `packing`,
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,11 +43,14 @@ SEQ_LEN = 512
 NUM_SAMPLES = 2048
 TEMPLATE_TOKENS = 8
 """That the template adds to the letters of a sample; a letter is a token."""
-KINDS = ("even", "ragged")
-SIZES = {
+KINDS = ("short", "even", "ragged")
+SIZES: dict[str, dict[str, Any]] = {
     "0.6M": {},
     "25M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
             "num_key_value_heads": 4, "head_dim": 64},
+    "135M": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+             "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+             "head_dim": 64},
 }  # fmt: skip
 
 
@@ -76,8 +82,16 @@ def main() -> None:
                 compare(f"{size}, {kind}", contestants(Path(folder), model, data, lengths, arguments), arguments.rounds)
 
 
-Rate = Callable[[], float]
-CONTESTANTS: dict[str, Callable[[Path, dict[str, Any]], float]] = {
+@dataclass(frozen=True)
+class Measured:
+    """What a run comes to: trained tokens/s, and the most memory of its largest process in GiB."""
+
+    tokens_per_s: float
+    memory_gib: float
+
+
+Run = Callable[[], Measured]
+CONTESTANTS: dict[str, Callable[[Path, dict[str, Any]], Measured]] = {
     "sft": lambda folder, settings: run_sft(folder, settings, packed=True),
     "sft-padded": lambda folder, settings: run_sft(folder, settings, packed=False),
     "TRL": lambda _, settings: run_script("trl_sft.py", settings),
@@ -85,14 +99,14 @@ CONTESTANTS: dict[str, Callable[[Path, dict[str, Any]], float]] = {
     "TRL-packed": lambda _, settings: run_script("trl_sft.py", settings | {"packing": True}),
     "plain-loop": lambda _, settings: run_script("plain_loop.py", settings),
 }
-"""By name, what measures tokens/s."""
+"""What is measured, by name."""
 RATIOS = [("sft", other) for other in CONTESTANTS if other != "sft"] + [("sft-padded", "plain-loop")]
 
 
 def contestants(
     folder: Path, model: Path, data: Path, lengths: Sequence[int], arguments: argparse.Namespace
-) -> dict[str, Rate]:
-    """Return what is measured, by name; each gives tokens/s."""
+) -> dict[str, Run]:
+    """Return what is measured, by name."""
     settings = {
         "model": str(model),
         "data": str(data),
@@ -106,31 +120,34 @@ def contestants(
         "grouped": False,
     }
 
-    def measured(name: str) -> Rate:
+    def measured(name: str) -> Run:
         return lambda: CONTESTANTS[name](folder, settings)
 
     return {name: measured(name) for name in arguments.contestants.split(",")}
 
 
-def compare(title: str, measured: dict[str, Rate], rounds: int) -> None:
-    """Measure all in turn, several times, and print tokens/s and ratios."""
-    ratios: dict[tuple[str, str], list[float]] = {pair: [] for pair in RATIOS if set(pair) <= set(measured)}
+def compare(title: str, measured: dict[str, Run], rounds: int) -> None:
+    """Measure all in turn, several times, and print tokens/s, memory and ratios."""
+    ratios: dict[tuple[str, str], list[Measured]] = {pair: [] for pair in RATIOS if set(pair) <= set(measured)}
     for number in range(rounds):
         order = list(measured)
         order = order[number % len(order) :] + order[: number % len(order)]
-        rates = dict[str, float]()
+        runs = dict[str, Measured]()
         for name in order:
-            rates[name] = measured[name]()
-            print(f"{title}: {name} {rates[name]:,.0f} tok/s", flush=True)
+            run = runs[name] = measured[name]()
+            print(f"{title}: {name} {run.tokens_per_s:,.0f} tok/s, {run.memory_gib:.2f} GiB", flush=True)
         for (one, other), found in ratios.items():
-            found.append(rates[one] / rates[other])
+            of_one, of_other = runs[one], runs[other]
+            found.append(Measured(of_one.tokens_per_s / of_other.tokens_per_s, of_one.memory_gib / of_other.memory_gib))
     for (one, other), found in ratios.items():
-        low, high = min(found), max(found)
-        print(f"{title}: {one} / {other}: median {statistics.median(found):.2f} ({low:.2f} to {high:.2f})", flush=True)
+        speeds = [ratio.tokens_per_s for ratio in found]
+        shown = f"median {statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
+        memory = statistics.median(ratio.memory_gib for ratio in found)
+        print(f"{title}: {one} / {other}: {shown}, memory {memory:.2f}", flush=True)
     print()
 
 
-def write_model(path: Path, base: Path, changes: dict[str, int]) -> Path:
+def write_model(path: Path, base: Path, changes: dict[str, Any]) -> Path:
     """Write config and tokenizer of `base` with another size; all contestants draw the weights themselves."""
     path.mkdir()
     for file in base.iterdir():
@@ -143,6 +160,8 @@ def write_model(path: Path, base: Path, changes: dict[str, int]) -> Path:
 
 def sample_lengths(kind: str) -> list[int]:
     """Return the tokens of each sample."""
+    if kind == "short":
+        return [44] * NUM_SAMPLES
     if kind == "even":
         rng = random.Random(0)
         return [2 * rng.randint(60, 68) + TEMPLATE_TOKENS for _ in range(NUM_SAMPLES)]
@@ -172,8 +191,8 @@ def write_data(path: Path, lengths: Sequence[int]) -> Path:
     return path
 
 
-def run_sft(folder: Path, settings: dict[str, Any], *, packed: bool) -> float:
-    """Return the tokens/s of the `sft` command."""
+def run_sft(folder: Path, settings: dict[str, Any], *, packed: bool) -> Measured:
+    """Measure the `sft` command."""
     output = Path(tempfile.mkdtemp(dir=folder))
     command = [str(Path(sys.executable).parent / "sft"), "--output-dir", str(output), "--data.name", settings["data"]]
     command += ["--model.name", settings["model"], "--model.init", "random", "--optim.lr", "1e-3"]
@@ -181,19 +200,29 @@ def run_sft(folder: Path, settings: dict[str, Any], *, packed: bool) -> float:
     command += ["--data.batch-size", str(settings["batch_size"]), "--max-steps", str(settings["steps"])]
     command += ["--data.micro-batch-size", str(settings["micro_batch_size"]), "--data.seq-len", str(SEQ_LEN)]
     command += ["--no-data.shuffle", "--data.pack" if packed else "--no-data.pack"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    _, memory = run(command)
     steps = read_metrics(output / "metrics.jsonl")[SKIPPED_STEPS - 1 :]
     seconds = sum(step["time/step"] for step in steps[1:])
-    return sum(after["tokens"] - before["tokens"] for before, after in pairwise(steps)) / seconds
+    return Measured(sum(after["tokens"] - before["tokens"] for before, after in pairwise(steps)) / seconds, memory)
 
 
-def run_script(name: str, settings: dict[str, Any]) -> float:
-    """Return the tokens/s of a script beside this one."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / name), json.dumps(settings)], check=True, capture_output=True, text=True
-    )
-    steps = json.loads(done.stdout.splitlines()[-1])[SKIPPED_STEPS:]
-    return sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+def run_script(name: str, settings: dict[str, Any]) -> Measured:
+    """Measure a script beside this one."""
+    printed, memory = run([sys.executable, str(HERE / name), json.dumps(settings)])
+    steps = json.loads(printed.splitlines()[-1])[SKIPPED_STEPS:]
+    return Measured(sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps), memory)
+
+
+def run(command: list[str]) -> tuple[str, float]:
+    """Return what a command printed, and the peak memory of its largest process in GiB."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            sys.exit(f"{command[0]} ended with exit code {process.returncode}")
+        output.seek(0)
+        return output.read(), usage.ru_maxrss / 2**20
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from tests.runs.forked_benchmarks import run_benchmark
 
 def ratios(output: str) -> dict[str, float]:
     """Return medians by what is compared."""
-    found = re.findall(r"^.*: (?:tok/s, )?(\S+ / \S+): median (\d+\.\d\d) \(\S+ to \S+\)$", output, re.MULTILINE)
+    found = re.findall(
+        r"^.*: (?:tok/s, )?(\S+ / \S+): median (\d+\.\d\d) \(\S+ to \S+\)(?:, memory \S+)?$", output, re.MULTILINE
+    )
     return {pair: float(median) for pair, median in found}
 
 
@@ -32,6 +34,7 @@ def test_sft_is_measured_beside_trl_and_a_plain_loop(tmp_path: Path) -> None:
     )  # fmt: skip
     found = ratios(output)
     assert set(found) == {"sft / TRL-grouped", "sft / TRL-packed", "sft / plain-loop"}
+    assert len(re.findall(r", memory \d+\.\d\d$", output, re.MULTILINE)) == 3
     rates = {name: float(rate.replace(",", "")) for name, rate in re.findall(r"([\w-]+) ([\d,]+) tok/s", output)}
     for other in ("TRL-grouped", "TRL-packed", "plain-loop"):
         assert found[f"sft / {other}"] == pytest.approx(rates["sft"] / rates[other], rel=0.02, abs=0.006)
