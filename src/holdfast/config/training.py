@@ -136,8 +136,8 @@ class ParallelConfig(Section):
     `rl` its own `max_restarts` counts."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks. `rl` gives the
-    trainer half of its cores, and the rest to the engine."""
+    """CPU threads of each rank; unset: the cores this process is given, divided by the ranks; half of them in `rl`
+    with an engine on GPUs."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA on a machine with GPUs, and is an error where PyTorch cannot use them."""

@@ -343,13 +343,20 @@ def _become(argv: list[str], process: str) -> int:
 
 
 def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_on_gpu: bool) -> None:
-    """Give trainer and engines their own cores; an engine on GPUs has use for few, and takes what vLLM decides."""
-    cores = available_cores()  # two thread teams on the same cores are ruinous
+    """Give all cores to the trainer and all to the engines, as each often waits for the other.
+
+    An engine on GPUs has use for few, and takes what vLLM decides.
+    """
+    cores = available_cores()
     if trainer.parallel.threads is None:
-        trainer.parallel.threads = max(1, cores // 2 // trainer.parallel.ranks)
-    if inference.engine.threads is None and not engine_on_gpu:
-        left = cores - trainer.parallel.threads * trainer.parallel.ranks
-        inference.engine.threads = max(1, left // inference.engines)
+        trainer.parallel.threads = max(1, (cores // 2 if engine_on_gpu else cores) // trainer.parallel.ranks)
+    if engine_on_gpu:
+        return
+    if inference.engine.threads is None:
+        inference.engine.threads = max(1, cores // inference.engines)
+    # A thread that spins while it waits keeps the other process from its core: a step takes three times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same for Intel's and LLVM's OpenMP
 
 
 def _print_plan(plan: Plan) -> int:
