@@ -27,7 +27,7 @@ MAX_AVERAGE = 20
 """Words a sentence, on the average of a page."""
 MAX_SENTENCE = 35
 MAX_VAGUE = 0.03
-"""Share of vague sentences on a page; `MAX_VAGUE_OVERALL` on all pages together."""
+"""Share of vague sentences on a page, or one of them; `MAX_VAGUE_OVERALL` on all pages together."""
 MAX_VAGUE_OVERALL = 0.01
 VAGUE = 0.70
 """A sentence with a greater share of function words is vague."""
@@ -92,7 +92,8 @@ class Sentence:
     def vagueness(self) -> float:
         """The share of function words; 0 for a short sentence."""
         words = re.findall(r"[A-Za-z']+", self.text)
-        return sum(word.lower() in FUNCTION_WORDS for word in words) / len(words) if len(words) >= _LEAST else 0.0
+        share = sum(word.lower() in FUNCTION_WORDS for word in words) / max(1, len(words))
+        return share if self.num_words >= _LEAST else 0.0
 
     @cached_property
     def faults(self) -> list[str]:
@@ -119,6 +120,11 @@ class Page:
         lengths = [sentence.num_words for sentence in self.sentences if not sentence.is_cell]
         return sum(lengths) / max(1, len(lengths))
 
+    @cached_property
+    def num_whole(self) -> int:
+        """Sentences that are long enough to be vague."""
+        return sum(sentence.num_words >= _LEAST for sentence in self.sentences)
+
     @property
     def vague(self) -> list[Sentence]:
         return [sentence for sentence in self.sentences if sentence.vagueness > VAGUE]
@@ -137,8 +143,8 @@ class Page:
         found = []
         if self.average > MAX_AVERAGE:
             found.append(f"{self.average:.1f} words a sentence, at most {MAX_AVERAGE}")
-        if len(self.vague) > MAX_VAGUE * len(self.sentences):
-            found.append(f"{len(self.vague)} of {len(self.sentences)} sentences are vague, at most {MAX_VAGUE:.0%}")
+        if len(self.vague) > max(1, MAX_VAGUE * self.num_whole):
+            found.append(f"{len(self.vague)} of {self.num_whole} sentences are vague, at most {MAX_VAGUE:.0%}")
         found += [f"{sentence.num_words} words: {sentence.shown}" for sentence in self.too_long]
         found += [f"{'; '.join(sentence.faults)}: {sentence.shown}" for sentence in self.faulty]
         return found
@@ -153,9 +159,7 @@ def overall(measured: Iterable[Page]) -> list[str]:
     """Return the limits of all pages together that do not hold."""
     measured = list(measured)
     num_words = sum(page.num_words for page in measured)
-    num_sentences, num_vague = (sum(len(part) for part in parts) for parts in (
-        [page.sentences for page in measured], [page.vague for page in measured]
-    ))  # fmt: skip
+    num_sentences, num_vague = sum(page.num_whole for page in measured), sum(len(page.vague) for page in measured)
     num_pages = len(measured) - 1
     found = []
     if num_words > MAX_WORDS:
@@ -196,8 +200,8 @@ def main(argv: list[str] | None = None) -> int:
     measured = [Page(path) for path in arguments.pages] or pages(Path.cwd())
     print(f"{'page':<34} words sentences  mean  >{MAX_SENTENCE}  vague  patterns")
     for page in measured:
-        share = len(page.vague) / max(1, len(page.sentences))
-        print(f"{page.path.name:<34} {page.num_words:5} {len(page.sentences):9} {page.average:5.1f} "
+        share = len(page.vague) / max(1, page.num_whole)
+        print(f"{page.path.name:<34} {page.num_words:5} {page.num_whole:9} {page.average:5.1f} "
               f"{len(page.too_long):4} {share:6.1%} {len(page.faulty):9}")  # fmt: skip
     for page in measured:
         lines = page.breaks
