@@ -56,7 +56,7 @@ class RlConfig(Command):
 
     profile: StepWindow | None = None
     """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
-    ui.perfetto.dev (docs/profiling.md)."""
+    ui.perfetto.dev (docs/console.md)."""
 
     prometheus: PrometheusConfig | None = None
     """For the trainer: the metrics of the run for Prometheus, at 127.0.0.1:9464 unless it says otherwise."""

@@ -330,7 +330,7 @@ class TrainingCommand(Command):
 
     profile: StepWindow | None = None
     """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
-    ui.perfetto.dev (docs/profiling.md)."""
+    ui.perfetto.dev (docs/console.md)."""
 
     model: TrainedModelConfig = Field(default_factory=TrainedModelConfig)
     """The model to train."""
