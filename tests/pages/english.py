@@ -86,7 +86,9 @@ class Sentence:
 
     @cached_property
     def num_words(self) -> int:
-        return sum(any(letter.isalnum() for letter in word) for word in self.text.split())
+        """Words; of a cell without code, so that it may list names."""
+        text = re.sub(r"\bCode\d+", "", self.text) if self.is_cell else self.text
+        return sum(any(letter.isalnum() for letter in word) for word in text.split())
 
     @cached_property
     def vagueness(self) -> float:

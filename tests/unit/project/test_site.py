@@ -53,7 +53,7 @@ def test_blocks_and_links_out_of_the_pages_arrive(site: Path) -> None:
     assert "class LastLetters" in re.sub("<[^>]+>", "", (site / "index.html").read_text())
     assert "```" not in (site / "environments.html").read_text()
     assert (site / "files/examples/sft_loop.py").read_bytes() == (ROOT / "examples/sft_loop.py").read_bytes()
-    assert 'href="files/examples/sft_loop.py"' in (site / "checkpoints_api.html").read_text()
+    assert 'href="files/examples/sft_loop.py"' in (site / "checkpoints.html").read_text()
 
 
 @pytest.mark.parametrize("command", options.SETTINGS)
