@@ -68,7 +68,7 @@ class RlConfig(Command):
     """For the orchestrator: evaluations on held-out tasks during the run."""
 
     share_gpus: bool = False
-    """Let engines and trainer have the same GPUs, such as the only one; unset: each has its own (docs/your_model.md)."""
+    """Let engines and trainer share GPUs, such as the only one; unset: each has its own (docs/your_model.md)."""
 
     deterministic: bool = False
     """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/guarantees.md)."""
