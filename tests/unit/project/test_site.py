@@ -132,9 +132,9 @@ def test_options_that_newcomers_from_elsewhere_are_told_are_there() -> None:
 
 
 def test_links_lead_to_pages_to_copied_files_or_to_the_repository() -> None:
-    text = "[a](../README.md#limits) [b](../examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
+    text = "[a](../README.md#limits) [b](../examples/sft_loop.py) [c](files.md#format) [d](#x) [e](https://a.b/c.md)"
     assert links.rewritten(text, "data.md", None) == (
-        "[a](index.md#limits) [b](files/examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
+        "[a](index.md#limits) [b](files/examples/sft_loop.py) [c](files.md#format) [d](#x) [e](https://a.b/c.md)"
     )
     online = links.rewritten(
         "![p](../benchmarks/learning/curves.png) [s](../src/holdfast) [l](../LICENSE)", "data.md", "https://h/r/"
