@@ -1,8 +1,8 @@
 """The generated parts of docs/architecture.md, and the ways through the code that its lists tell.
 
 `uv run python -m tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the
-floors from the layers in pyproject.toml and the imports as they are, the contracts that forbid something, the packages
-from their docstrings, and the files that the way of a batch passes.
+floors from the layers in pyproject.toml and the imports as they are, the contracts that forbid something, and the
+packages from their docstrings.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def page_with(text: str) -> str:
         ("tree", _tree()),
         ("picture", _picture()),
         ("forbidden", _forbidden()),
-        ("files", _files(text)),
     ):
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
@@ -218,14 +217,6 @@ def _picture() -> str:
                     subsequent_indent=" " * (8 + width),
                 )
     return "\n".join([*lines, "```"]) + "\n"
-
-
-def _files(text: str) -> str:
-    """Return the files of the way of a batch, each once."""
-    batch = text[text.index("## The way of a batch") : text.index("## The way of a checkpoint")]
-    files = list(dict.fromkeys(step.file for way in ways(batch) for step in way))
-    text = f"On its way it passes these {len(files)} files: {', '.join(f'`{file}`' for file in files)}."
-    return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False)) + "\n"
 
 
 def _forbidden() -> str:

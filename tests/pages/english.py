@@ -101,7 +101,7 @@ class Sentence:
     def faults(self) -> list[str]:
         """Each forbidden pattern that the sentence has, with what to write."""
         found = [(re.search(pattern, self.text), instead) for pattern, instead in PATTERNS.items()]
-        return [f"'{match[0] if len(match[0]) < 30 else match[0].split()[0]}': {instead}" for match, instead in found if match]
+        return [f"'{' '.join(match[0].split()[:3])}': {instead}" for match, instead in found if match]
 
 
 @dataclass(frozen=True)
