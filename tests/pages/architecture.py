@@ -220,17 +220,7 @@ def _picture() -> str:
 
 
 def _forbidden() -> str:
-    lines = [
-        f"- {contract['name']}: {', '.join(f'`{module}`' for module in contract['modules'])}"
-        for contract in contracts("independence")
-    ]
-    for contract in contracts("forbidden"):
-        sources, targets = (
-            ", ".join(f"`{module}`" for module in contract[key]) for key in ("source_modules", "forbidden_modules")
-        )
-        how = "directly" if contract.get("allow_indirect_imports") else "at all, not even through others"
-        text = f"- {contract['name']}: {sources} may not import {targets} {how}"
-        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    lines = [f"- {contract['name']}" for kind in ("independence", "forbidden") for contract in contracts(kind)]
     return "\n".join(lines) + "\n"
 
 
