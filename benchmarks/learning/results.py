@@ -122,7 +122,8 @@ def summary(runs: Sequence[Run]) -> str:
 
     docs/evidence.md shows those of `grpo` and `trl`.
     """
-    lines = ["| task | variant | seeds | greedy before | after | pass@1 before | after |", "|---|---|---|---|---|---|---|"]
+    lines = ["| task | variant | seeds | greedy before | after | pass@1 before | after |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for (task, variant), group in groupby(runs, key=lambda run: (run.task, run.variant)):
         of_seeds = list(group)
         cells = [
