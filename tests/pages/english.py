@@ -32,15 +32,16 @@ MAX_VAGUE_OVERALL = 0.01
 VAGUE = 0.70
 """A sentence with a greater share of function words is vague."""
 
-FUNCTION_WORDS = frozenset(
-    """a an the of and or to in on at by for with without from as is are was were be been it its itself that this these
+_FUNCTION_WORDS = """
+    a an the of and or to in on at by for with without from as is are was were be been it its itself that this these
     those what which who whom whose where when while until than then there here not no nor one ones other others another
     each every any some all none so too also still again already yet once only alone more most less least same such own
     them they their he she him her his we our us you your has have had do does did done may might can cannot could must
     shall should will would if unless because but before after behind beside besides ahead between beyond else otherwise
     how why whether say says said goes go gone come comes came make makes made take takes taken took give gives given
-    let lets get gets put stands stand lies lie two about into out up down over under through upon""".split()
-)
+    let lets get gets put stands stand lies lie two about into out up down over under through upon
+"""
+FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
 PATTERNS = {
     r"\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer|later|earlier))": "is not a",
     r"\b[Oo]ne (?:that|which|who|of those|of these|of them)\b": "repeat the noun",
