@@ -43,7 +43,7 @@ _FUNCTION_WORDS = """
 """
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
 PATTERNS = {
-    r"\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer|later|earlier))": "is not a",
+    r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer|later|earlier))": "is not a",
     r"\b[Oo]ne (?:that|which|who|of those|of these|of them)\b": "repeat the noun",
     r"\b(?:[Tt]hose|[Tt]hat) (?:of|which)\b": "repeat the noun",
     r"\b[Tt]hose (?:that|who|in|on|for|with)\b": "repeat the noun",
