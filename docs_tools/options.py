@@ -30,7 +30,7 @@ EXAMPLES = {
     "evaluate": ("evaluation.md", "evaluate --run outputs/reverse_text_rl --num-tasks 64"),
     "ckpt": ("checkpoints.md", "ckpt verify --output-dir outputs/reverse_text_sft"),
     "environments": ("environments.md", "environments check reverse_text"),
-    "rollouts": ("journal.md", "rollouts stats --output-dir outputs/reverse_text_rl"),
+    "rollouts": ("files.md", "rollouts stats --output-dir outputs/reverse_text_rl"),
 }
 """Command -> the page that tells about it, and a command line to begin with; each finds what those before it left."""
 

@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from tests.pages.documentation import commands
 from tests.pages.runs import Checkout, can_be_started, is_run
 
-_LOOKED_INTO = ("journal.md", "environments.md", "evaluation.md", "first_run.md")
+_LOOKED_INTO = ("files.md", "environments.md", "evaluation.md", "first_run.md")
 STARTED = {"README.md", "checkpoints.md", *_LOOKED_INTO}
 """Pages whose commands are all started here; of the others they are checked by --dry-run, as those of kill_it.md, which
 are the README's."""

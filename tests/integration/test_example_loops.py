@@ -1,4 +1,4 @@
-"""The loops in examples/ and in docs/checkpoints_api.md, as they stand there: killed and resumed each is itself."""
+"""The loops in examples/ and in docs/checkpoints.md, as they stand there: killed and resumed each is itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runs.processes import HANG_S, wait_until
 pytestmark = pytest.mark.launch
 
 # Beyond the first checkpoint, and beyond the first epoch of the page.
-MAX_STEPS = {"sft_loop.py": 7, "rl_loop.py": 7, "checkpoints_api.md": 10}
+MAX_STEPS = {"sft_loop.py": 7, "rl_loop.py": 7, "checkpoints.md": 10}
 _STEP = re.compile(r"^(?:step \d+/|\d+ \d+ ).*\n", re.MULTILINE)
 
 
@@ -75,7 +75,7 @@ def script_of(name: str, scratch: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["sft_loop.py", "rl_loop.py", "checkpoints_api.md"])
+@pytest.mark.parametrize("name", ["sft_loop.py", "rl_loop.py", "checkpoints.md"])
 def test_an_example_that_was_killed_is_the_example_that_ran_through(name: str, tmp_path: Path) -> None:
     script, straight, killed = script_of(name, tmp_path), tmp_path / "straight", tmp_path / "killed"
     last = MAX_STEPS[name]

@@ -1,8 +1,7 @@
 """The generated parts of docs/architecture.md, and the ways through the code that its lists tell.
 
 `uv run python -m tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the
-floors from the layers in pyproject.toml and the imports as they are, the contracts that forbid something, the packages
-from their docstrings, and the files that the way of a batch passes.
+floors from the layers in pyproject.toml, the contracts that forbid something, and the packages from their docstrings.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ def page_with(text: str) -> str:
         ("tree", _tree()),
         ("picture", _picture()),
         ("forbidden", _forbidden()),
-        ("files", _files(text)),
     ):
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
@@ -203,43 +201,14 @@ def _role(path: Path) -> str:
 
 
 def _picture() -> str:
-    lines = ["```text"]
-    for house in houses():
-        lines += ["", house.package] if len(lines) > 1 else [house.package]
-        width = max(len(room) for room in house.rooms) + 2
-        for number, floor in enumerate(house.floors):
-            height = len(house.floors) - number
-            for room in floor:
-                below = ", ".join(house.imports[room])
-                lines += textwrap.wrap(
-                    f"─▶ {below}" if below else "─",
-                    _WIDTH,
-                    initial_indent=f"  {height}  {room:<{width}}",
-                    subsequent_indent=" " * (8 + width),
-                )
-    return "\n".join([*lines, "```"]) + "\n"
-
-
-def _files(text: str) -> str:
-    """Return the files of the way of a batch, each once."""
-    batch = text[text.index("## The way of a batch") : text.index("## The way of a checkpoint")]
-    files = list(dict.fromkeys(step.file for way in ways(batch) for step in way))
-    text = f"On its way it passes these {len(files)} files: {', '.join(f'`{file}`' for file in files)}."
-    return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False)) + "\n"
+    (house,) = houses()
+    top = len(house.floors)
+    floors = [f"{top - number:2}  {', '.join(floor)}" for number, floor in enumerate(house.floors)]
+    return "\n".join(["```text", *floors, "```"]) + "\n"
 
 
 def _forbidden() -> str:
-    lines = [
-        f"- {contract['name']}: {', '.join(f'`{module}`' for module in contract['modules'])}"
-        for contract in contracts("independence")
-    ]
-    for contract in contracts("forbidden"):
-        sources, targets = (
-            ", ".join(f"`{module}`" for module in contract[key]) for key in ("source_modules", "forbidden_modules")
-        )
-        how = "directly" if contract.get("allow_indirect_imports") else "at all, not even through others"
-        text = f"- {contract['name']}: {sources} may not import {targets} {how}"
-        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    lines = [f"- {contract['name']}" for kind in ("independence", "forbidden") for contract in contracts(kind)]
     return "\n".join(lines) + "\n"
 
 

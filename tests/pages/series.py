@@ -1,4 +1,4 @@
-"""The series that the dashboard and docs/prometheus.md name, against which those of real runs are held."""
+"""The series that the dashboard and docs/console.md name, against which those of real runs are held."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def names_of_rows(*rows: str) -> set[str]:
 
 
 def documented_series() -> set[str]:
-    """Return the series that docs/prometheus.md explains one by one."""
-    page = (ROOT / "docs" / "prometheus.md").read_text()
+    """Return the series that docs/console.md explains one by one."""
+    page = (ROOT / "docs" / "console.md").read_text()
     return {name for cell in _OWN.findall(page) for name in re.findall(r"`(\w+)`", cell)}

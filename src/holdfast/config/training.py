@@ -114,7 +114,7 @@ class ParallelConfig(Section):
 
     sequence_parallel: int = Field(default=1, ge=1)
     """Ranks that share the rows of a micro-batch (Ulysses), each with a slice of the tokens: for samples too long for
-    the memory of one. Divides the heads of attention, so there must be a multiple of them: see docs/parallelism.md."""
+    the memory of one. Divides the heads of attention, so there must be a multiple of them: see docs/clusters.md."""
 
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host: a layer is copied to the GPU while it
@@ -330,7 +330,7 @@ class TrainingCommand(Command):
 
     profile: StepWindow | None = None
     """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
-    ui.perfetto.dev (docs/profiling.md)."""
+    ui.perfetto.dev (docs/console.md)."""
 
     model: TrainedModelConfig = Field(default_factory=TrainedModelConfig)
     """The model to train."""

@@ -30,7 +30,7 @@ class AlertsConfig(Section):
 
 
 class PrometheusConfig(Section):
-    """Where the launcher serves the numbers of the run at `/metrics`, for Prometheus (docs/prometheus.md)."""
+    """Where the launcher serves the numbers of the run at `/metrics`, for Prometheus (docs/console.md)."""
 
     port: int = Field(default=9464, ge=0, le=65535)
     """Port of this run, each of several on a machine its own; 0: any free one, which the console and
@@ -65,7 +65,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 class TrackingConfig(Section):
     """Which trackers get the metrics, and what the run is called there. Where they are, and keys, is said by the
-    environment variables of each (docs/tracking.md)."""
+    environment variables of each (docs/console.md)."""
 
     backends: list[str] = Field(default=["tensorboard"], min_length=1)
     """Of `tensorboard`, `wandb`, `mlflow`, `trackio`, and `module:Class` for one of your own."""

@@ -1,7 +1,7 @@
 """What the engines sampled for the batch in progress, kept so that a killed orchestrator asks for nothing twice.
 
 One log per batch beside the journal, `rollouts/generations_N.log`, one record per answer: see
-`holdfast.run.record_log` for the frame and docs/journal.md for a program that reads one. The first record is a
+`holdfast.run.record_log` for the frame and docs/files.md for a program that reads one. The first record is a
 header, the others are answers; both are msgpack maps whose keys are the attributes of `Header` and
 `Answer`. An answer is found again by everything that a sampled token depends on (digest of the weights,
 prompt, seed, distribution, limits), and by nothing else: after a restart the environments run again, with whatever

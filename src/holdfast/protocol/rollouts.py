@@ -1,7 +1,7 @@
 """Batches of rollouts, as the orchestrator hands them to the trainer: fields, packed arrays, and checks.
 
 A batch is one msgpack map (https://msgpack.org), readable with any msgpack library. Field names are the attribute names
-below. Numbers per token are packed bytes, not lists of Python numbers; docs/journal.md describes them:
+below. Numbers per token are packed bytes, not lists of Python numbers; docs/files.md describes them:
 
     TokenIds    int32
     Logprobs    float32, the precision that engines compute them in and trainers read them in

@@ -7,7 +7,7 @@ A record is
     checksum  8 bytes   xxh3-64 of the payload, big-endian
     payload             `length` bytes; the users of this module write msgpack
 
-and a log is one record after another, nothing else. docs/journal.md reads one in plain Python.
+and a log is one record after another, nothing else. docs/files.md reads one in plain Python.
 
 Appending writes to the page cache, so a record survives its process from then on. A thread makes
 the records durable: one fdatasync for all that came since the last one, so the disk never limits

@@ -83,7 +83,7 @@ def test_groups_that_the_dockerfiles_name_are_there() -> None:
 
 def test_environment_variables_that_are_read_are_documented() -> None:
     """Every name in capitals that the code asks the environment for, or sets for its own processes."""
-    page = (ROOT / "docs" / "environment_variables.md").read_text()
+    page = (ROOT / "docs" / "files.md").read_text()
     asked = re.compile(
         r"""(?:environ(?:\.get|\.pop|\.setdefault)?[\[(]|environment\.get\(|_ENV(?:: str)? = )"([A-Z][A-Z_]+)\""""
     )

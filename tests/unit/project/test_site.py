@@ -53,7 +53,7 @@ def test_blocks_and_links_out_of_the_pages_arrive(site: Path) -> None:
     assert "class LastLetters" in re.sub("<[^>]+>", "", (site / "index.html").read_text())
     assert "```" not in (site / "environments.html").read_text()
     assert (site / "files/examples/sft_loop.py").read_bytes() == (ROOT / "examples/sft_loop.py").read_bytes()
-    assert 'href="files/examples/sft_loop.py"' in (site / "checkpoints_api.html").read_text()
+    assert 'href="files/examples/sft_loop.py"' in (site / "checkpoints.html").read_text()
 
 
 @pytest.mark.parametrize("command", options.SETTINGS)
@@ -132,9 +132,9 @@ def test_options_that_newcomers_from_elsewhere_are_told_are_there() -> None:
 
 
 def test_links_lead_to_pages_to_copied_files_or_to_the_repository() -> None:
-    text = "[a](../README.md#limits) [b](../examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
+    text = "[a](../README.md#limits) [b](../examples/sft_loop.py) [c](files.md#format) [d](#x) [e](https://a.b/c.md)"
     assert links.rewritten(text, "data.md", None) == (
-        "[a](index.md#limits) [b](files/examples/sft_loop.py) [c](journal.md#format) [d](#x) [e](https://a.b/c.md)"
+        "[a](index.md#limits) [b](files/examples/sft_loop.py) [c](files.md#format) [d](#x) [e](https://a.b/c.md)"
     )
     online = links.rewritten(
         "![p](../benchmarks/learning/curves.png) [s](../src/holdfast) [l](../LICENSE)", "data.md", "https://h/r/"

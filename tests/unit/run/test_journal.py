@@ -95,7 +95,7 @@ def test_waiting_ends_when_the_batch_appears_by_its_time_or_by_the_check(run_dir
 
 
 def test_the_example_of_the_documentation_reads_a_batch(tmp_path: Path) -> None:
-    example = (ROOT / "docs" / "journal.md").read_text().split("```python file=print_batch.py\n")[1].split("```")[0]
+    example = (ROOT / "docs" / "files.md").read_text().split("```python file=print_batch.py\n")[1].split("```")[0]
     path = publish_batch(RunDir(tmp_path), make_batch(), b"{}") / BATCH_NAME
     printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
     *head, mean = printed.stdout.split()

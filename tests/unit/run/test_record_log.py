@@ -206,7 +206,7 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
 
 
 def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "journal.md").read_text()
+    text = (ROOT / "docs" / "files.md").read_text()
     example = text.split("```python file=print_log.py\n")[1].split("```")[0]
     path = make_log(RunDir(tmp_path), answers=3).path
     path.write_bytes(path.read_bytes()[:-1])

@@ -133,9 +133,9 @@ def load_tracker(name: str, *, key: str) -> type[Tracker]:
         return getattr(importlib.import_module(f"{__package__}.{module}"), class_name)
     found = load_function(name, key=key)
     if not inspect.isclass(found) or not issubclass(found, Tracker):
-        raise ConfigError(f"{key}: '{name}' is no tracker: derive a class from holdfast.Tracker, see docs/tracking.md")
+        raise ConfigError(f"{key}: '{name}' is no tracker: derive a class from holdfast.Tracker, see docs/console.md")
     if missing := sorted(found.__abstractmethods__):
-        raise ConfigError(f"{key}: '{name}' lacks {', '.join(missing)}, see docs/tracking.md")
+        raise ConfigError(f"{key}: '{name}' lacks {', '.join(missing)}, see docs/console.md")
     return found
 
 

@@ -3,7 +3,7 @@
 A resume can take back steps, tokens and losses, so they are gauges. A counter counts from 0 what this launcher has seen
 happen. To Prometheus a new launcher is a process restart, so no step counts twice and none appears from nowhere.
 
-One rule turns each name in `metrics.jsonl` into a series, see docs/prometheus.md: characters that Prometheus does not
+One rule turns each name in `metrics.jsonl` into a series, see docs/console.md: characters that Prometheus does not
 allow become `_`, units are base units in full, and the parts in `<>` in docs/metrics.md become labels.
 """
 

@@ -1,4 +1,4 @@
-"""Metrics as series of Prometheus: the dashboard and the examples of docs/prometheus.md ask for what exists."""
+"""Metrics as series of Prometheus: the dashboard and the examples of docs/console.md ask for what exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pages.documentation import blocks
 from tests.pages.metrics import documented_names
 from tests.pages.series import dashboard, documented_series, expressions_by_row, names_in, names_of_rows
 
-_PAGE = ROOT / "docs" / "prometheus.md"
+_PAGE = ROOT / "docs" / "console.md"
 _VLLM = re.compile(r'"(vllm:\w+)"')
 _ADDED = re.compile("_(total|bucket|sum|count)$")
 
