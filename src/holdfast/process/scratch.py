@@ -6,6 +6,7 @@ A process holds a lock on a file in its directory, and the kernel lets go of tha
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -78,7 +79,7 @@ def hold(path: Path) -> bool:
 def drop(path: Path) -> None:
     """Remove the directory, which this process holds."""
     lock = _held.pop(path.resolve(), None)
-    shutil.rmtree(path, ignore_errors=True)
+    _remove(path)
     if lock is not None:
         os.close(lock)
 
@@ -101,11 +102,27 @@ def remove_abandoned(home: Path | None = None) -> None:
             continue
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         except OSError:  # in use
             continue
         finally:
             os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory; if a process still writes there, its lock stays, for the next `remove_abandoned`."""
+    lock = path / LOCK_NAME
+    with contextlib.suppress(OSError):
+        for entry in path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry != lock:
+                entry.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+        try:
+            path.rmdir()
+        except OSError:
+            lock.touch(0o600)
 
 
 def _homes() -> set[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,24 @@ def test_a_directory_lives_as_long_as_its_process_however_it_ends(tmp_path: Path
         assert not theirs.exists() and own.is_dir()
     remove_abandoned(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_in_which_a_child_still_wrote_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+
+    def written_meanwhile(path: Path, ignore_errors: bool) -> None:
+        remove(path, ignore_errors)
+        path.mkdir()
+
+    with scratch_directory(tmp_path) as left:
+        (left / "bytecode").mkdir()
+        monkeypatch.setattr(shutil, "rmtree", written_meanwhile)
+    monkeypatch.undo()
+    assert (left / "bytecode").is_dir()
+    remove_abandoned(tmp_path)
+    assert not left.exists()
 
 
 def test_what_is_not_ours_or_of_another_host_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
