@@ -130,6 +130,25 @@ def test_cached_prefixes_end_with_their_weights(client: Client) -> None:
         _assert_logprobs(client.models / name, client.generate(prompt), prompt)
 
 
+@pytest.mark.engine
+def test_a_short_prompt_is_computed_once_for_all_its_answers(tmp_path: Path) -> None:
+    write_model(tmp_path / "a", seed=0, tied=True)
+    config = config_of(tmp_path / "a", max_len=512)
+    config.engine.args = {"disable_log_stats": False}
+    prompt = [3 + i * 11 % 100 for i in range(70)]
+    server = start_server("vllm", config, tmp_path / "inference.log")
+    try:
+        server.wait_ready()
+        client = Client("vllm", server, tmp_path)
+        _assert_logprobs(tmp_path / "a", client.generate(prompt), prompt)
+        lines = client.http.get("/metrics").text.splitlines()
+        client.http.close()
+    finally:
+        assert server.terminate() == 0
+    (hits,) = (line for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+    assert float(hits.split()[-1]) == 2 * 64, "the second and the third answer take two blocks from the first"
+
+
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         path = directory / "model.safetensors"

@@ -178,7 +178,7 @@ async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
     """Start the engine's process, yield its client, and end it."""
     _wait_for_exit_codes()
     if current_platform.is_cpu():
-        _heed_recurrent_state(args)
+        _cache_prefixes(args)
         _fork_engine()
     async with build_async_engine_client(args) as engine:
         assert isinstance(engine, AsyncLLM)
@@ -314,12 +314,17 @@ def _wait_for_exit_codes() -> None:
     manager.finished_procs = with_exit_codes  # type: ignore[method-assign]
 
 
-def _heed_recurrent_state(args: Namespace) -> None:
-    """Keep no prefixes of prompts for models with a recurrent state, unless `engine.args` says so.
+def _cache_prefixes(args: Namespace) -> None:
+    """Keep the prompts' prefixes in blocks of 32 tokens, or not at all, unless `engine.args` says otherwise.
 
-    For those vLLM needs chunked prefill to do so. What it computes for one request depends on those beside it.
+    vLLM's blocks on CPUs have 128 tokens, and only full blocks are shared: a group would compute a shorter prompt once
+    for each answer. For models with a recurrent state vLLM needs chunked prefill to keep prefixes, and what it computes
+    for one request then depends on those beside it.
     """
-    if not AsyncEngineArgs.from_cli_args(args).create_model_config().has_inner_state:
+    model = AsyncEngineArgs.from_cli_args(args).create_model_config()
+    if not model.has_inner_state:
+        if args.block_size is None and not model.use_mla:  # that has a size of its own
+            args.block_size = 32
         return
     if args.enable_prefix_caching is None:
         args.enable_prefix_caching = False
