@@ -16,7 +16,7 @@ _FIXED = ("model", "messages", "temperature", "n", "stream")
 
 
 class JudgeConfig(Section):
-    """Whom to ask, what, and how the answer becomes a number."""
+    """A judge: its server, its prompt, and how its reply becomes a reward."""
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
 
