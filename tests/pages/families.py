@@ -18,9 +18,18 @@ from tests.models.families import Family
 IN_RL = Path(__file__).parents[1] / "models" / "families_in_rl.json"
 PAGE = ROOT / "docs" / "models.md"
 _HEAD = """\
-| family | rows | attention | head | `sft`, `dpo` | `rl` |
-|---|---|---|---|---|---|
+| family | rows | attention | head | `rl` |
+|---|---|---|---|---|
 """
+_PADDED = {
+    "its tokens meet outside of attention, in a convolution, a recurrence or the like": "a",
+    "its layers do not use transformers' attention interface": "b",
+    "its layers do not tell attention where the samples of a row are": "c",
+    "its attention changes the mask that it is given": "d",
+    "what its tokens see depends on more than a sliding window": "e",
+}
+"""Why a model gets one sample a row -> the letter that the page explains."""
+_MOST = 125
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,16 @@ class Row:
 
     def cells(self, in_rl: str) -> list[str]:
         if self.layout is None:
-            return [self.family.name, "", "", "", f"refused: {self.refusal}", "refused"]
-        rows = "packed" if self.layout.packs else f"padded: {self.layout.reason}"
-        return [self.family.name, rows, self.layout.attention, "plain" if self.plain_head else "own", "yes", in_rl]
+            return [self.family.name, f"refused: {self.refusal}", "", "", "refused"]
+        rows = "packed" if self.layout.packs else f"padded ({_PADDED[self.layout.reason]})"
+        return [self.family.name, rows, self.layout.attention, "plain" if self.plain_head else "own", _short(in_rl)]
+
+
+def _short(in_rl: str) -> str:
+    """Return the outcome of `rl` without words that every such line has, cut to `_MOST` characters."""
+    text = in_rl.replace(": rl ends before its first step", "").replace("the engine did not start: ", "")
+    text = text.replace("ValueError: ", "").replace("Value error, ", "").replace(" (its log is above)", "")
+    return text if len(text) <= _MOST else f"{text[:_MOST].rsplit(' ', 1)[0].removesuffix(' ...')} ..."
 
 
 def page(rows: Mapping[str, Row]) -> str:
