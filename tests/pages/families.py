@@ -1,4 +1,6 @@
-"""The page docs/models.md: what the tests of all families found, as its table, and how many families there are.
+"""The page docs/models.md: what the tests of all families found, and how many families there are.
+
+Families that are packed, have a plain head and run in `rl` are listed by name; the others have a row of the table.
 
 What `rl` does with each family is in `families_in_rl.json`, by the family's name.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,7 @@ _PADDED = {
 }
 """Why a model gets one sample a row -> the letter that the page explains."""
 _MOST = 125
+_USUAL = re.compile(r"(?<=\n### With packed rows, in `rl`\n\n).*?(?=\n\n)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -67,5 +71,9 @@ def page(rows: Mapping[str, Row]) -> str:
     text, head, _ = PAGE.read_text().partition(_HEAD)
     assert head and " kinds are in it." in text, "docs/models.md has lost the head of its table, or its count"
     text = re.sub(r"\d+( kinds are in it\.)", rf"{len(rows)}\1", text)
-    lines = [f"| {' | '.join(rows[name].cells(in_rl.get(name, '')))} |\n" for name in sorted(rows)]
+    cells = {name: rows[name].cells(in_rl.get(name, "")) for name in sorted(rows)}
+    usual = [name for name, others in cells.items() if others[1:] == ["packed", "packed", "plain", "yes"]]
+    text, num_lists = _USUAL.subn(textwrap.fill(", ".join(usual), 120, break_on_hyphens=False), text)
+    assert num_lists == 1, "docs/models.md has lost its list"
+    lines = [f"| {' | '.join(cells[name])} |\n" for name in cells if name not in usual]
     return text + head + "".join(lines)
