@@ -41,6 +41,7 @@ def test_every_page_and_every_command_is_there(site: Path) -> None:
     pages = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
     commands = [Path("commands") / f"{name}.html" for name in COMMANDS]
     assert not [page for page in [*pages, *commands, Path("index.html")] if not (site / page).is_file()]
+    assert "HarnessEnvironment.play" in (site / "python_api/index.html").read_text()
 
 
 @pytest.mark.docs
