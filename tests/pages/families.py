@@ -1,6 +1,6 @@
 """The page docs/models.md: what the tests of all families found, and how many families there are.
 
-Families that are packed, have a plain head and run in `rl` are listed by name; the others have a row of the table.
+Families that are packed and run in `rl` are listed by name; the others have a row of the table.
 
 What `rl` does with each family is in `families_in_rl.json`, by the family's name.
 """
@@ -21,8 +21,8 @@ from tests.models.families import Family
 IN_RL = Path(__file__).parents[1] / "models" / "families_in_rl.json"
 PAGE = ROOT / "docs" / "models.md"
 _HEAD = """\
-| family | rows | attention | head | `rl` |
-|---|---|---|---|---|
+| family | rows | `rl` |
+|---|---|---|
 """
 _PADDED = {
     "its tokens meet outside of attention, in a convolution, a recurrence or the like": "a",
@@ -42,20 +42,18 @@ class Row:
 
     Attributes:
         layout: of the model; None if it is refused.
-        plain_head: whether the head is an output embedding.
         refusal: the reason, in words.
     """
 
     family: Family
     layout: Layout | None = None
-    plain_head: bool = True
     refusal: str = ""
 
     def cells(self, in_rl: str) -> list[str]:
         if self.layout is None:
-            return [self.family.name, f"refused: {self.refusal}", "", "", "refused"]
+            return [self.family.name, f"refused: {self.refusal}", "refused"]
         rows = "packed" if self.layout.packs else f"padded ({_PADDED[self.layout.reason]})"
-        return [self.family.name, rows, self.layout.attention, "plain" if self.plain_head else "own", _short(in_rl)]
+        return [self.family.name, rows, _short(in_rl)]
 
 
 def _short(in_rl: str) -> str:
@@ -74,7 +72,7 @@ def page(rows: Mapping[str, Row]) -> str:
     assert head and " kinds are in it." in text, "docs/models.md has lost the head of its table, or its count"
     text = re.sub(r"\d+( kinds are in it\.)", rf"{len(rows)}\1", text)
     cells = {name: rows[name].cells(in_rl.get(name, "")) for name in sorted(rows)}
-    usual = [name for name, others in cells.items() if others[1:] == ["packed", "packed", "plain", "yes"]]
+    usual = [name for name, others in cells.items() if others[1:] == ["packed", "yes"]]
     text, num_lists = _USUAL.subn(textwrap.fill(", ".join(usual), 120, break_on_hyphens=False), text)
     assert num_lists == 1, "docs/models.md has lost its list"
     lines = [f"| {' | '.join(cells[name])} |\n" for name in cells if name not in usual]
