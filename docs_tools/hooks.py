@@ -4,6 +4,7 @@ The site has the pages of docs/ and, besides:
 
 - README.md as its first page, and the project's other papers (`PAPERS`),
 - one page per command, and one of all settings, see `docs_tools.options`; the JSON schema of their TOML files,
+- the page of the Python API, see `docs_tools.api`,
 - the files of the repository that a page links to, where no `repo_url` is set to lead there instead,
 - llms.txt.
 
@@ -24,7 +25,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from docs_tools import links, listing, options  # noqa: E402
+from docs_tools import api, links, listing, options  # noqa: E402
 
 _FENCE_INFO = re.compile(r"^( *```)(\w+)[ \t]+([^\n]+)$", re.MULTILINE)
 
@@ -55,6 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in options.COMMANDS:
         files.append(File.generated(config, f"commands/{name}.md", content=options.page(name)))
     files.append(File.generated(config, "commands/index.md", content=options.index()))
+    files.append(File.generated(config, "python_api/index.md", content=api.page()))
     for name in listing.SETTINGS:
         files.append(File.generated(config, f"schemas/{name}.json", content=listing.json_schema(name)))
     llms = links.rewritten((ROOT / "llms.txt").read_text(), "llms.txt", config.repo_url)

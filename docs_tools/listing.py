@@ -91,11 +91,11 @@ def _tables_of(model: type[BaseModel], key: str, text: str, is_off: bool, comman
     for name, info in model.model_fields.items():
         place = f"{key}.{name}" if key else name
         inner = _model_in(info.annotation)
-        if inner is None or _default(info) not in ("unset", ""):
+        if inner is None or default_of(info) not in ("unset", ""):
             free = is_free(place) if command in _RESUMES else None
-            settings.append(Setting(place, kind(info), _default(info) or "unset", texts[name], free))
+            settings.append(Setting(place, kind(info), default_of(info) or "unset", texts[name], free))
         if inner is not None:
-            below.append((inner[0], place + inner[1], texts[name], _default(info) == "unset"))
+            below.append((inner[0], place + inner[1], texts[name], default_of(info) == "unset"))
     yield Table(key, text, settings, is_off)
     for inner_model, place, description, inner_off in below:
         page = next((name for name, other in SETTINGS.items() if other is inner_model and name != command), None)
@@ -168,7 +168,7 @@ def _bounds(metadata: list[Any]) -> list[str]:
     return found + ["not empty" for item in metadata if getattr(item, "min_length", 0)]
 
 
-def _default(info: FieldInfo) -> str:
+def default_of(info: FieldInfo) -> str:
     """Return the default as TOML has it; `unset` for none, an empty string for that of a model."""
     value = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:

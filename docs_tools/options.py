@@ -68,7 +68,7 @@ def _title(page: str) -> str:
 
 def page(command: str) -> str:
     """Return the Markdown of a command's page."""
-    lines = [f"# {command}", "", _linked(COMMANDS[command][0]), ""]
+    lines = [f"# {command}", "", linked(COMMANDS[command][0]), ""]
     if command in EXAMPLES:
         guide, line = EXAMPLES[command]
         lines += ["```console", f"uv run {line}", "```", "", f"How it is used: [{_title(guide)}](../{guide}).", ""]
@@ -105,19 +105,19 @@ def _settings_page(command: str) -> list[str]:
     for table in tables(command):
         if table.key:
             off = " (Off unless it is given.)" if table.is_off else ""
-            lines += [f"## `{table.key}`", "", _linked(table.text) + off, ""]
+            lines += [f"## `{table.key}`", "", linked(table.text) + off, ""]
         if table.elsewhere:
             lines += [f"The settings of [{table.elsewhere}]({table.elsewhere}.md), behind `{table.key}.`.", ""]
         elif table.settings:
-            lines += [*_rows(table.settings), ""]
+            lines += [*table_of(table.settings), ""]
     return lines
 
 
-def _rows(settings: list[Setting]) -> list[str]:
+def table_of(settings: list[Setting]) -> list[str]:
     free = settings[0].is_free is not None
     head = ["key", "type", "default", *(["on resume"] if free else []), "what it does"]
     rows = [
-        [f"`{s.key}`", s.kind, f"`{s.default}`", *(["free" if s.is_free else ""] if free else []), _linked(s.text)]
+        [f"`{s.key}`", s.kind, f"`{s.default}`", *(["free" if s.is_free else ""] if free else []), linked(s.text)]
         for s in settings
     ]
     return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
@@ -127,7 +127,7 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _linked(text: str) -> str:
+def linked(text: str) -> str:
     """Turn the pages that a help text names into links; `<` and `*` stay what they are."""
     text = text.replace("``", "`")
     parts = re.split(r"(`[^`]*`)", text)
@@ -147,7 +147,7 @@ def _parser_page(parser: argparse.ArgumentParser, name: str, *, level: int) -> l
     for word, child in subcommands.items():
         lines += [f"{'#' * level} {name} {word}", "", *_parser_page(child, f"{name} {word}", level=level + 1)]
     if parser.epilog and not subcommands:
-        lines += [_linked(parser.epilog), ""]
+        lines += [linked(parser.epilog), ""]
     return lines
 
 
@@ -156,7 +156,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
     actions = [action for action in parser._actions if not isinstance(action, left_out)]
     if not actions:
         return []
-    rows = [[_written(action), _linked(" ".join((action.help or "").split()))] for action in actions]
+    rows = [[_written(action), linked(" ".join((action.help or "").split()))] for action in actions]
     return [_row(["argument", "what it does"]), _row(["---", "---"]), *map(_row, rows), ""]
 
 

@@ -109,7 +109,7 @@ _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
 class HoldfastError(Exception):
-    """Base of all errors that are shown as one message, without a traceback."""
+    """Base class of all errors that holdfast shows as one message, without a traceback."""
 
     exit_code = 3
 
@@ -139,9 +139,9 @@ class CheckpointError(HoldfastError):
 
 
 class ProcessKilled(HoldfastError):
-    """A process that played for an environment was killed from outside, which says nothing about the answer.
+    """Something outside the run killed a process of an environment, so the answer is not at fault.
 
-    An environment may raise it for a process of its own. The group is played again, and nothing is sampled again.
+    An environment may raise it for its own process. The group is then played again, without sampling again.
     """
 
 
@@ -156,7 +156,7 @@ class StorageError(CheckpointError):
 
 
 class ReadError(HoldfastError):
-    """A file is there and could not be read, which says nothing about what it holds."""
+    """A file exists and could not be read. That does not mean that it is damaged."""
 
     exit_code = 2
 
@@ -185,7 +185,7 @@ class WaitedInVain(InferenceError):
 
 
 class SaveError(HoldfastError):
-    """A checkpoint could not be written; those committed before are whole."""
+    """A checkpoint could not be written. Checkpoints committed earlier are whole."""
 
 
 class RankLost(HoldfastError):

@@ -26,7 +26,7 @@ _WORD = "holdfastprobe"
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a chat. A dict does as well, and may hold more (`tool_calls`, `name`, ...)."""
+    """One message of a chat. A dict works as well, and may have more keys (`tool_calls`, `name`, ...)."""
 
     role: str
     content: str

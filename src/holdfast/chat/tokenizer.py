@@ -48,8 +48,8 @@ class Tokenizer:
     """A fast tokenizer with its chat template.
 
     Attributes:
-        name: where it comes from, for messages.
-        eos_token_id: the token that ends a text; None where there is none.
+        name: its directory or hub name, for messages.
+        eos_token_id: the token that ends a text, or None.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Tokenizer:
 
     @cached_property
     def stop_token_ids(self) -> list[int]:
-        """What ends a turn: the end-of-text token, those of generation_config.json, and the special token with
-        which the chat template closes an assistant's turn, behind white space or not."""
+        """The tokens that end a turn: the end-of-text token, those of generation_config.json, and the special token
+        with which the chat template closes an assistant's turn."""
         ends = set(self._end_token_ids)
         if self.eos_token_id is not None:
             ends.add(self.eos_token_id)
@@ -158,7 +158,7 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, nothing added; special tokens written in it are recognised."""
+        """Return the ids of `text`, without BOS or EOS. Special tokens written in the text are recognised."""
         return _encoded(self._backend, text).ids
 
     def encode_with_places(self, text: str) -> tokenizers.Encoding:
@@ -174,9 +174,9 @@ class Tokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def text_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt that is plain text, after those with which the tokenizer begins a text (BOS).
+        """Return the ids of a prompt of plain text, with BOS if the tokenizer adds it.
 
-        They are not added to a text that begins with them already.
+        BOS is not added to a text that already begins with it.
         """
         token_ids = self.encode(text)
         beginning = self._text_beginning
@@ -189,7 +189,7 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a chat so far, up to where the assistant's turn begins.
+        """Return the ids of a chat, up to the beginning of the assistant's turn.
 
         Raises:
             ConfigError: there is no chat template.
@@ -381,7 +381,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Raises:
         ConfigError: there is no such directory or model, or it has no `tokenizer.json`.
-        DataError: a file of it is damaged.
+        DataError: one of its files is damaged.
     """
     files = _local_files(Path(name)) if Path(name).is_dir() else _hub_files(name)
     if "tokenizer.json" not in files:

@@ -268,7 +268,7 @@ class EntropyConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """The policy loss by name, see docs/losses.md. What is unset takes the default of that loss."""
+    """The policy loss by name, see docs/losses.md. Unset settings take the default of that loss."""
 
     type: str = Field(
         default="dapo",
@@ -277,12 +277,12 @@ class PolicyLossConfig(Section):
     )
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: what a token's probability may fall.
-    Unset: what `type` has in docs/losses.md."""
+    """The importance ratio is clipped below at 1 - clip_low; 1: never. `dppo`: how far a token's probability may
+    fall. Unset: the default of `type` in docs/losses.md."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """The importance ratio is clipped above at 1 + clip_high. `dppo`: what a token's probability may rise. Unset: what
-    `type` has in docs/losses.md."""
+    """The importance ratio is clipped above at 1 + clip_high. `dppo`: how far a token's probability may rise. Unset:
+    the default of `type` in docs/losses.md."""
 
     dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=True)
     """The importance ratio of a token with negative advantage counts for at most this; `inf`: any ratio."""
@@ -292,18 +292,16 @@ class PolicyLossConfig(Section):
     Unset: 20."""
 
     ratio_to: Literal["sampler", "old"] | None = None
-    """What the importance ratio compares the policy with: the `sampler`, as it drew the tokens, or the trainer's
-    `old` weights, at the start of the step. Unset: `old` with a correction and for `gspo` and `gspo_token`, else
-    `sampler`."""
+    """The importance ratio is to the `sampler`, or to the trainer's `old` weights at the start of the step. Unset:
+    `old` with a correction and for `gspo` and `gspo_token`, else `sampler`."""
 
     aggregation: Literal["sequence", "token", "constant"] | None = None
-    """The denominator: every rollout counts the same (`sequence`), every token (`token`), or every
-    token with `constant_tokens` for each rollout, whatever its length (`constant`). Unset: what `type` has in
-    docs/losses.md."""
+    """The denominator: every rollout counts the same (`sequence`), every token counts the same (`token`), or a token
+    counts 1 / `constant_tokens` of a rollout (`constant`). Unset: the default of `type` in docs/losses.md."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a rollout for `aggregation = constant`; unset: `rl` takes `orchestrator.sampling.max_tokens`. Where
-    rollouts have several turns, `orchestrator.seq_len` is their bound."""
+    """Tokens of a rollout for `aggregation = constant`. Unset: `rl` takes `orchestrator.sampling.max_tokens`. If
+    rollouts have several turns, set it to `orchestrator.seq_len`."""
 
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     """Importance weights between sampler and trainer."""
@@ -312,7 +310,7 @@ class PolicyLossConfig(Section):
     """A bonus for the policy's entropy."""
 
     args: dict[str, Any] = {}
-    """Further arguments of a function of your own."""
+    """Arguments of your own function."""
 
     @field_validator("type")
     @classmethod

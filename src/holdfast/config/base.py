@@ -9,8 +9,8 @@ needs only its function and one line here:
                        `group_advantages`
     PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
 
-Tests ask for a row in docs/losses.md, docs/advantages.md or docs/preferences.md, with formula and source, and for a
-slow reference in float64 (`tests.builders.slow_losses` and so on); and each name must learn in a short run. So must
+Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, and for a slow
+reference in float64 (`tests.builders.slow_losses` and so on); and each name must learn in a short run. So must
 each `KlEstimator`, of `holdfast.trainer.rl.kl`.
 `holdfast.orchestrator.env.registry` has the table of environments.
 """

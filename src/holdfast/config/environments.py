@@ -16,56 +16,55 @@ _FIXED = ("model", "messages", "temperature", "n", "stream")
 
 
 class JudgeConfig(Section):
-    """Whom to ask, what, and how the answer becomes a number."""
+    """A judge: its server, its prompt, and how its reply becomes a reward."""
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
 
     url: str
-    """Base URL of a server that speaks OpenAI's chat protocol: what comes before /chat/completions, such as
-    http://127.0.0.1:8000/v1."""
+    """Base URL of a server with OpenAI's chat protocol, without /chat/completions: http://127.0.0.1:8000/v1."""
 
     model: str = Field(min_length=1)
-    """What the server calls the model."""
+    """The model's name on the server."""
 
     prompt: str = Field(min_length=1)
     """The user's message to the judge; `{name}` is replaced by the field of that name, such as `{completion}`."""
 
     system: str | None = None
-    """A system message before it; nothing is replaced in it."""
+    """A system message before the prompt. Nothing is replaced in it."""
 
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens of a reply; one that is cut off counts as unreadable."""
+    """Most tokens of a reply. A longer reply is cut, and counts as unreadable."""
 
     extra_body: dict[str, Any] = {}
-    """Further keys of the request, such as `reasoning_effort`. The temperature is always 0."""
+    """More keys of the request, such as `reasoning_effort`. The temperature is always 0."""
 
     pattern: str | None = None
-    """Regular expression of the score in a reply: its last match, or the first group of that. Unset: the only number,
-    or verdict, in the last line."""
+    """Regular expression of the score in a reply: its last match, or the first group of that match. Unset: the only
+    number or verdict in the last line."""
 
     max_score: float = Field(default=1.0, gt=0)
-    """The best score that the judge may give; the reward is the score as a share of it, from 0 on."""
+    """The judge's best score. The reward is the score divided by it, from 0 to 1."""
 
     verdicts: dict[str, float] | None = None
-    """Rewards of words, such as `{ yes = 1.0, no = 0.0 }`, in the place of numbers; upper and lower case are one."""
+    """Rewards of words instead of numbers: `{ yes = 1.0, no = 0.0 }`. Upper and lower case are equal."""
 
     unreadable_reward: float | None = None
-    """Reward where a reply has no score; unset: a failure of the environment, `judge_unreadable`."""
+    """Reward of a reply without a score. Unset: a failure of the environment, `judge_unreadable`."""
 
     api_key_env: str | None = None
-    """Environment variable with the key of the server; unset: none is sent."""
+    """Environment variable with the server's key. Unset: no key is sent."""
 
     requests_per_minute: float | None = Field(default=None, gt=0)
-    """Most requests that are begun in a minute; unset: no limit."""
+    """Most requests that begin in a minute. Unset: no limit."""
 
     max_concurrency: int = Field(default=16, ge=1)
-    """Most requests at once."""
+    """Most requests at the same time."""
 
     timeout_s: float = Field(default=60.0, gt=0)
-    """A request without an answer for this long counts as failed."""
+    """Seconds after which a request without an answer has failed."""
 
     retry_for_s: float = Field(default=600.0, gt=0)
-    """How long one request is made again while the judge is busy, fails or cannot be reached."""
+    """Seconds for which a request is repeated while the judge is busy, fails or cannot be reached."""
 
     @field_validator("url")
     @classmethod

@@ -428,13 +428,13 @@ class Desk:
 
 @asynccontextmanager
 async def judging(path: Path | None = None) -> AsyncIterator[Desk]:
-    """Have the environments of this context ask judges here.
+    """Let environments ask judges outside a run: `async with judging(): ...`.
 
     Args:
-        path: where replies are kept; None: in memory.
+        path: the file that keeps replies. None: they are kept in memory.
 
     Raises:
-        RunDirError: the log cannot be read or written.
+        RunDirError: the file cannot be read or written.
     """
     desk = Desk(path)
     token = JUDGES.set(desk)

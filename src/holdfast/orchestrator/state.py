@@ -133,15 +133,14 @@ def stable_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class TaskSeed:
-    """Names one task of an environment's endless sequence, and seeds it.
+    """The seed of one task of an environment.
 
     Attributes:
-        run_seed: `seed` of the run.
-        environment: name of the environment, so that two of a kind differ.
-        index: position in the sequence, from 0.
-        held_out: a task of an evaluation. No seed of its tasks is one that training has, whatever the run's seed:
-            those of training are below 2**63, these are not.
-        level: of the environment's curriculum; each has a sequence of its own. None without one.
+        run_seed: the run's setting `seed`.
+        environment: the environment's name. Two environments of one class get different seeds.
+        index: the task's number, from 0.
+        held_out: whether the task is of an evaluation. Its seed is 2**63 or above, and seeds of training are below.
+        level: the level of the environment's curriculum. Each level has its own tasks. None without a curriculum.
     """
 
     run_seed: int
@@ -152,11 +151,11 @@ class TaskSeed:
 
     @property
     def number(self) -> int:
-        """The seed of this task: below 2**63 in training, from there on and below 2**64 where it is held out."""
+        """An integer for other generators: below 2**63 in training, from 2**63 to 2**64 - 1 in evaluations."""
         return self._number("task", self.index)
 
     def random(self) -> random.Random:
-        """Return the generator of this seed, the same at every call: draws go on where the last one ended."""
+        """Return the random generator of this task. Each call returns the same object."""
         return self._generator
 
     @cached_property
@@ -169,7 +168,7 @@ class TaskSeed:
         return replace(self)
 
     def shared(self, *parts: int | str) -> int:
-        """Return a seed that all tasks of this environment share, such as one for each epoch."""
+        """Return a number that all tasks of this environment share, such as one for each epoch."""
         return self._number("shared", *parts)
 
     def _number(self, kind: str, *parts: int | str) -> int:

@@ -127,13 +127,13 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Completion(msgspec.Struct):
-    """What an engine sampled in one turn.
+    """The tokens that an engine sampled in one turn.
 
     Attributes:
-        token_ids: sampled ids, the stop token included.
-        logprobs: their log-probabilities in the distribution that they were sampled from.
+        token_ids: the sampled ids, with the stop token.
+        logprobs: their log-probabilities in the distribution from which they were sampled.
         finish_reason: `stop`, `length` or `abort`.
-        versions: which policy sampled which of them; positions count from the first sampled token.
+        versions: which policy version sampled which tokens. Positions count from the first sampled token.
     """
 
     token_ids: TokenIds

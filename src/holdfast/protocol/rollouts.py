@@ -53,13 +53,13 @@ class _Packed(array):
 
 
 class TokenIds(_Packed):
-    """Ids of tokens, int32."""
+    """Token ids, an `array.array` of int32."""
 
     item = "i"
 
 
 class Logprobs(_Packed):
-    """Log-probabilities, float32."""
+    """Log-probabilities, an `array.array` of float32."""
 
     item = "f"
 

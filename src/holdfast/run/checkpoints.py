@@ -262,7 +262,7 @@ def require_weights(path: Path) -> Kind:
 
 @dataclass(frozen=True)
 class BestMetric:
-    """Which metric says what the best checkpoint is, and in which direction."""
+    """The metric that decides which checkpoint is best, and whether lower values are better."""
 
     name: str
     lower_is_better: bool
@@ -276,10 +276,10 @@ class BestMetric:
         return cls(text, _LOWER_IS_BETTER.search(text) is not None)
 
     def best(self, saved: Mapping[int, Mapping[str, float]]) -> int | None:
-        """Return the step with the best value, the earliest of equals; None where no step has the metric.
+        """Return the step with the best value; the earliest if several are equal; None if no step has the metric.
 
         Args:
-            saved: step -> metrics. NaN never is the best.
+            saved: the metrics of each step. NaN is never best.
         """
         values = {
             step: metrics[self.name]
@@ -294,9 +294,9 @@ class BestMetric:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `keep`, every `keep_interval`-th step, and the best.
+    """Which checkpoints to keep: the newest `keep`, every `keep_interval`-th step, and the best.
 
-    With `keep` unset all stay.
+    With `keep` unset all are kept.
     """
 
     keep: int | None = None

@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return every complete line of a `metrics.jsonl`.
 
     Raises:
-        DataError: naming the line that is none of ours.
+        DataError: a line is not JSON; the error names it.
     """
     metrics: list[dict[str, float]] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):

@@ -139,7 +139,7 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     for page in ("README.md", "docs/environments.md", "docs/tools.md", "docs/rewards.md"):
         checkout.save_files(ROOT / page)
     monkeypatch.syspath_prepend(checkout.path)
-    for name in ("addition", "shout", "guessing", "ranked", "checked", "warmer", "prices", "polite", "asked"):
+    for name in ("addition", "shout", "guessing", "ranked", "warmer", "prices", "polite", "asked"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return checkout
 
@@ -187,7 +187,6 @@ def test_the_environment_of_the_readme_asks_for_the_last_letters_backwards(docum
 
 
 def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) -> None:
-    from checked import Checked  # type: ignore[import-not-found]
     from guessing import Guessing  # type: ignore[import-not-found]
     from ranked import Shortest  # type: ignore[import-not-found]
     from shout import Shout  # type: ignore[import-not-found]
@@ -199,7 +198,6 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     words = ["yes", "no"]
     for environment, expected in (
         (Shout(words), [1.0, 0.0]),
-        (Checked(words), [1.0, 0.0]),
         (Shortest(words), [1, 0.5]),
     ):
         task, session = play(environment, 1, ["x"])

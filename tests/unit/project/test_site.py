@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import links, options
+import holdfast
+from docs_tools import api, links, options
 from holdfast.cli import COMMANDS
 from holdfast.config.load import flags_of
 from holdfast.config.resolved import FREE
@@ -40,6 +41,7 @@ def test_every_page_and_every_command_is_there(site: Path) -> None:
     pages = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
     commands = [Path("commands") / f"{name}.html" for name in COMMANDS]
     assert not [page for page in [*pages, *commands, Path("index.html")] if not (site / page).is_file()]
+    assert "HarnessEnvironment.play" in (site / "python_api/index.html").read_text()
 
 
 @pytest.mark.docs
@@ -81,6 +83,16 @@ def test_a_page_has_every_flag_of_its_command(command: str) -> None:
     page = options.page(command)
     assert not [flag for flag in flags - {"-h", "--help"} if f"`{flag}" not in page and f", {flag}" not in page]
     assert len(flags) > 2  # more than those of the help
+
+
+def test_the_page_of_the_python_api_has_every_public_name_with_its_text() -> None:
+    page = api.page()
+    assert sorted(name for names in api.GROUPS.values() for name in names) == sorted(holdfast.__all__)
+    assert not [name for name in holdfast.__all__ if f"### {name}\n" not in page]
+    assert not re.findall(r"```\n\n#+ .*", page), "a name without a docstring"
+    assert "#### Session.append_messages\n" in page and "- `reward`: any finite number" in page
+    hidden = [(getattr(holdfast, name), member) for name, members in api.INTERNAL.items() for member in members]
+    assert not [member for owner, member in hidden if not hasattr(owner, member)]
 
 
 @pytest.mark.docs

@@ -51,15 +51,15 @@ def test_every_table_computes_its_formulas_in_ten_thousand_cases(table: str) -> 
 
 
 PAGES = {
-    "losses.md": (POLICY_LOSSES, PolicyLossConfig, "type", policy_losses.__dict__.get),
-    "advantages.md": (ADVANTAGES, TrainerConfig, "advantage", built_in_function),
-    "preferences.md": (PREFERENCE_LOSSES, PreferenceLossConfig, "type", preference_losses.__dict__.get),
+    "policy losses": ("losses.md", POLICY_LOSSES, PolicyLossConfig, "type", policy_losses.__dict__.get),
+    "advantages": ("losses.md", ADVANTAGES, TrainerConfig, "advantage", built_in_function),
+    "preferences": ("preferences.md", PREFERENCE_LOSSES, PreferenceLossConfig, "type", preference_losses.__dict__.get),
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_name_has_a_function_help_and_a_row(page: str) -> None:
-    table, config, field, find = PAGES[page]
+@pytest.mark.parametrize("names", PAGES)
+def test_every_name_has_a_function_help_and_a_row(names: str) -> None:
+    page, table, config, field, find = PAGES[names]
     text, described = (ROOT / "docs" / page).read_text(), texts_of(config)[field]
     for name, built_in in table.items():
         assert f"\n| `{name}` |" in text, f"docs/{page} has no row for {name}"

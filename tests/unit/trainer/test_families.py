@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
     assert (kernel.calls > 0) == (policy.layout.attention == "packed" and family.kind not in WITHOUT_KERNEL)
     norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
     assert norms.max() > 1e-3
-    rows[family.name] = Row(family, layout=policy.layout, plain_head=policy.has_plain_head)
+    rows[family.name] = Row(family, layout=policy.layout)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "granitemoehybrid"])

@@ -44,7 +44,6 @@ from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
 from holdfast.orchestrator.env.guard import PromptTooLong
 from holdfast.orchestrator.env.interface import Environment, Score, SessionFull, Task
-from holdfast.orchestrator.env.interface import Session as harness_Session
 from holdfast.orchestrator.env.session import Session
 from holdfast.orchestrator.env.tools import Parser, ReadsCalls, ToolCall, find_parser, text_before_calls
 
@@ -397,12 +396,12 @@ RESULT = "result"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one rollout asks for what the policy says, as OpenAI's clients take it.
+    """The address at which the harness of one rollout asks the policy, for OpenAI's clients.
 
     Attributes:
-        base_url: ends with `/v1`; it is this rollout's alone, and answers until `play` returns.
-        api_key: goes with every request.
-        model: what the policy is called there.
+        base_url: the URL, which ends with `/v1`. It belongs to one rollout, and answers until `play` returns.
+        api_key: the key that every request sends.
+        model: the policy's name in requests.
     """
 
     base_url: str
@@ -416,26 +415,26 @@ class Endpoint:
         return self.rollout.is_full
 
     def restart(self) -> None:
-        """Let a harness that has died play the rollout again: the same requests get the same answers."""
+        """Let a harness that died play the rollout again. The same requests get the same answers."""
         self.rollout.restart()
 
 
 class HarnessEnvironment(Environment):
-    """Base of environments whose rollouts are played by a program that asks for chat completions.
+    """Base class of environments that a harness plays: a program that requests chat completions.
 
     Attributes:
-        tool_parser: the setting of that name.
-        reward_of_full: what a rollout earns whose `play` raises after a request that found no room within `seq_len`.
+        tool_parser: the setting `tool_parser`.
+        reward_of_full: the reward of a rollout that has used up `seq_len`, if `play` raises after that.
     """
 
     tool_parser: str = "auto"
     reward_of_full: float = 0.0
 
     async def play(self, endpoint: Endpoint, task: Task) -> float | Score:
-        """Play one rollout of `task` by asking `endpoint`, one request after the other; return what it earned."""
+        """Play one rollout of `task` with one request after the other to `endpoint`, and return its reward."""
         raise NotImplementedError(f"{type(self).__name__} needs a method play(endpoint, task)")
 
-    async def run(self, session: harness_Session, task: Task) -> None:
+    async def run(self, session: Session, task: Task) -> None:
         """Serve the requests of one rollout until `play` returns.
 
         Raises:
@@ -465,8 +464,8 @@ class HarnessEnvironment(Environment):
                 raise
             return self.reward_of_full  # as what the policy said left no room: no failure of the environment
 
-    async def score(self, task: Task, sessions: Sequence[harness_Session]) -> list[Score]:
-        """Return what `play` has returned for each session."""
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        """Return the result of `play` for each session. Override it to compare the rollouts of a group."""
         results = [session.state[RESULT] for session in sessions]
         return [result if isinstance(result, Score) else Score(result) for result in results]
 
@@ -474,7 +473,7 @@ class HarnessEnvironment(Environment):
 class _Rollout:
     """One rollout: requests go in, the session grows."""
 
-    def __init__(self, session: harness_Session, *, tool_parser: str) -> None:
+    def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
         # Of the call that plays it: its clock stands while the policy is sampled.
@@ -599,7 +598,7 @@ class _Rollout:
         return find_parser(self._tool_parser, template=source, model=tokenizer.name)
 
 
-def request_metrics(session: harness_Session) -> dict[str, float]:
+def request_metrics(session: Session) -> dict[str, float]:
     """Return the numbers of a session about the requests of its harness; none without one."""
     if session.request_counts is None:
         return {}

@@ -1,4 +1,4 @@
-"""What an environment is: tasks from seeds, sessions that only grow, scores for a whole group.
+"""What an environment is: tasks from seeds, sessions with the policy, scores for a whole group.
 
 Minimal environment:
 
@@ -31,13 +31,13 @@ __all__ = ["Environment", "Message", "Score", "Session", "SessionFull", "Task", 
 
 @dataclass(frozen=True)
 class Score:
-    """What a rollout earned.
+    """The reward of one rollout.
 
     Attributes:
-        reward: any finite number; scalars of NumPy and torch are numbers too.
-        metrics: further numbers of this rollout; their means go to the metrics of the step.
-        turn_rewards: one for each sampled turn, beside `reward`.
-        token_rewards: one for each sampled token, beside `reward`; in the place of `turn_rewards`.
+        reward: any finite number; scalars of NumPy and torch count as numbers.
+        metrics: other numbers of this rollout. Their means go to the metrics of the step.
+        turn_rewards: a reward for each sampled turn, in addition to `reward`.
+        token_rewards: a reward for each sampled token, in addition to `reward`. Give this or `turn_rewards`.
     """
 
     reward: float
@@ -47,13 +47,13 @@ class Score:
 
 
 class Environment:
-    """Base of all environments. Constructor arguments come from `environments.args` of the config.
+    """Base class of all environments. The setting `environments.args` gives the constructor's arguments.
 
     Attributes:
-        tools: functions that the policy may call: with a docstring and annotations, sync or `async`. A method may be
-            listed, in the body of the class too. A parameter annotated with `Session` gets the session.
-        num_tasks: how many different tasks there are, where that is a certain number, such as rows of a file; None:
-            every seed may give another.
+        tools: functions that the policy may call. Each has a docstring and annotations, and is sync or `async`. The
+            body of the class may list its own methods. A parameter annotated with `Session` gets the session.
+        num_tasks: the number of different tasks if it is finite, such as the rows of a file. None: each seed may give
+            a new task.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
@@ -66,20 +66,20 @@ class Environment:
             cls.make_task = _with_fresh_seed(cls.make_task)
 
     def make_task(self, seed: TaskSeed) -> Task:
-        """Return the task that `seed` names: a pure function, so that any task can be made again."""
+        """Return the task for `seed`. It must depend on `seed` only, so that any task can be made again."""
         raise NotImplementedError(f"{type(self).__name__} needs a method make_task(seed)")
 
     async def run(self, session: Session, task: Task) -> None:
-        """Play one session of `task`; its prompt is there already.
+        """Play one session of `task`. The session already has the task's prompt.
 
-        By default: one sampled turn, or with `tools` further ones as long as they call one, at most `max_turns`.
+        The default samples one turn. With `tools` it samples more turns until a turn has no calls, at most `max_turns`.
         """
         await session.sample()
         while session.has_tools and await session.answer_tool_calls():
             await session.sample()
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        """Return one score per session; all sessions of one group come together, so they can be compared."""
+        """Return one score for each session. It gets all sessions of one group, so it can compare them."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(task, sessions)")
 
 

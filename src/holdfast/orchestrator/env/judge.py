@@ -83,11 +83,11 @@ JUDGES: ContextVar[JudgeDesk] = ContextVar("judges")
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a judge made of one completion.
+    """A judge's score of one completion.
 
     Attributes:
-        score: the reward, 0 to 1 for numbers, as it stands there for verdicts.
-        is_readable: whether the reply has a score; else it is `unreadable_reward`.
+        score: the reward: 0 to 1 for numbers, the reward of the word for verdicts.
+        is_readable: whether the reply has a score. If not, `score` is `unreadable_reward`.
         text: the reply.
     """
 
@@ -97,13 +97,14 @@ class Judgement:
 
 
 class Judge:
-    """Asks one judge.
+    """Asks a model to score completions.
 
     Args:
-        fields: names that `prompt` may have in braces; unset: any, which every call must bring then.
+        config: the server, the model, the prompt, and how to read a reply.
+        fields: the names that `prompt` may have in braces. Unset: any name, and every call must give all of them.
 
     Raises:
-        ConfigError: the key is not there, or `prompt` names another field.
+        ConfigError: the environment variable of the key is not set, or `prompt` has another name in braces.
     """
 
     def __init__(self, config: JudgeConfig, *, fields: Sequence[str] | None = None) -> None:
@@ -124,11 +125,14 @@ class Judge:
             )
 
     async def ask(self, fields: Mapping[str, str]) -> Judgement:
-        """Return what the judge makes of `fields`, those that its prompt names at least.
+        """Return the judge's score.
+
+        Args:
+            fields: a text for each name in the prompt.
 
         Raises:
-            JudgeFailure: it is away, refuses, or its reply has no score.
-            KeyError: the prompt names a field that is not there.
+            JudgeFailure: the judge cannot be reached or refuses, or its reply has no score.
+            KeyError: `fields` lacks a name of the prompt.
         """
         desk = JUDGES.get(None)
         if desk is None:
@@ -136,10 +140,10 @@ class Judge:
         return self.read(await desk.ask(self.request(fields)))
 
     async def ask_all(self, rows: Sequence[Mapping[str, str]]) -> list[Judgement]:
-        """Return what the judge makes of each row; all are asked at once, and awaited whichever fails.
+        """Return the judge's score of each row. All requests run at the same time, and all end even if one fails.
 
         Raises:
-            As `ask`: the first failure in the order of `rows`, not of time.
+            JudgeFailure: as for `ask`, the first failure in the order of `rows`.
         """
         found = await asyncio.gather(*map(self.ask, rows), return_exceptions=True)
         for one in found:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. Subclass it to carry more than an answer.
+    """One task. A subclass may carry more than an answer.
 
     Attributes:
-        prompt: messages for the chat template, or text, which the tokenizer begins with BOS where it does so.
+        prompt: messages for the chat template, or text. The tokenizer adds BOS to text if it usually does.
         answer: the right answer, for `score`.
     """
 
@@ -123,7 +123,7 @@ class HistoryRewritten(DataError):
 
 
 class SessionFull(Exception):
-    """The session has no room for another token; the rollout ends here and counts as truncated."""
+    """The session has no room for another token. The rollout ends here and counts as truncated."""
 
 
 # Prompt ids, turn (from 0) and most tokens -> what an engine sampled.
@@ -131,26 +131,26 @@ SampleTurn = Callable[[list[int], int, int], Awaitable[Completion]]
 
 
 class Session:
-    """One conversation with the policy, as token ids. It only ever grows at its end.
+    """One conversation with the policy, as token ids. Tokens are only added at its end.
 
-    Sampled ids stay as they were sampled, never decoded and tokenised again, so what is trained on
-    is what the policy did. Where the chat template writes the history anew, as without the thoughts of earlier turns,
-    the session splits: a new branch begins behind the ids so far, with the prompt that the template makes of the chat,
-    and the policy sees nothing but this branch from there on. Every token is sampled in one branch.
+    Sampled ids are never decoded and tokenised again, so training sees the tokens that the policy sampled. If the chat
+    template changes earlier turns (for example, removes thoughts), the session splits. A new branch then begins with
+    the prompt that the template makes of the chat, and the policy sees only this branch. Each token is sampled in one
+    branch.
 
     Attributes:
-        token_ids: the whole session, prompt first: its branches, one after the other.
-        loss_mask: per token, whether the policy sampled it.
-        logprobs: per token, the engine's log-probability; 0.0 where not sampled.
-        versions: which policy sampled which tokens.
-        texts: the text of every sampled turn.
-        truncated: a token limit ended a turn or the session.
-        task: that it is about; None where there is none.
-        state: the environment's own, such as what its tools found; it is kept nowhere.
-        tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
-            answer because no turn could follow (`unanswered`); empty without tools.
-        request_counts: how many requests of a harness were `answered`, and refused by reason (`refused/history`, ...);
-            None where no harness plays it.
+        token_ids: the whole session, prompt first. Branches follow each other.
+        loss_mask: for each token, whether the policy sampled it.
+        logprobs: for each token, the engine's log-probability; 0.0 if the policy did not sample it.
+        versions: which policy version sampled which tokens.
+        texts: the text of each sampled turn.
+        truncated: whether a token limit ended a turn or the session.
+        task: the task of the session, or None.
+        state: a dict for the environment and its tools. It is not saved.
+        tool_counts: the number of tool calls (`calls`), of failed calls by reason (`failed/raised`, ...), and of calls
+            without an answer because no turn could follow (`unanswered`). Empty without tools.
+        request_counts: the number of a harness's requests that were `answered`, and refused by reason
+            (`refused/history`, ...). None without a harness.
     """
 
     def __init__(
@@ -202,22 +202,22 @@ class Session:
 
     @property
     def completion(self) -> str:
-        """The text of the last sampled turn; empty before the first."""
+        """The text of the last sampled turn; empty before the first turn."""
         return self.texts[-1] if self.texts else ""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of its token ids."""
+        """The tokenizer of `token_ids`."""
         return self._tokenizer
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """Where in `token_ids` every sampled turn ends."""
+        """The position in `token_ids` at which each sampled turn ends."""
         return tuple(self._turn_ends)
 
     @property
     def branch_starts(self) -> tuple[int, ...]:
-        """Where in `token_ids` every branch begins; (0,) where the session has not split."""
+        """The position in `token_ids` at which each branch begins; (0,) if the session has not split."""
         return tuple(self._branch_starts)
 
     @property
@@ -226,12 +226,12 @@ class Session:
         return self._seq_len - (len(self.token_ids) - self._branch_starts[-1])
 
     def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
-        """Give a session that has no prompt its prompt; `tools` are the JSON schemas that the template shows.
+        """Give a session without a prompt its prompt. The template shows the JSON schemas in `tools`.
 
         Raises:
-            SessionFull: it leaves no room for a sampled token.
-            DataError, TypeError: it is no chat that the template takes.
-            RuntimeError: there is a prompt.
+            SessionFull: the prompt leaves no room for a sampled token.
+            DataError, TypeError: the template does not accept the messages.
+            RuntimeError: the session already has a prompt.
         """
         self._require_idle("begin()")
         if self.token_ids:
@@ -243,14 +243,14 @@ class Session:
         self._begun_with, self._schemas = messages, schemas
 
     async def sample(self, *, max_tokens: int | None = None) -> str:
-        """Let the policy continue, and return the text of what it sampled.
+        """Sample one turn from the policy, and return its text.
 
         Args:
-            max_tokens: most tokens of this turn, where that is less than the run allows (`sampling.max_tokens`).
+            max_tokens: a limit for this turn below that of the run (`sampling.max_tokens`).
 
         Raises:
-            SessionFull: there is no room for a single token.
-            RuntimeError: this session is being sampled already.
+            SessionFull: the session has no room for a token.
+            RuntimeError: another `sample()` of this session has not ended.
         """
         self._require_idle("sample()")
         if self.room < 1:
@@ -280,14 +280,14 @@ class Session:
         return self.texts[-1]
 
     async def answer_tool_calls(self) -> bool:
-        """Run the tools that the last turn called, one after the other, and append what they answer.
+        """Run the tool calls of the last turn, one after the other, and append the answers.
 
         Returns:
-            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled.
+            Whether to sample another turn. False if the turn called no tool, or if `max_turns` turns were sampled.
 
         Raises:
             SessionFull: the answers leave no room for a sampled token.
-            RuntimeError: nothing was sampled yet, the session is being sampled, or the environment has no `tools`.
+            RuntimeError: no turn was sampled, a `sample()` has not ended, or the environment has no `tools`.
         """
         self._require_idle("answer_tool_calls()")
         if self._tool_use is None or self._is_turn_open:
@@ -310,7 +310,7 @@ class Session:
 
     @property
     def raw_completion(self) -> str:
-        """The text of the last sampled turn with its special tokens, but for that which ends it."""
+        """The text of the last sampled turn with its special tokens, without the stop token."""
         if self._raw_text is None:
             sampled = self._last_turn
             ends = bool(sampled) and sampled[-1] in self._tokenizer.stop_token_ids
@@ -318,13 +318,13 @@ class Session:
         return self._raw_text
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
-        """Append messages after a sampled turn, and open the policy's next turn, in a new branch where they need one.
+        """Append messages after a sampled turn, and open the policy's next turn, in a new branch if necessary.
 
         Raises:
-            SessionFull: they leave no room for a sampled token, or would begin one branch more than there may be.
-            HistoryRewritten: the template would write the history anew, of a session that began with text.
-            RuntimeError: nothing was sampled since the prompt, or since messages were appended; or the session is
-                being sampled.
+            SessionFull: the messages leave no room for a sampled token, or need more than `max_branches` branches.
+            HistoryRewritten: the template would change earlier turns, and the session began with text.
+            RuntimeError: no turn was sampled since the prompt or since the last messages, or a `sample()` has not
+                ended.
         """
         self._require_idle("append_messages()")
         if self._is_turn_open:
@@ -377,11 +377,11 @@ class Session:
         self._append(prompt_ids)
 
     def append_text(self, text: str) -> None:
-        """Append text as it stands, without the chat template.
+        """Append text without the chat template.
 
         Raises:
-            SessionFull: it leaves no room for a sampled token.
-            RuntimeError: the session is being sampled.
+            SessionFull: the text leaves no room for a sampled token.
+            RuntimeError: a `sample()` has not ended.
         """
         self._require_idle("append_text()")
         self._require_room(len(as_text(text)), self.room)

@@ -131,27 +131,28 @@ def _like(tensor: Tensor, shard: Tensor) -> Tensor:
 class Checkpointer:
     """Saves and loads the state of a training loop. All methods are collective unless they say otherwise.
 
-    With torch.distributed every rank makes one and calls the same methods at the same steps; without,
-    one process does. One save is written at a time.
+    With torch.distributed, every rank makes a `Checkpointer` and calls the same methods at the same steps. Only one
+    save is written at a time. As a context manager it calls `close` at the end.
 
     Args:
-        directory: gets one `step_N` per save; on a filesystem that all ranks share.
-        state: what is saved: a `State`, or a mapping from names to modules, optimizers, schedulers and
-            other objects with `state_dict` and `load_state_dict`, and dicts of plain values.
-        save_async: return from `save` when the state is copied; otherwise when it is committed.
-        when_busy: what a save does while the one before is being written: wait, or be left out.
-        on_failure: what follows a failed save at the next call: raise its `SaveError`, or log it.
-        retention: which old steps are removed after a commit; without, none.
-        seed: generators of ranks that a checkpoint does not know are derived from it.
-        identity: what the manifest says about the run.
-        storage: takes every committed step on rank 0, from the writing thread; unset: steps stay where they are.
-            Whoever made it closes it, after this.
-        before_commit: called on rank 0, from the writing thread, before a step gets its name; may fail the save.
-        may_remove: asked on rank 0, from the writing thread, before retention removes a step: whether it may now.
-        collective_timeout_s: a collective of a save that takes longer fails; unset: torch's default.
-        updated_by: the optimizers, where nothing changes the state's tensors but their steps and what
-            follows these. Then an asynchronous save on the CPU copies the tensors while the next gradients
-            are computed, and the next step waits for the copy; otherwise `save` returns when it is done.
+        directory: the directory that gets one `step_N` per save. All ranks must share its filesystem.
+        state: a `State`, or a mapping from names to modules, optimizers, schedulers, other objects with `state_dict`
+            and `load_state_dict`, and dicts of plain values.
+        save_async: whether `save` returns after copying the state. If False, it returns after the commit.
+        when_busy: what `save` does while an earlier save is being written: `wait`, or `skip` this save.
+        on_failure: what the next call does after a failed save: raise its `SaveError` (`stop`), or log it (`warn`).
+        retention: which old steps are removed after a commit. Unset: none.
+        seed: the seed of a rank's random generators if another number of ranks wrote the checkpoint.
+        identity: the manifest's description of the run.
+        storage: an object that gets every committed step on rank 0, from the writing thread. Close it after the
+            `Checkpointer`. Unset: steps stay in `directory`.
+        before_commit: a function that rank 0 calls in the writing thread before each commit. If it raises, the save
+            fails.
+        may_remove: a function that rank 0 asks in the writing thread before retention removes a step.
+        collective_timeout_s: the deadline of each collective of a save. Unset: torch's default.
+        updated_by: the optimizers, if only their steps, and code after these steps, change the tensors. On a CPU an
+            asynchronous save then copies the tensors while the next gradients are computed, and the next optimizer
+            step waits for the copy.
     """
 
     def __init__(
@@ -210,12 +211,12 @@ class Checkpointer:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes a checkpoint takes: those of all tensors of the state, on all ranks."""
+        """The approximate size of a checkpoint in bytes: all tensors of the state, on all ranks."""
         # A DTensor counts the elements of the whole tensor.
         return sum(tensor.numel() * tensor.element_size() for tensor in self._state.tensors().values())
 
     def reserve(self) -> None:
-        """Allocate the buffers that an asynchronous save copies into, so that the first save is no slower."""
+        """Allocate the buffers of asynchronous saves, so that the first save is as fast as later saves."""
         if self._save_async:
             self._stager.reserve(self._state.tensors())
 
@@ -227,12 +228,12 @@ class Checkpointer:
         attachments: Mapping[str, Attachment] | None = None,
         urgent: bool = False,
     ) -> bool:
-        """Save the state as the checkpoint of `step`; return whether it was done rather than skipped.
+        """Save the state as the checkpoint of `step`. Return False if the save was skipped.
 
         Args:
-            metrics: numbers of this step for the manifest; retention may go by them.
-            attachments: content of further files, or what makes it now, by path in the checkpoint.
-            urgent: wait for a save in progress, whatever `when_busy` says.
+            metrics: numbers of this step for the manifest. `Retention.keep_best` reads them.
+            attachments: more files by their path in the checkpoint: the content, or a function that returns it.
+            urgent: wait for a save in progress, even with `when_busy = "skip"`.
 
         Raises:
             SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
@@ -306,7 +307,7 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> list[int]:
-        """Return the steps committed since the last call; not collective.
+        """Return the steps committed since the last call. Not collective.
 
         Raises:
             SaveError: a save failed since the last call, and `on_failure` is `stop`.
@@ -331,11 +332,11 @@ class Checkpointer:
 
     @property
     def in_flight(self) -> int | None:
-        """The step that is being written, or was until the last `poll`."""
+        """The step that was being written at the last `save` or `poll`; None if none was."""
         return self._in_flight
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being written; return whether that came within `timeout_s`. Not collective."""
+        """Wait until no save is being written. Return False if that takes longer than `timeout_s`. Not collective."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -345,7 +346,7 @@ class Checkpointer:
         """Wait for the last save and leave the process groups.
 
         Raises:
-            SaveError: it failed; also where `on_failure` is `warn`, as no later one will make good for it.
+            SaveError: the last save failed, even with `on_failure = "warn"`.
         """
         self.wait()
         for hook in self._hooks:
@@ -359,15 +360,15 @@ class Checkpointer:
             raise self._newest_failure
 
     def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
-        """Restore the state from the checkpoint of `step`; return its step.
+        """Restore the state from a checkpoint, and return the checkpoint's step.
 
         Args:
-            step: a number; `latest`, the newest intact one (damaged ones are skipped with a warning); `auto`,
-                the same, or 0 and an untouched state where there is none.
-            verify: what is checked before a byte is used: every byte, or sizes only.
+            step: a number, or `latest` for the newest intact checkpoint (damaged checkpoints are skipped with a
+                warning). `auto` is the same, but without any checkpoint it returns 0 and leaves the state.
+            verify: what is checked before loading: every byte (`full`), or only sizes (`size`).
 
         Raises:
-            CheckpointError: it is missing or damaged, holds no optimizer, or does not fit the state.
+            CheckpointError: the checkpoint is missing or damaged, has no optimizer, or does not fit the state.
         """
         self.wait()
         found = self._control.on_main(lambda: self._choose(step, verify), error=CheckpointError)
@@ -400,13 +401,13 @@ class Checkpointer:
 
 
 def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
-    """Save tensors, optimizer, values and random generators into `directory` and commit it. Collective.
+    """Save tensors, optimizer, values and random generators into `directory`. Collective.
 
     Args:
-        directory: must not exist; is written under a temporary name beside it and renamed.
+        directory: a path that does not exist. The files are written under a temporary name, which is then renamed.
 
     Raises:
-        SaveError: on every rank, with the reason of the one that failed.
+        SaveError: a rank failed. Every rank raises it, with that rank's reason.
     """
     ranks = RankGroup()
     whole = as_state(state)
@@ -425,10 +426,10 @@ def load_state_with_optimizer(
     seed: int = 0,
     verify: Verification = "full",
 ) -> int:
-    """Restore everything that `save_state` saved, optimizer and random generators too; return the step. Collective.
+    """Restore everything that `save_state` saved, and return its step. Collective.
 
     Raises:
-        CheckpointError: the directory is damaged, holds weights alone, or does not fit the state.
+        CheckpointError: the directory is damaged, has only weights, or does not fit the state.
     """
     path = Path(directory)
     if kind_of(path) is not Kind.CHECKPOINT:

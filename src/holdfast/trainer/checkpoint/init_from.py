@@ -239,21 +239,19 @@ def load_weights_only(
 ) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 
-    Other dtypes are cast, and the log says so. Where input and output embeddings are one tensor, the
-    file may have either name, or both with equal values.
-
-    Checkpoints and published weights are verified first. Nothing runs code of the source: the index of a
-    torch.distributed.checkpoint directory may name parts of an index alone.
+    Checkpoints and published weights are verified first. Other dtypes are cast, and the log says so. If input and
+    output embeddings are one tensor, the file may have either name, or both names with equal values. Code in the
+    source is never run.
 
     Args:
-        tensors: the live tensors of a model by their Hugging Face names; plain, or sharded over all ranks.
+        tensors: the model's tensors by their Hugging Face names, plain or sharded over all ranks.
         path: a checkpoint, a torch.distributed.checkpoint directory, a Hugging Face directory, or one file.
-        how: how checkpoints and published weights are verified, see `manifest.verify`.
-        layout: of files that hold other tensors than memory; unset: files have the same.
+        how: `full` checks every byte of checkpoints and published weights, `size` only sizes.
+        layout: the layout of files whose tensors differ from those in memory. Unset: they are the same.
 
     Raises:
-        CheckpointError: there are no weights, they are damaged, or not of this model: missing, surplus
-            or differently shaped tensors.
+        CheckpointError: there are no weights, they are damaged, or they do not fit the model (missing, surplus or
+            differently shaped tensors).
     """
     kind = require_weights(path)
     with RankGroup() as ranks:  # one rank reads every byte; what it finds is raised on all

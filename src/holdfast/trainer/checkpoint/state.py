@@ -272,7 +272,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once (the first name wins).
 
     Raises:
-        CheckpointError: a submodule keeps extra state (`get_extra_state`), which is no tensor.
+        CheckpointError: a submodule has extra state (`get_extra_state`), which is not a tensor.
     """
     transient = set()
     for prefix, part in module.named_modules():

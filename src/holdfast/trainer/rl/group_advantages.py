@@ -37,8 +37,8 @@ def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
 def grpo(rewards_G: Sequence[float]) -> list[float]:
     """Return `(r_i - mean(r)) / (std(r) + 1e-6)` (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
-    The paper leaves the kind of std open; this is the sample std (G - 1), as `torch.std` gives it in
-    TRL's GRPOTrainer and in verl, whose epsilon it takes too.
+    The std is the sample std (G - 1), as in TRL's GRPOTrainer and in verl; the epsilon is verl's. The paper does not
+    say which std it uses.
     """
     std = sample_std(rewards_G)
     return [centred / (std + STD_EPSILON) for centred in dr_grpo(rewards_G)]

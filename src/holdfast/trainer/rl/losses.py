@@ -34,26 +34,25 @@ from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, bounded, e
 
 @dataclass(frozen=True)
 class PolicyLossInput:
-    """What a policy loss sees.
+    """The input of a policy loss: one number for each of the N trained tokens of a micro-batch.
 
     Attributes:
-        logprobs_N: log-probabilities under the weights being trained; carries the gradient.
-        old_logprobs_N: the same under the trainer's weights at the start of this step, no gradient.
-        sampler_logprobs_N: log-probabilities under the sampler when the tokens were drawn; each token
-            under the version that drew it, also where a rollout spans versions.
-        advantages_N: advantage of each token.
-        entropy_N: entropy of the policy at each token, in nats; carries a gradient for a loss of the user, and where
-            `loss.entropy` asks for it.
-        weights_N: 1 / (sequences of the update * trained tokens of the sequence): sums to 1 over the update.
-        correction_N: the factor of `loss.correction`, no gradient; 1 without one.
-        sequence_N: which sequence of the update each token belongs to; those of a sequence are neighbours.
-        sequence_lengths: tokens of each of these sequences, in their order, where the caller knows them: a loss that
-            works on sequences counts them otherwise, for which it waits for the device.
-        step_sequences: sequences of the whole update, over all ranks.
-        step_tokens: trained tokens of the whole update, over all ranks.
-        reference_logprobs_N: log-probabilities under the reference, where there is one.
-        teacher_kl_N: KL of the policy from its teacher at each token, in nats, with `distillation.divergence = "full"`;
-            carries a gradient.
+        logprobs_N: log-probabilities under the weights being trained, with gradient.
+        old_logprobs_N: log-probabilities under the trainer's weights at the start of this step, without gradient.
+        sampler_logprobs_N: log-probabilities under the policy version that sampled each token.
+        advantages_N: the advantage of each token.
+        entropy_N: the entropy of the policy at each token, in nats. It has a gradient in your own loss, and in a
+            built-in loss with `loss.entropy`.
+        weights_N: 1 / (sequences of the update * trained tokens of the sequence). They sum to 1 over the update.
+        correction_N: the factors of `loss.correction`, without gradient; 1 without a correction.
+        sequence_N: the number of each token's sequence. Tokens of one sequence are neighbours.
+        sequence_lengths: the tokens of each sequence, if the caller knows them. None: a loss counts them, and waits for
+            the device.
+        step_sequences: the sequences of the whole update, over all ranks.
+        step_tokens: the trained tokens of the whole update, over all ranks.
+        reference_logprobs_N: log-probabilities under the reference; None without a reference.
+        teacher_kl_N: the KL divergence of the policy from its teacher at each token, in nats, with gradient. None
+            except with `distillation.divergence = "full"`.
     """
 
     logprobs_N: Tensor
@@ -318,14 +317,14 @@ _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distrib
 
 
 def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
-    """Return the loss that `config.type` names: a built-in one, or the user's `module:function`.
+    """Return the loss that `config.type` names: a built-in loss, or `module:function`.
 
-    A built-in loss is - sum_t w_t c_t objective_t, with the weights of `aggregation` and the factors of
-    `correction`. A function of the user is called as `function(data, **config.args)` with a
-    `PolicyLossInput` that holds them, and returns what a `PolicyLoss` returns.
+    A built-in loss is - sum_t w_t c_t objective_t, with the weights w of `aggregation` and the factors c of
+    `correction`. Your own function is called as `function(data, **config.args)`, where `data` has both. It returns the
+    loss, a scalar, and counts of tokens by name.
 
     Raises:
-        ConfigError: the user's function cannot be loaded, or does not take `config.args`.
+        ConfigError: the function cannot be loaded, or does not accept `config.args`.
     """
     inner = _built_in_loss(config) if config.type in POLICY_LOSSES else _user_loss(config)
 

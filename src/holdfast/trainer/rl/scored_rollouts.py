@@ -114,27 +114,29 @@ def _read_only(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollout:
-    """One rollout as an advantage sees it; it is only to be read. T: its sampled tokens, in their order.
+    """One rollout as an advantage sees it. It is read-only. T is the number of its sampled tokens.
 
     Attributes:
-        environment: name of the environment.
-        task_id: position of the task in the environment's endless sequence.
-        token_ids: the whole session, prompt first, int32: its branches, one after the other.
-        places: of the sampled tokens in `token_ids`, (T,).
-        turns: first token and end of every stretch of sampled tokens, as indices of T.
-        logprobs: under the policy that sampled, at its temperature, (T,), float32.
-        old_logprobs: under the trainer's weights before this step, (T,); None where the run has no need of them.
-        reference_logprobs: under the reference or a teacher, (T,); None without one.
-        truncated: a token limit ended the session or a turn.
-        is_trained: whether its tokens are in the loss; with `rewards.truncated = "mask"` truncated ones are not.
-        environment_reward: what the environment gave.
-        metrics: further numbers of the environment.
-        reward: what it earned as a whole: after reward model, length penalty, clip and scale, less its KL penalties.
-        step_ends: last token of every part that has a reward of its own, a turn or a token, as indices of T, (K,).
+        environment: the environment's name.
+        task_id: the task's number in the environment.
+        token_ids: the whole session, prompt first, int32. Branches follow each other.
+        places: the positions of the sampled tokens in `token_ids`, (T,).
+        turns: the first token and the end of each sampled turn, as indices into the T tokens.
+        logprobs: log-probabilities under the policy that sampled, at its temperature, (T,), float32.
+        old_logprobs: log-probabilities under the trainer's weights before this step, (T,). None if the run does not
+            measure them.
+        reference_logprobs: log-probabilities under the reference or a teacher, (T,). None without either.
+        truncated: whether a token limit ended the session or a turn.
+        is_trained: whether its tokens are in the loss. Truncated rollouts are not with `rewards.truncated = "mask"`.
+        environment_reward: the environment's reward.
+        metrics: the environment's other numbers.
+        reward: the reward of the whole rollout, after reward model, length penalty, clip and scale, less the KL
+            penalties.
+        step_ends: the last token of each turn or token with its own reward, as indices into the T tokens, (K,).
         step_rewards: these rewards, as the environment gave them, (K,), float64.
-        token_rewards: all of it token by token, (T,), float64: KL penalties at each token, rewards of parts at their
-            last, the rest at the last of all.
-        branch_starts: where in `token_ids` each branch begins, a sequence of its own to the policy.
+        token_rewards: the rewards of each token, (T,), float64. KL penalties are at each token, rewards of turns at
+            the turn's last token, and the other rewards at the last token.
+        branch_starts: the position in `token_ids` at which each branch begins.
     """
 
     environment: str
@@ -157,12 +159,12 @@ class ScoredRollout:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were sampled: T."""
+        """The number of sampled tokens, T."""
         return len(self.places)
 
     @property
     def total_reward(self) -> float:
-        """The reward of the whole and of all its parts."""
+        """The reward of the whole rollout plus the rewards of its turns or tokens."""
         return self.reward + math.fsum(self.step_rewards.tolist())
 
 

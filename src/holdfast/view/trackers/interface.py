@@ -16,17 +16,20 @@ from holdfast.process.imports import load_function
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run as a tracker knows it.
+    """The run as a tracker sees it.
 
     Attributes:
-        id: the same through all restarts; with `-2` behind it after the run went back and took another way.
-        history: 1, or that 2.
-        name: for people.
-        project: that it belongs to.
+        id: the run's id, the same after every restart. It gets the suffix `-2` if the run was resumed from an earlier
+            step and trained other steps.
+        history: the number of that suffix; 1 without a suffix.
+        name: the run's name.
+        project: the run's project.
+        tags: the run's tags.
         directory: the run directory.
-        settings: of the attempt that goes on, by dotted key, without secrets.
-        attempt: its number.
-        origin: the id of the run, and the step, that it was forked from; of an other way: of this run.
+        settings: the settings of the current attempt, by dotted key, without secrets.
+        attempt: the number of the current attempt.
+        origin: the id and the step of the run from which this run was forked. After a resume from an earlier step: of
+            this run. None otherwise.
     """
 
     id: str
@@ -41,59 +44,60 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Takes the metrics of one run, of one step after the other. Everything is called by one thread of one process.
+    """Base class of trackers: it gets the metrics of one run, step by step, in one thread of one process.
 
     Attributes:
-        begins_anew: set by `begin`: nothing that was sent before is there, so evaluations and alerts come again, too.
+        begins_anew: set it in `begin` if the tracker has nothing that was sent before. Evaluations and alerts are then
+            sent again, too.
     """
 
     begins_anew = False
 
     @abstractmethod
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Begin with a run, or go on with it.
+        """Begin a run, or continue it.
 
         Args:
-            after: everything up to this step was logged and flushed before.
+            after: the last step that was logged and flushed before.
 
         Returns:
-            The step up to which the tracker has everything, for good: what comes next is the step behind it. That is
-            `after`, unless the tracker knows better: whoever sent it was killed between `log` and the note of that.
+            The last step that the tracker has for good; the next step follows it. Return `after` unless the tracker
+            knows better: the sender may have been killed after `log`.
         """
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step; those that are no numbers are left out."""
+        """Store the metrics of a step. Values that are not numbers are left out before."""
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
-        """Take what an evaluation beside training (`sft`, `dpo`) found of `step`; later steps may have been logged.
+        """Store the results of an evaluation of `step` (`sft`, `dpo`). Later steps may already be logged.
 
-        A tracker that does not define this gets none.
+        The default stores nothing.
 
         Args:
-            is_last: no further step comes: it will not be asked again.
+            is_last: whether this is the last call.
 
         Returns:
-            Whether it has it; else it is asked again, behind the next step.
+            Whether the tracker has stored it. If not, it is called again after the next step.
         """
         return True
 
     def alert(self, kind: str, text: str, *, step: int | None) -> None:
-        """Take an alert or a warning of the run. A tracker that does not define this gets none.
+        """Store an alert or a warning of the run. The default stores nothing.
 
         Args:
-            kind: `alert`: of the metrics; `warning`: anything else.
-            step: at which it was given, where that is known.
+            kind: `alert` for metrics, `warning` for anything else.
+            step: the step at which it was given, if known.
         """
         return
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when what was logged survives the end of this process, as far as the tracker can tell."""
+        """Return when everything logged survives the end of this process, as far as the tracker can tell."""
 
     @abstractmethod
     def close(self) -> None:
-        """End: nothing more comes now, be it that the run is over or that it is interrupted."""
+        """Close the tracker, because the run has ended or was interrupted."""
 
 
 # Name of the setting -> our class, the module that must be installed, and the extra that installs it.

@@ -180,7 +180,7 @@ def test_advantages_reach_every_token_of_their_rollouts() -> None:
     assert given == [[0.0, 0.25], [0.0, -2.0], [3.0, 3.0], [0.0, 1.0]]
 
 
-# The example of docs/extending.md.
+# The example of docs/losses.md.
 def shortest_of_the_best(groups: list[list[ScoredRollout]]) -> list[list[float]]:
     """1 for the shortest of the best rollouts of each problem, 0 for the others."""
     best = [max(group, key=lambda one: (one.reward, -one.num_tokens)) for group in groups]
@@ -238,7 +238,7 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
 
 
 def test_the_documentation_shows_the_example() -> None:
-    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "extending.md").read_text()
+    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])

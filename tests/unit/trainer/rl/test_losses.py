@@ -141,7 +141,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], message: 
         PolicyLossConfig.model_validate(settings)
 
 
-# The example of docs/extending.md.
+# The example of docs/losses.md.
 def reinforce_with_entropy(data: PolicyLossInput, *, coef: float = 0.01) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE, corrected as `loss.correction` says, with a bonus for entropy; every sequence counts the same."""
     objective_N = data.correction_N * data.advantages_N * data.logprobs_N + coef * data.entropy_N
@@ -202,7 +202,7 @@ def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
     docs = ROOT / "docs"
-    assert inspect.getsource(reinforce_with_entropy) in (docs / "extending.md").read_text()
+    assert inspect.getsource(reinforce_with_entropy) in (docs / "losses.md").read_text()
     page = (docs / "losses.md").read_text()
     for name, built_in in POLICY_LOSSES.items():
         defaults = built_in.defaults
