@@ -1,4 +1,4 @@
-"""Run the checks on this machine's GPU, and print what they found as the table of docs/gpu.md.
+"""Run the checks on this machine's GPU, and print what they found as the table of docs/developing.md.
 
     python -m tests.gpu [words that pytest takes, such as -k attention]
 

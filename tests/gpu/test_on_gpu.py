@@ -1,4 +1,4 @@
-"""What can be known on a GPU alone. `python -m tests.gpu` runs it and prints the table for docs/gpu.md.
+"""What can be known on a GPU alone. `python -m tests.gpu` runs it and prints the table for docs/developing.md.
 
 Every check is a function of a device; `tests/unit/project/test_gpu_checks.py` runs them on a CPU, at toy size.
 """

@@ -68,10 +68,10 @@ class RlConfig(Command):
     """For the orchestrator: evaluations on held-out tasks during the run."""
 
     share_gpus: bool = False
-    """Let engines and trainer have the same GPUs, such as the only one; unset: each has its own (docs/gpu.md)."""
+    """Let engines and trainer have the same GPUs, such as the only one; unset: each has its own (docs/your_model.md)."""
 
     deterministic: bool = False
-    """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/gpu.md)."""
+    """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/guarantees.md)."""
 
     max_restarts: int = Field(default=3, ge=0)
     """Start a process that died again, at most this often within `restart_window_s`; 0: the run ends."""
