@@ -68,7 +68,7 @@ class RlConfig(Command):
     """For the orchestrator: evaluations on held-out tasks during the run."""
 
     share_gpus: bool = False
-    """Let engines and trainer have the same GPUs, such as the only one; unset: each has its own (docs/your_model.md)."""
+    """Let engines and trainer share GPUs, such as the only one; unset: each has its own (docs/your_model.md)."""
 
     deterministic: bool = False
     """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/guarantees.md)."""
@@ -80,7 +80,7 @@ class RlConfig(Command):
     """The time in which `max_restarts` are counted, for each process by itself."""
 
     heartbeat_timeout_s: float = Field(default=120.0, gt=0)
-    """A process that shows no sign of life for this long counts as dead."""
+    """A process that sends no heartbeat for this long counts as dead."""
 
     storage_timeout_s: float = Field(default=3600.0, ge=0)
     """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained

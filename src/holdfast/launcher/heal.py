@@ -383,7 +383,7 @@ class _Watcher:
     def _go_on_without(self, child: Child) -> Child | int | None:
         """Leave a dead process out until the next attempt; return what became of the run then."""
         reason = str(self._deaths.error_of(child)).replace("\n", "\n  ")
-        self._console.say(f"WARNING: the run goes on without {child.name}, which is not started again. {reason}")
+        self._console.say(f"WARNING: the run continues without {child.name}, which is not started again. {reason}")
         self._supervisor.give_up(child)
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
 

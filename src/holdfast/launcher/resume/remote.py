@@ -65,7 +65,8 @@ def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
     if later := remote.set_aside_after(step):
         if run_dir.holds_run():
             remote.write_identity(run_dir)  # another machine must know that the run went back
-        print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
+        steps = ", ".join(f"step_{number}" for number in later)
+        print(f"moved aside at {url}, because it is later than step {step}: {steps}")
 
 
 def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, wanted: int | str | None) -> None:
