@@ -241,8 +241,8 @@ class Deaths:
                 say(f"{child.name} has sent no heartbeat for {silent_s:.0f} s: killing it")
             elif (stuck := monitor.stuck()) is not None:
                 who = f"{child.name} ({stuck.part})" if stuck.part else child.name
-                self._stuck[child.process] = f"{who} came no further in {stuck.doing}"
-                say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
+                self._stuck[child.process] = f"{who} made no progress in {stuck.doing}"
+                say(f"{who} has made no progress for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
             else:
                 continue
             # Before the kill: afterwards nobody can say where it hung.

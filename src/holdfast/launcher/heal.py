@@ -368,8 +368,8 @@ class _Watcher:
         path, free_bytes = fullest(self._run_dir)
         reason = str(error).split(". ")[0].split("\n")[0]
         self._console.say(
-            f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
-            f"goes on by itself (next try in {delay_s:g} s)"
+            f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or repair it, and the run "
+            f"continues by itself (next try in {delay_s:g} s)"
         )
         return self._pause(delay_s)
 

@@ -144,7 +144,7 @@ def _goes_on(
     source = trainer.ckpt.resume_dir if trainer.ckpt else None
     if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
         raise RunDirError(
-            f"{run_dir.path} already holds a run that was not forked from {source}: go on with that run by "
+            f"{run_dir.path} already holds a run that was not forked from {source}: continue that run by "
             "--ckpt.resume-step auto, or choose another directory with --output-dir."
         )
     others: dict[str, Command] = {"orchestrator": orchestrator} if orchestrator is not None else {}
@@ -403,7 +403,7 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     if made_by != trainer.program:
         raise CheckpointError(
             f"{directory} is a checkpoint of {made_by or 'another training loop or an older version'}, and "
-            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} with another "
+            f"{trainer.program} cannot continue from it. --ckpt.weights-only {directory} with another "
             "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"

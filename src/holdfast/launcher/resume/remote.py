@@ -73,7 +73,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
     there = f"{remote.url} holds the checkpoints of steps {', '.join(map(str, steps))}"
     choose = "Choose another place with --ckpt.dir"
     if steps and wanted is None:
-        raise RunDirError(f"{there} of an earlier run. {choose}, or go on from them with --ckpt.resume-step latest.")
+        raise RunDirError(f"{there} of an earlier run. {choose}, or continue from them with --ckpt.resume-step latest.")
     if not run_dir.holds_run():
         return
     identity = run_dir.identity()

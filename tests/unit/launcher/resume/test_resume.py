@@ -173,7 +173,7 @@ def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys:
     source = other.checkpoint(5)
     new.create()
     add_checkpoint(new, 3)
-    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: go on with that run"):
+    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: continue that run"):
         start(config_of(new, resume_dir=source))
     assert start(config_of(new, resume_dir=source, resume_step="auto")).resume_step == 3
     assert new.forked_from() is None
