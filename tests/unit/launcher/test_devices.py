@@ -59,7 +59,7 @@ def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_pat
     assert run.code == 0, run.log
     names = {1: "0", 2: "0,1", 8: "0-7"}[count]
     assert f"trainer on GPU {names} ({count} x NVIDIA H100 80GB HBM3); set by the device: " in run.log
-    assert "model.dtype = bfloat16, model.activation_checkpointing = true, model.logits_chunk_tokens = 1024" in run.log
+    assert "dtype = bfloat16, activation_checkpointing = true, logits_chunk_tokens = 1024" in run.log
     row = next(line for line in run.log.splitlines() if line.startswith("trainer  "))
     assert row.split()[1:4] == [os.uname().nodename, "GPU", names]
     assert row.split()[4] == str(count) and row.split()[-1] == "bfloat16"
