@@ -104,7 +104,7 @@ class RlConfig(Command):
     docs/console.md."""
 
     clean: bool = False
-    """Remove a run that the output directory already holds, then start afresh."""
+    """Remove a run that the output directory already holds, then start from scratch."""
 
     @field_validator("cluster")
     @classmethod
