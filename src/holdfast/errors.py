@@ -91,9 +91,7 @@ STORAGE_FAILED = 5
 STUCK = 6
 MOST_KILLED = 20
 """Times in a row that the processes which play for an environment may be killed from outside."""
-GO_ON_OR_BEGIN_AGAIN = (
-    "go on with --ckpt.resume-step latest, or, where there is no checkpoint, begin again with --clean"
-)
+GO_ON_OR_BEGIN_AGAIN = "continue with --ckpt.resume-step latest, or start again with --clean if there is no checkpoint"
 """What a run is advised whose process does not know what was saved."""
 _STORAGE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),

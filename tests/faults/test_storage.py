@@ -84,7 +84,7 @@ def failed_steps(log: str) -> list[int]:
 
 
 def saved_steps(log: str) -> list[int]:
-    return [int(step) for step in re.findall(r"saved checkpoint \(step=(\d+)", log)]
+    return [int(step) for step in re.findall(r"checkpoint saved \(step=(\d+)", log)]
 
 
 def check_message(run: Run, reason: str, *, step: int = 4) -> None:

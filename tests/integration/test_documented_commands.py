@@ -12,8 +12,7 @@ from tests.pages.runs import Checkout, can_be_started, is_run
 
 _LOOKED_INTO = ("files.md", "environments.md", "evaluation.md", "first_run.md")
 STARTED = {"README.md", "checkpoints.md", *_LOOKED_INTO}
-"""Pages whose commands are all started here; of the others they are checked by --dry-run, as those of kill_it.md, which
-are the README's."""
+"""Pages whose commands are all started here; of the others they are checked by --dry-run."""
 pytestmark = [pytest.mark.docs, pytest.mark.launch, pytest.mark.timeout(2400)]  # many whole runs in one test
 # A user's own run and a store on a network: checked, not started.
 _NOT_STARTED = "my_run.toml"
@@ -29,9 +28,9 @@ def test_the_page_about_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_readme(tmp_path: Path) -> None:
-    """All of it, the quick start too; every run of it and of first_run.md is killed as well, and its words given again.
+    """All of it, the quick start too; each of its runs, and the first of first_run.md, is killed and given again.
 
-    They end with the bits of those that nobody killed; so does the second run of `Kill it`.
+    They end with the bits of those that nobody killed; so does the second run of the README.
     """
     whole, killed = (Checkout(tmp_path / name) for name in ("whole", "killed"))
     printed = {}
@@ -42,7 +41,7 @@ def test_the_readme(tmp_path: Path) -> None:
         printed[tuple(command.words[:3])] = whole.start(command, *short)
         if is_run(command):
             killed.start_and_kill(command, *short, printed=printed[tuple(command.words[:3])])
-    (first,) = filter(is_run, commands(ROOT / "docs" / "first_run.md"))
+    first = next(filter(is_run, commands(ROOT / "docs" / "first_run.md")))
     killed.start_and_kill(first, printed=printed[tuple(first.words[:3])])
 
     made, remade = ({path.parent.parent.parent.name: path for path in sorted(

@@ -137,7 +137,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
             break
     out = process.wait(4 * HANG_S).log
     assert process.code == 0 and "inference died; starting it again" in out, out
-    assert "tasks 96 done " in out and lines_of(directory)[: len(kept)] == kept
+    assert "evaluating: 96 tasks, done " in out and lines_of(directory)[: len(kept)] == kept
     assert sorted(lines_of(directory)) == sorted(lines_of(tmp_path / "straight"))
     assert summary_in(directory) == summary_in(tmp_path / "straight")
 

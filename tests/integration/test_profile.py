@@ -52,7 +52,7 @@ def test_two_ranks_are_profiled_and_their_bits_stay(
             trace.check_phase(phase)
 
     resumed = train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
-    assert "profile = 3:5: the run goes on from step 4, and is profiled from there" in resumed.log
+    assert "profile = 3:5: the run continues from step 4, and is profiled from there" in resumed.log
     (path,) = profiled.profiles()
     assert path == profiled.logs(2) / "profile_steps_5_to_5"
     assert Trace.read(path, rank=1).steps() == [5]

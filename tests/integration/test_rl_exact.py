@@ -142,7 +142,7 @@ def test_keep_bounds_checkpoints_weights_and_journal(synchronous: SynchronousRun
 def test_resuming_an_older_step_sets_the_future_aside(synchronous: SynchronousRuns) -> None:
     run_dir, output = synchronous.run_dir, synchronous.resumed.output
     discarded = run_dir.discarded(2)
-    assert "set aside in discarded/attempt_2, as it lies after step 6" in output
+    assert "moved to discarded/attempt_2, because it is later than step 6" in output
     aside = ["checkpoints/step_9", "weights/step_9", "rollouts/step_7", "rollouts/step_8", "rollouts/step_9"]
     for name in (*aside, "metrics.jsonl"):
         assert (discarded / name).exists() and name in output, name

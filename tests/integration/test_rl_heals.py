@@ -23,8 +23,8 @@ _WITH_A_SERVER = [
     Blow(3, orchestrator, signal.SIGKILL, r"orchestrator was killed by signal 9: starting it again \(restart 1 of 3\)"),
     Blow(6, rank, signal.SIGKILL, r"trainer ended with exit code 137: starting it again \(restart 1 of 3\)"),
     Blow(9, trainer, signal.SIGKILL, r"trainer was killed by signal 9: starting it again \(restart 2 of 3\)"),
-    Blow(12, orchestrator, signal.SIGSTOP, r"orchestrator has shown no sign of life for \d+ s: killing it"),
-    Blow(15, rank, signal.SIGSTOP, r"trainer has shown no sign of life for \d+ s: killing it"),
+    Blow(12, orchestrator, signal.SIGSTOP, r"orchestrator has sent no heartbeat for \d+ s: killing it"),
+    Blow(15, rank, signal.SIGSTOP, r"trainer has sent no heartbeat for \d+ s: killing it"),
 ]
 
 

@@ -131,7 +131,7 @@ def test_the_run_goes_on_from_the_newest_checkpoint(disturbed: DisturbedRun) -> 
     attempts, committed = zip(*disturbed.attempts.values(), strict=True)
     assert committed[0] == []
     for steps, after in zip(committed, (*attempts[1:], disturbed.last), strict=True):
-        start = f"resuming from step {steps[-1]} in" if steps else "starting afresh in"
+        start = f"resuming from step {steps[-1]} in" if steps else "starting from scratch in"
         assert start in after.output
 
 

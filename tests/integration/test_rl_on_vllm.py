@@ -46,7 +46,7 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
 _OWN_SERVER = [
     Blow(3, inference, signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
     Blow(7, engine, signal.SIGKILL, r"inference ended with exit code \d+: starting it again \(restart 2 of 3\)"),
-    Blow(11, engine, signal.SIGSTOP, r"inference has (shown no sign of life|come no further) for \d+ s.*: killing it"),
+    Blow(11, engine, signal.SIGSTOP, r"inference has (sent no heartbeat|made no progress) for \d+ s.*: killing it"),
 ]
 
 

@@ -125,7 +125,7 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
 
 def _answers(run: RlRun) -> bool:
     """Whether the run's own server answers, with whatever it loaded itself."""
-    own = re.search(r"waiting for inference  urls (\S+)", run.output)
+    own = re.search(r"waiting for inference: (\S+)", run.output)
     assert own, run.output
     try:
         return httpx.get(f"{own[1]}/weights", timeout=HANG_S).status_code == 200

@@ -35,7 +35,7 @@ def test_a_loss_that_never_returns_costs_a_restart(rl_server: UsedServer, tmp_pa
         straight = complete(run)
     assert straight.exit_code == 0, straight.output
     with RlRun(tmp_path / "run", *flags, environment=environment) as run:
-        run.wait_for_match(r"trainer \(rank 0\) has come no further for \d+ s in step \d: killing it")
+        run.wait_for_match(r"trainer \(rank 0\) has made no progress for \d+ s in step \d: killing it")
         healed = complete(run)
     assert once.exists()
     assert 'stuck_loss.py", line 10 in loss' in (healed.run_dir.logs(1) / "trainer.log").read_text()

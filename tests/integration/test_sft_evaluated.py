@@ -53,7 +53,7 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     assert sent == [(0, 0.0), (4, 4.0), (8, 8.0)]
     assert [step for step in range(9) if run_dir.is_evaluated(step)] == [0, 4, 8]
     for step in (0, 4, 8):
-        assert again.log.count(f"evaluated  step {step} ") == 1, again.log
+        assert again.log.count(f"evaluated: step {step}, ") == 1, again.log
         summary = summary_in(run_dir.evaluation(step))
         assert summary.environments["reverse_text"].num_tasks == 6
         assert not list(run_dir.evaluation(step).glob("model_step_*")), "what was exported for it is gone"
@@ -66,7 +66,7 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     assert weights[0].read_bytes() == weights[1].read_bytes()
     # Step 8 is there and evaluated: nothing is left to do.
     third = started(run_dir.path, *ASKS, "--ckpt.resume-step", "latest", log="third").wait(2 * HANG_S)
-    assert third.code == 0 and "evaluated  step" not in third.log, third.log
+    assert third.code == 0 and "evaluated: step" not in third.log, third.log
     assert {step: (run_dir.evaluation(step) / ROLLOUTS_NAME).read_bytes() for step in (0, 4, 8)} == lines
 
 
@@ -75,6 +75,6 @@ def test_an_evaluation_that_fails_ends_no_training(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run = started(run_dir.path, *ASKS[:-2], "--eval.environments", environments).wait(2 * HANG_S)
     assert run.code == 0 and "finished step 8 of 8" in run.log, run.log
-    assert "WARNING: the run goes on without evaluation" in run.log and "it is not to be" in run.log
+    assert "WARNING: the run continues without evaluation" in run.log and "it is not to be" in run.log
     assert not run_dir.is_evaluated(0)
     assert run_dir.given_up.exists() and run_dir.committed_steps()[-1] == 8

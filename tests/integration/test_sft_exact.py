@@ -38,7 +38,7 @@ def test_a_killed_run_ends_in_the_same_bits(tiny_model: ModelFactory, sft_data: 
 
     output = tmp_path / "killed"
     killed = shared_commands().sft(output, model, sft_data, *flags, trainer_fault=held_commit(LAST))
-    wait_until(lambda: "saved checkpoint  step 4" in killed.log or killed.has_ended, "the checkpoint of step 4")
+    wait_until(lambda: "checkpoint saved: step 4" in killed.log or killed.has_ended, "the checkpoint of step 4")
     os.killpg(killed.pid, signal.SIGKILL)
     run_dir = RunDir(output)
     assert killed.wait().code == -signal.SIGKILL and run_dir.published_weights() == [], killed.log

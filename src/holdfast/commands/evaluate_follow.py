@@ -196,7 +196,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     directory = RunDir(_directory(config, step))
     if (directory.path / SUMMARY_NAME).exists():
         what = f"not of the weights that step {step} has now, or damaged"
-        print(f"{directory.path} is {what}: it is evaluated anew", flush=True)
+        print(f"{directory.path} is {what}: evaluating it again", flush=True)
         atomic.remove_directory(directory.path)
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
@@ -266,7 +266,7 @@ def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
     elif (directory.path / ROLLOUTS_NAME).exists():  # of who knows which policy
         differing.append(IDENTITY_NAME)
     if differing:
-        print(f"{directory.path} was begun with other {', '.join(differing)}: it is evaluated anew", flush=True)
+        print(f"{directory.path} was begun with other {', '.join(differing)}: evaluating it again", flush=True)
         atomic.remove_directory(directory.path)
 
 

@@ -407,7 +407,7 @@ def _watch(supervisor: Supervisor, progress: _PhasePrinter, path: Path) -> int:
 
 def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
     supervisor.stop()
-    print(f"stopped; what is done is in {path}, and the same command goes on from there")
+    print(f"stopped; finished tasks are in {path}: the same command continues")
     return 128 + number
 
 

@@ -146,7 +146,7 @@ class CkptConfig(Section):
 
     weights_only: Path | None = None
     """Warm start: take the weights of a checkpoint or a Hugging Face directory and nothing else;
-    optimizer, counters and data start afresh."""
+    optimizer, counters and data start from scratch."""
 
     verify: Literal["full", "size"] = "full"
     """What is checked before a checkpoint is used: every byte, or sizes only (for very large ones)."""

@@ -73,7 +73,7 @@ class EvaluateConfig(Command):
     """What goes to stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
     clean: bool = False
-    """Remove the evaluation that the output directory already holds, then start afresh."""
+    """Remove the evaluation that the output directory already holds, then start from scratch."""
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:

@@ -355,6 +355,7 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
     if elsewhere := misplaced(files.parts, command.model_fields, _keys_of_sections(command)):
         return "\n       ".join(elsewhere)
     lines: dict[str, list[str]] = {}
+    sections: set[str] = set()
     keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():
         location, model = _resolve(finding["loc"], command)
@@ -368,6 +369,7 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
             value = finding["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
             reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            reason = reason.partition(", unable to parse string")[0]
             if finding["type"] == "missing":
                 reason, shown = "is needed", ""
             if finding["type"] == "model_type":  # pydantic names classes here
@@ -375,8 +377,12 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
                 if any(isinstance(part, int) for part in location):
                     reason = 'is an object of settings, {"NAME": VALUE, ...}'
             text = f"'{key}' {reason}{shown}" if key else reason
+            if key and not shown and finding["type"] == "value_error":
+                sections.add(key)
         lines.setdefault(key, []).append(text)
-    shown = [f"{_origin(key, files, given)}{_joined(key, texts)}" for key, texts in lines.items()][:_MOST_LINES]
+    shown = [
+        _with_origin(key, _joined(key, texts), files, given, is_section=key in sections) for key, texts in lines.items()
+    ][:_MOST_LINES]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more like these")
     return "\n       ".join(shown)
@@ -450,16 +456,33 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _origin(key: str, files: _Files, given: dict[str, str]) -> str:
-    """Return `file: ` or `flag --x: ` for a dotted key, by the longest part of it that was given."""
+def _with_origin(key: str, text: str, files: _Files, given: dict[str, str], *, is_section: bool) -> str:
+    """Put the file or flag that gave a dotted key before a finding, by the longest part of the key that was given.
+
+    Args:
+        is_section: settings of this section do not fit together: the flags that the finding names gave them.
+    """
+    told = text.removeprefix(f"'{key}' ")
+    if key in given:  # the flag says the key
+        return f"flag {given[key]} {told}"
+    if is_section:
+        words = re.findall(r"\w+", told)
+        named = {
+            name.rpartition(".")[2]: flag
+            for name, flag in given.items()
+            if name.startswith(f"{key}.") and name.rpartition(".")[2] in words
+        }
+        if named:
+            said = told if words[0] in named else text
+            return f"flag{'s' if len(named) > 1 else ''} {', '.join(named.values())}: {said}"
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
         if prefix in given:
-            return f"flag {given[prefix]}: "
+            return f"flag {given[prefix]}: {text}"
         if prefix in files.origin:
-            return f"{files.origin[prefix]}: "
-    return ""
+            return f"{files.origin[prefix]}: {text}"
+    return text
 
 
 def to_toml(config: BaseModel) -> str:

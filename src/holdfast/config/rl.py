@@ -80,7 +80,7 @@ class RlConfig(Command):
     """The time in which `max_restarts` are counted, for each process by itself."""
 
     heartbeat_timeout_s: float = Field(default=120.0, gt=0)
-    """A process that shows no sign of life for this long counts as dead."""
+    """A process that sends no heartbeat for this long counts as dead."""
 
     storage_timeout_s: float = Field(default=3600.0, ge=0)
     """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
@@ -104,7 +104,7 @@ class RlConfig(Command):
     docs/console.md."""
 
     clean: bool = False
-    """Remove a run that the output directory already holds, then start afresh."""
+    """Remove a run that the output directory already holds, then start from scratch."""
 
     @field_validator("cluster")
     @classmethod

@@ -244,7 +244,7 @@ class TrainerConfig(TrainingCommand):
     """Give up when the orchestrator publishes no batch, and nobody gets anything else done, for this long."""
 
     hang_timeout_s: float = Field(default=1200.0, gt=0)
-    """A rank that comes no further within a step for this long, from one micro-batch to the next, counts as hung."""
+    """A rank that makes no progress within a step for this long, from one micro-batch to the next, counts as hung."""
 
     startup_timeout_s: float = Field(default=7200.0, gt=0)
     """The same until the end of the first step: loading, and compiling where that is on."""

@@ -315,7 +315,7 @@ class TrainingCommand(Command):
     """Train until this optimizer step (counted from the start of the run, also on resume)."""
 
     clean: bool = False
-    """Remove a run that the output directory already holds, then start afresh."""
+    """Remove a run that the output directory already holds, then start from scratch."""
 
     deterministic: bool = False
     """On GPUs take algorithms that give the same bits every time, for more time a step, and fail where there is none.

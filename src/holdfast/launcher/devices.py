@@ -276,7 +276,7 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
         raise ConfigError(f"parallel.{error}") from None
     if dtype not in (None, BY_DEVICE[device].dtype):
         print(
-            f"model.dtype = {dtype}, as the run has it; a new one on {device} would have {BY_DEVICE[device].dtype} "
+            f"model.dtype = {dtype}, kept from the run; a new run on {device} would take {BY_DEVICE[device].dtype} "
             f"(--model.dtype {BY_DEVICE[device].dtype} changes it)"
         )
     return chosen
@@ -351,8 +351,13 @@ def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequen
         engines: what the engines compute on.
     """
     where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {engine}" for engine in engines)])
-    settings = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
-    return where + (f"; set by that: {settings}" if settings else "")
+    # One name for the trainer and the engine if both got the same value.
+    values: dict[str, set[str]] = {}
+    for key, value in chosen.items():
+        values.setdefault(key.rpartition(".")[2], set()).add(str(value).lower())
+    names = [(key, key.rpartition(".")[2], str(value).lower()) for key, value in chosen.items()]
+    settings = dict.fromkeys(f"{key if len(values[name]) > 1 else name} = {value}" for key, name, value in names)
+    return where + (f"; set by the device: {', '.join(settings)}" if settings else "")
 
 
 def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machine, *, starts_inference: bool) -> str:

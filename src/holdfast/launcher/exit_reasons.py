@@ -132,9 +132,9 @@ def report_stop(number: int, trainer: Child | None, *, step: int, attempt: Attem
     try:
         steps = attempt.run_dir.committed_steps()
     except (OSError, ReadError) as error:
-        print(f"{stopped}; whether that is saved cannot be told: {error}")
+        print(f"{stopped}; cannot tell whether this step is saved: {error}")
         return NOT_SAVED
-    resume = f"to go on from step {steps[-1]}, {attempt.to_go_on}" if steps else "there is no checkpoint"
+    resume = f"to continue from step {steps[-1]}, {attempt.to_go_on}" if steps else "there is no checkpoint"
     is_saved = (steps[-1] if steps else 0) >= step
     code = trainer.process.returncode
     # 128 + N: it saved for a signal, ours or one that a scheduler sent to its ranks.
@@ -158,7 +158,7 @@ def profile_lines(run_dir: RunDir, config: TrainingCommand) -> list[str]:
     try:
         return [f"profile: {path} (a trace of each rank, for https://ui.perfetto.dev)" for path in run_dir.profiles()]
     except OSError as error:
-        return [f"which profiles there are cannot be told: {error}"]
+        return [f"cannot list the profiles: {error}"]
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,13 @@ def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: i
     try:
         steps = run_dir.committed_steps()
     except (OSError, ReadError) as error:
-        return End([*lines, f"which checkpoints there are cannot be told: {error}"], fields)
+        return End([*lines, f"cannot list the checkpoints: {error}"], fields)
     if not steps:
         # Who made a mistake on the command line wants to read that, and nothing else.
         if not step:
             return End([], fields)
         if exit_code < 128:  # a run that was stopped has said so
-            lines.append("no checkpoint was saved: a run that is to go on later needs --ckpt.interval N")
+            lines.append("no checkpoint was saved: with --ckpt.interval N a stopped run can continue")
         return End(lines, fields)
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"
@@ -203,7 +203,7 @@ def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: i
     to_go_on = attempt.to_go_on
     if is_finished and steps[-1] >= config.max_steps:
         to_go_on = f"give the same command with {resume} and a larger {config.length_flag}"
-    lines.append(f"last checkpoint: step {steps[-1]} in {last}; to go on, {to_go_on}")
+    lines.append(f"last checkpoint: step {steps[-1]} in {last}; to continue, {to_go_on}")
     return End(lines, fields)
 
 
@@ -238,11 +238,11 @@ class Deaths:
             if child.process.poll() is not None or child.process in self._killed:
                 continue
             if silent_s > self._timeout_s:
-                say(f"{child.name} has shown no sign of life for {silent_s:.0f} s: killing it")
+                say(f"{child.name} has sent no heartbeat for {silent_s:.0f} s: killing it")
             elif (stuck := monitor.stuck()) is not None:
                 who = f"{child.name} ({stuck.part})" if stuck.part else child.name
-                self._stuck[child.process] = f"{who} came no further in {stuck.doing}"
-                say(f"{who} has come no further for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
+                self._stuck[child.process] = f"{who} made no progress in {stuck.doing}"
+                say(f"{who} has made no progress for {stuck.seconds:.0f} s in {stuck.doing}: killing it")
             else:
                 continue
             # Before the kill: afterwards nobody can say where it hung.

@@ -368,8 +368,8 @@ class _Watcher:
         path, free_bytes = fullest(self._run_dir)
         reason = str(error).split(". ")[0].split("\n")[0]
         self._console.say(
-            f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or mend it, and the run "
-            f"goes on by itself (next try in {delay_s:g} s)"
+            f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or repair it, and the run "
+            f"continues by itself (next try in {delay_s:g} s)"
         )
         return self._pause(delay_s)
 
@@ -383,7 +383,7 @@ class _Watcher:
     def _go_on_without(self, child: Child) -> Child | int | None:
         """Leave a dead process out until the next attempt; return what became of the run then."""
         reason = str(self._deaths.error_of(child)).replace("\n", "\n  ")
-        self._console.say(f"WARNING: the run goes on without {child.name}, which is not started again. {reason}")
+        self._console.say(f"WARNING: the run continues without {child.name}, which is not started again. {reason}")
         self._supervisor.give_up(child)
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
 

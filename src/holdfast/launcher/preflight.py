@@ -221,7 +221,7 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
     for name in RATES:
         kept, new = getattr(config.optim, name), getattr(fresh, name)
         if kept != new:
-            print(f"optim.{name} = {kept}, as the run has it; a new one would have {new}")
+            print(f"optim.{name} = {kept}, kept from the run; a new run would take {new}")
     try:
         config.check_steps()
     except ValueError as error:
@@ -306,7 +306,8 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
         yield f"tasks: {names}"
         yield (
             f"steps: {config.max_steps:,} of {orchestrator.problems_per_step} x {orchestrator.group_size} rollouts, at "
-            f"most {orchestrator.sampling.max_tokens} sampled tokens a turn and {orchestrator.seq_len} in all; {rate}"
+            f"most {orchestrator.sampling.max_tokens} sampled tokens per turn and {orchestrator.seq_len} tokens per "
+            f"rollout; {rate}"
         )
     yield _checkpoints(config, is_rl=orchestrator is not None)
     if parameters:
@@ -316,7 +317,7 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
 def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:
     ckpt = config.ckpt
     if ckpt is None:
-        again = "trains its journaled batches again from the start" if is_rl else "begins anew"
+        again = "trains its journaled batches again from step 1" if is_rl else "starts from scratch"
         return f"no checkpoints: a killed run {again}; --ckpt.interval N saves after every N steps"
     parts = [f"every {ckpt.interval} steps"] if ckpt.interval else []
     parts += [f"every {ckpt.every_minutes:g} minutes"] if ckpt.every_minutes else []
@@ -329,7 +330,7 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
     shards = config.parallel.world_size // config.parallel.replicas
     each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
     what = "weights" if config.model.lora is not None else "weights, gradients and optimizer"
-    return f"memory: about {size(each)} a rank for {what}; activations and logits come on top (docs/memory.md)"
+    return f"memory: about {size(each)} per rank for {what}, plus activations and logits (docs/memory.md)"
 
 
 _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")

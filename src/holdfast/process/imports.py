@@ -235,7 +235,7 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
             raise
         raise ConfigError(
             f"{needed_by} needs the extra '{extra}', which is not installed: `uv sync --inexact --extra {extra}` in a "
-            f"checkout, or `pip install 'holdfast[{extra}]'` where holdfast is installed (see docs/installation.md)"
+            f"checkout, or `pip install 'holdfast[{extra}]'` where holdfast is installed (see docs/your_model.md)"
         ) from None
 
 

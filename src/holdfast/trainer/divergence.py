@@ -55,7 +55,7 @@ class DivergenceWatch:
             return None
         return (
             f"the gradient norm is {norm:.3g}, and {median:.3g} was usual: training diverges. Lower optim.lr, or add "
-            "optim.warmup_steps, and go on from an earlier checkpoint"
+            "optim.warmup_steps, and continue from an earlier checkpoint"
         )
 
     def _zero(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -85,8 +85,8 @@ class DivergenceWatch:
             return None
         return (
             f"the loss is {loss:.3g}, {self._lowest:.3g} was its best, and for {_HIGH_STEPS} steps it is above all "
-            "before them: the model gets worse. Lower optim.lr, or add optim.warmup_steps, and go on from an earlier "
-            "checkpoint"
+            "before them: the model gets worse. Lower optim.lr, or add optim.warmup_steps, and continue from an "
+            "earlier checkpoint"
         )
 
 
@@ -100,8 +100,8 @@ def _disagree(metrics: Mapping[str, float | None]) -> str | None:
     if mismatch_kl is None or mismatch_kl <= _MISMATCH_KL:
         return None
     return (
-        f"mismatch_kl is {mismatch_kl:.3g} nats a token: the policy that is trained is far from the one that sampled. "
-        "Lower optim.lr or async_level, and go on from an earlier checkpoint"
+        f"mismatch_kl is {mismatch_kl:.3g} nats per token: the trained policy is far from the policy that sampled. "
+        "Lower optim.lr or async_level, and continue from an earlier checkpoint"
     )
 
 

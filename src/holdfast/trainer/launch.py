@@ -175,7 +175,7 @@ class NodeLink:
             if beat != heard:
                 self._heard[node] = (beat, now)
             elif beat and now - since > self._silent_s:  # one that never beat is waited for by the rendezvous
-                return f"node {node} has shown no sign of life for {now - since:.0f} s"
+                return f"node {node} has sent no heartbeat for {now - since:.0f} s"
         return None
 
 

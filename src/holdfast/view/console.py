@@ -36,7 +36,7 @@ USUAL_TIMES = {
     "importing torch": "usually 3-10 s",
     "loading vllm": "usually 15-60 s, minutes on a cold disk",
     "loading model": "seconds for small models",
-    "starting the engine": "usually 5-60 s, minutes where it compiles",
+    "starting the engine": "usually 5-60 s, minutes if it compiles",
 }
 """How long what a process begins with usually takes."""
 ENDS = ("ready", "finished", "stopped")
@@ -96,12 +96,12 @@ def event_line(told: Phase | Alarm, *, seconds: float) -> str:
         seconds: since the attempt was started here.
     """
     if isinstance(told, Alarm):
-        at = "" if told.step is None else f"  step {told.step}"
+        at = "" if told.step is None else f" (step {told.step})"
         return (
             f"{seconds:6.1f}s  {told.process:<12}  {told.kind.upper()}: {printable(told.text, most=_MOST_OF_ALARM)}{at}"
         )
     usual = f" ({USUAL_TIMES[told.name]})" if told.name in USUAL_TIMES else ""
-    return f"{seconds:6.1f}s  {told.process:<12}  {told.name}{usual}  {told.said}".rstrip()
+    return f"{seconds:6.1f}s  {told.process:<12}  {told.name}{usual}{': ' if told.said else ''}{told.said}"
 
 
 _VALUES = {"reward/mean": "reward", "val/loss": "val loss", "loss": "loss"}
@@ -234,7 +234,7 @@ def _row(shown: Shown, now: float) -> list[str]:
     ]
 
 
-_SAVED = "saved checkpoint"
+_SAVED = "checkpoint saved"
 
 
 class JsonLines(io.TextIOBase):

@@ -159,7 +159,7 @@ class ObservedRun:
         if self.status == "unreadable":
             return f"({self._trouble})"
         if self.status == "silent":
-            return f"(no sign of life for {age(self._silent_s())})"
+            return f"(no heartbeat for {age(self._silent_s())})"
         if self.status == "running" and state.begun_unix_s is not None:
             return f"for {age(now - state.begun_unix_s)}"
         ended = state.ended.get("unix_s") if state.ended is not None else self._changed_unix_s

@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.run.atomic import TEMPORARY_PREFIX, is_gone
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest
+from holdfast.view.tables import size
 
 RECENT_STEPS = 50
 # A step that waited for the start of an engine, or for a process to come back, says nothing of those to come.
@@ -179,13 +180,37 @@ class Phase:
 
     @property
     def said(self) -> str:
-        """What it said beside, in words."""
+        """The details in words: `step 4, 7.56 MB, 0.92 s`."""
         rest, words = dict(self.details), []
         if self.share is not None:
             words = [f"{rest.pop('done'):,} of {rest.pop('total'):,} {rest.pop('unit', '')}".rstrip()]
             if isinstance(left_s := rest.pop("left_s", None), int | float):
                 words[0] += f", left {duration(left_s)}"
-        return " ".join([*words, *(f"{key} {value}" for key, value in rest.items())])
+        if "step" in rest and "max_steps" in rest:
+            words.append(f"step {rest.pop('step')} of {rest.pop('max_steps')}")
+        if "host" in rest and "port" in rest:
+            words.append(f"{rest.pop('host')}:{rest.pop('port')}")
+        return ", ".join([*words, *(_in_words(key, value) for key, value in rest.items())])
+
+
+_PLAIN = ("model", "name", "layout", "path", "url", "urls", "reason", "text")
+"""Details whose values need no name beside them."""
+_COUNTED = ("rows", "samples", "pairs", "answers", "tokens", "tasks", "held_out", "steps_per_epoch", "epochs")
+
+
+def _in_words(key: str, value: Any) -> str:
+    """Return one detail of a phase for people."""
+    if key == "bytes" and isinstance(value, int | float):
+        return size(value)
+    if key == "seconds" and isinstance(value, int | float):
+        return f"{value:.2g} s"
+    if key in _PLAIN:
+        return str(value)
+    if key in _COUNTED:
+        return f"{value} {key.replace('_', ' ')}"
+    if key.endswith("_s"):
+        return f"{key.removesuffix('_s').replace('_', ' ')} {value} s"
+    return f"{key if '/' in key else key.replace('_', ' ')} {value}"
 
 
 @dataclass(frozen=True)
@@ -295,7 +320,7 @@ class RunState:
             phase = replace(phase, since_unix_s=before.since_unix_s)  # it says how far it is
         if name == "evaluated" and "tasks" not in details:  # the end of a phase, and none begins
             self.phases.pop(process, None)
-        elif name != "saved checkpoint":  # it goes on with what it did
+        elif name != "checkpoint saved":  # it goes on with what it did
             self.phases[process] = phase
         return phase
 

@@ -192,7 +192,7 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     shutil.rmtree(run.checkpoint(5))
     write_checkpoint(run, 5, content="trained again")
     assert not goes_on() and goes_on()
-    assert "step_5 was begun with other weights: it is evaluated anew" in capsys.readouterr().out
+    assert "step_5 was begun with other weights: evaluating it again" in capsys.readouterr().out
     for dtype in ("bfloat16", "float32"):
         config.inference.model.dtype = dtype
         assert not goes_on() and goes_on()
@@ -269,7 +269,7 @@ def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
     # Gone between the look and the evaluation: what was of other weights goes all the same.
     assert evaluate_follow._evaluate_step(config, run, 10, supervisor=None) == 0  # pyright: ignore[reportArgumentType] - nothing is started
     said = capsys.readouterr().out
-    assert "step_10 is not of the weights that step 10 has now, or damaged: it is evaluated anew" in said
+    assert "step_10 is not of the weights that step 10 has now, or damaged: evaluating it again" in said
     assert "step 10 is not evaluated: its checkpoint went away" in said
     assert not (config.output_dir / "step_10").exists()
 

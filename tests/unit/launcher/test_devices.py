@@ -58,8 +58,8 @@ def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_pat
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", gpus=count)
     assert run.code == 0, run.log
     names = {1: "0", 2: "0,1", 8: "0-7"}[count]
-    assert f"trainer on GPU {names} ({count} x NVIDIA H100 80GB HBM3); set by that: " in run.log
-    assert "model.dtype = bfloat16, model.activation_checkpointing = true, model.logits_chunk_tokens = 1024" in run.log
+    assert f"trainer on GPU {names} ({count} x NVIDIA H100 80GB HBM3); set by the device: " in run.log
+    assert "dtype = bfloat16, activation_checkpointing = true, logits_chunk_tokens = 1024" in run.log
     row = next(line for line in run.log.splitlines() if line.startswith("trainer  "))
     assert row.split()[1:4] == [os.uname().nodename, "GPU", names]
     assert row.split()[4] == str(count) and row.split()[-1] == "bfloat16"
@@ -72,9 +72,9 @@ def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_pat
 def test_what_is_set_stays_as_it_is(tmp_path: Path) -> None:
     flags = ("--model.dtype", "float32", "--parallel.num-ranks", "1", "--no-model.activation-checkpointing")
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", *flags, gpus=2)
-    assert "set by that: parallel.device = cuda, model.logits_chunk_tokens = 1024\n" in run.log
+    assert "set by the device: device = cuda, logits_chunk_tokens = 1024\n" in run.log
     cpu = started("sft", tmp_path / "cpu", *SFT, "--dry-run", "--parallel.device", "cpu", gpus=2)
-    assert "trainer on the CPU; set by that: parallel.num_ranks = 1, model.dtype = float32" in cpu.log
+    assert "trainer on the CPU; set by the device: num_ranks = 1, dtype = float32" in cpu.log
 
 
 @pytest.mark.launch
@@ -123,7 +123,7 @@ def test_a_run_keeps_its_dtype_on_another_device(tiny_model: ModelFactory, sft_d
     again = (*model, "--max-steps", "2", "--dry-run", "--ckpt.resume-step", "latest")
     resumed = started("sft", output, *again, gpus=1)
     assert resumed.code == 0, resumed.log
-    assert "model.dtype = float32, as the run has it; a new one on cuda would have bfloat16" in resumed.log
+    assert "model.dtype = float32, kept from the run; a new run on cuda would take bfloat16" in resumed.log
     assert resolved(output, "sft")["model"]["dtype"] == "float32"
     fork = ("--ckpt.resume-dir", str(output / "checkpoints" / "step_1"))
     forked = started("sft", tmp_path / "fork", *model, "--max-steps", "2", "--dry-run", *fork, gpus=1)

@@ -141,7 +141,7 @@ def test_evaluations_are_started_again_and_end_no_training(
     assert stands.watch(heals=False, evaluation=crashes, trainer=trainer.format(2)) == 0
     said = capfd.readouterr().out
     assert starts(stands, "evaluation") == 2 and "evaluation ended with exit code 1: starting it again" in said
-    assert "WARNING: the run goes on without evaluation, which is not started again. evaluation ended with" in said
+    assert "WARNING: the run continues without evaluation, which is not started again. evaluation ended with" in said
     assert "finished step" in said and stands.run_dir.given_up.exists()
 
 
@@ -161,7 +161,7 @@ def test_a_giving_up_that_nobody_hears_of(stands: Stands, capfd: pytest.CaptureF
     assert stands.watch(heals=False, evaluation="sys.exit(2)", trainer="made('weights/step_1')") == 0
     said = capfd.readouterr().out
     assert "WARNING: checkpoints that were to be evaluated stay, whatever ckpt.keep says: " in said
-    assert "WARNING: the run goes on without evaluation" in said
+    assert "WARNING: the run continues without evaluation" in said
 
 
 def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -> None:
@@ -206,7 +206,7 @@ def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_th
 
     def note() -> None:
         while not is_over.wait(0.01):
-            if "the run goes on without inference_0" in told():
+            if "the run continues without inference_0" in told():
                 (stands.run_dir.path / "given_up").touch()
 
     noting = threading.Thread(target=note)

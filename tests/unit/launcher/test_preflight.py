@@ -240,7 +240,7 @@ def test_what_can_be_used_passes(
             cli.rl()
         printed = capsys.readouterr()
         assert caught.value.code == 0, printed.err
-        assert "would start afresh" in printed.out and "chatter" not in printed.out
+        assert "would start from scratch" in printed.out and "chatter" not in printed.out
 
 
 def test_what_a_users_module_starts_is_not_waited_for(

@@ -69,7 +69,7 @@ def test_an_event_loop_that_is_blocked_is_killed_and_started_again(
 ) -> None:
     """Though a thread of the process beats on."""
     assert stands.watch(trainer=_TRAINER, orchestrator=_BLOCKED_ONCE) == 0
-    said = r"orchestrator has come no further for \d+ s in its first steps: killing it"
+    said = r"orchestrator has made no progress for \d+ s in its first steps: killing it"
     assert re.search(said, capfd.readouterr().out)
     stacks = (stands.run_dir.logs(1) / "orchestrator.log").read_text()
     assert "most recent call first" in stacks and "in main" in stacks, "where it was is in its log"
@@ -118,7 +118,7 @@ def test_the_stacks_of_all_threads_are_waited_for_and_mixed_with_no_others(
 def test_what_is_stuck_at_the_same_step_again_and_again_ends_the_run(stands: Stands) -> None:
     """It takes longer to notice than the window in which deaths are counted."""
     stuck = "does('a loss of its own', bound_s=0.1); time.sleep(600)"
-    with pytest.raises(ProcessDied, match="trainer came no further in a loss of its own") as raised:
+    with pytest.raises(ProcessDied, match="trainer made no progress in a loss of its own") as raised:
         stands.watch(restarts=1, trainer=stuck, orchestrator="time.sleep(600)")
     assert "it was started again 1 times behind step 0" in str(raised.value)
 

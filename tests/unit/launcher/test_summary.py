@@ -113,7 +113,7 @@ def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest
     started(old)
     new = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"lora": {}}})
     assert settle_length(new, clean=False) is None and new.optim.lr == 3e-6
-    assert capsys.readouterr().out == "optim.lr = 3e-06, as the run has it; a new one would have 1e-05\n"
+    assert capsys.readouterr().out == "optim.lr = 3e-06, kept from the run; a new run would take 1e-05\n"
 
 
 def test_what_lies_behind_the_last_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +131,11 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert lines[2:4] == ["  2 rows left out", "  first sample (3 tokens, [[trained]]): a[[b]]"]
     assert "30 of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
     assert lines[5] == "checkpoints: every 5 steps, the newest 2 are kept"
-    assert lines[6].startswith("memory: about 9.72 MB a rank")
+    assert lines[6].startswith("memory: about 9.72 MB per rank")
     small = summary(sft(tmp_path, max_steps=3, data={"name": "x.jsonl", "batch_size": 4}), None)
     assert "steps: 3 of 4 (micro-batches of 4)" in small
     adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
-    assert "LoRA of rank 16" in adapters and "about 2.43 MB a rank for weights;" in adapters
+    assert "LoRA of rank 16" in adapters and "about 2.43 MB per rank for weights," in adapters
     rl = RlConfig.model_validate({"model": {"name": MODEL}, "orchestrator": {"environments": ENVIRONMENTS}})
     rl.trainer.model.name = MODEL
     said = summary(rl.trainer, None, rl.orchestrator)

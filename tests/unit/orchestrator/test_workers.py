@@ -66,7 +66,7 @@ def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, mo
     monkeypatch.setattr(worker_link, "_LOOK_S", 0.2)
     batches = run(tmp_path, {"1": "holds", "4": "stopped once", "6": "detached once"}, workers=2, **DROPS)
     assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(1, "timeout")]
-    assert "came no further for 4 s, and was killed" in batches[0].dropped[0].detail
+    assert "made no progress for 4 s, and was killed" in batches[0].dropped[0].detail
     assert attempts_at(tmp_path, 4) == 2
     assert attempts_at(tmp_path, 6) >= 5, "the session that took its siblings along, and all four again"
 

@@ -72,7 +72,7 @@ def test_dockerfiles_are_clean_and_copy_what_is_there(dockerfile: Path) -> None:
             assert (ROOT / source).exists() and source in allowed, source
     users = re.findall(r"^USER (\d+)$", text, re.MULTILINE)
     assert users and users[-1] != "0"
-    assert "--frozen --no-dev" in text and f"docker/{dockerfile.name}" in (ROOT / "docs/installation.md").read_text()
+    assert "--frozen --no-dev" in text and f"docker/{dockerfile.name}" in (ROOT / "docs/your_model.md").read_text()
 
 
 def test_groups_that_the_dockerfiles_name_are_there() -> None:

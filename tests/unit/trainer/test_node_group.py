@@ -416,7 +416,7 @@ def test_a_node_that_falls_silent_is_named(server: TCPStore, silent: int) -> Non
     time_of_first = server.get(f"holdfast/beat/{silent}")
     until(lambda: server.get(f"holdfast/beat/{silent}") != time_of_first)  # it is heard to live for a while
     falls_silent.link.end()
-    assert f"node {silent} has shown no sign of life" in listens.lost.get(timeout=HANG_S)
+    assert f"node {silent} has sent no heartbeat" in listens.lost.get(timeout=HANG_S)
 
 
 def test_a_lost_store_is_the_loss_of_node_0() -> None:

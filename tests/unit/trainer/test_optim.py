@@ -108,7 +108,7 @@ def test_broken_numbers_stop_training_with_advice(loss: float, norm: float) -> N
     with pytest.raises(TrainingError, match="step 7: loss is .* Lower optim.lr") as caught:
         check_finite(7, loss=loss, grad_norm=norm)
     assert caught.value.exit_code == 3
-    advice = "go on with --ckpt.resume-step latest, or, where there is no checkpoint, begin again with --clean."
+    advice = "continue with --ckpt.resume-step latest, or start again with --clean if there is no checkpoint."
     assert str(caught.value).endswith(f"or look at this step's data; then {advice}")
     check_finite(7, loss=1.0, grad_norm=0.0)
 

@@ -33,7 +33,7 @@ _EVENTS = (
     "from holdfast.process.events import report\n"
     "report('loading model', model=Path('here'))\n"
     "report('ALERT: entropy fell', step=1)\n"
-    "report('saved checkpoint', step=1, bytes=10, seconds=0.5)\n"
+    "report('checkpoint saved', step=1, bytes=10, seconds=0.5)\n"
 )
 
 

@@ -126,7 +126,7 @@ def test_an_evaluation_that_has_ended_goes_on_no_more() -> None:
 
     assert told("evaluated", tasks="3/8") == ["evaluated"], "how far it is"
     assert told("evaluated", version=5) == [], "nobody is still at it"
-    assert told("generating", step=7) == ["generating"] == told("saved checkpoint", step=6)
+    assert told("generating", step=7) == ["generating"] == told("checkpoint saved", step=6)
 
 
 def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
@@ -323,4 +323,4 @@ def test_an_alarm_is_one_line_that_no_terminal_acts_on() -> None:
     alarm = Alarm("warning", "trainer", "an environment says \x1b[2J\n" + "x" * 5000, 3, 100.0)
     line = event_line(alarm, seconds=1.0)
     assert "WARNING: an environment says \\x1b[2J\\nxxx" in line and line.isprintable()
-    assert line.endswith("(5025 characters)  step 3") and len(line) < 2200, line
+    assert line.endswith("(5025 characters) (step 3)") and len(line) < 2200, line

@@ -94,7 +94,7 @@ def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, step
     os.utime(trainer, (1e9, 1e9))
     assert document(run_command, steps)["status"] == "silent"
     code, out, _ = run_command("monitor", steps.path, "--once")
-    assert code == 0 and "silent (no sign of life for " in out, "nobody here can tell whether it lives"
+    assert code == 0 and "silent (no heartbeat for " in out, "nobody here can tell whether it lives"
     events.write_text(json.dumps({"time": 2.0, "process": "launcher", "phase": "ended", "exit_code": 3}) + "\n")
     assert document(run_command, steps)["status"] == "failed", "its last word counts, though its name stays in the lock"
 
@@ -199,13 +199,13 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     write_checkpoint(run_dir, 5)
     (line,) = lines(5, 143)
     path = run_dir.checkpoint(5)
-    assert line == f"last checkpoint: step 5 in {path}; to go on, give the same command again"
+    assert line == f"last checkpoint: step 5 in {path}; to continue, give the same command again"
     write_checkpoint(run_dir, 20)
     assert lines(20, 0)[0].endswith("--ckpt.resume-step latest and a larger --max-steps")
     manifest = path / "manifest.json"
     manifest.unlink()
     manifest.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
-    assert lines(20, 0)[0].startswith(f"which checkpoints there are cannot be told: {manifest} cannot be read")
+    assert lines(20, 0)[0].startswith(f"cannot list the checkpoints: {manifest} cannot be read")
 
 
 def test_restarts_on_other_nodes_count(steps: RunDir) -> None:

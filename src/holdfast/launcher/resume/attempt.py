@@ -48,7 +48,7 @@ class Attempt:
     def start(self) -> str:
         """How the attempt starts, in a few words."""
         if self.resume_step is None:
-            return "afresh"
+            return "from scratch"
         return f"from step {self.resume_step}" + (f" of {self.checkpoint}" if self.fork else "")
 
 

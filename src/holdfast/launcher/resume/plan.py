@@ -144,7 +144,7 @@ def _goes_on(
     source = trainer.ckpt.resume_dir if trainer.ckpt else None
     if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
         raise RunDirError(
-            f"{run_dir.path} already holds a run that was not forked from {source}: go on with that run by "
+            f"{run_dir.path} already holds a run that was not forked from {source}: continue that run by "
             "--ckpt.resume-step auto, or choose another directory with --output-dir."
         )
     others: dict[str, Command] = {"orchestrator": orchestrator} if orchestrator is not None else {}
@@ -271,10 +271,10 @@ def profile_notes(trainer: TrainingCommand, *, done: int) -> list[str]:
     if window is None:
         return []
     if done >= window.last:
-        return [f"WARNING: profile = {window}: nothing is profiled, the run goes on from step {done}"]
+        return [f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}"]
     notes = []
     if done >= window.first:
-        notes.append(f"profile = {window}: the run goes on from step {done}, and is profiled from there")
+        notes.append(f"profile = {window}: the run continues from step {done}, and is profiled from there")
     if len(window) > MANY_STEPS:
         notes.append(
             f"WARNING: profile = {window} records {len(window)} steps: a step of a large model takes hundreds of MB of "
@@ -293,7 +293,7 @@ def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
     except StorageError as error:
         if not again:
             raise
-        print(f"WARNING: going on by the checkpoints of this machine alone: {error}", flush=True)
+        print(f"WARNING: continuing with the checkpoints of this machine only: {error}", flush=True)
         return None
 
 
@@ -304,7 +304,7 @@ def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
         raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
     for key, path, other in (
         ("resume_dir", ckpt.resume_dir, "goes on from another run's checkpoint"),
-        ("weights_only", ckpt.weights_only, "starts afresh with other weights"),
+        ("weights_only", ckpt.weights_only, "starts from scratch with other weights"),
     ):
         if path is not None and wanted not in (None, "auto"):
             flag = key.replace("_", "-")
@@ -396,14 +396,14 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
         earlier = [str(other) for other in steps if other <= trainer.max_steps]
         others = f", or resume from one of: {', '.join(earlier)}" if earlier else ""
         raise ConfigError(
-            f"max_steps = {trainer.max_steps} lies before step {step}, which the run would go on from. "
+            f"max_steps = {trainer.max_steps} is before step {step}, from which the run would continue. "
             f"Raise --max-steps{others}."
         )
     made_by = read_manifest(directory).program
     if made_by != trainer.program:
         raise CheckpointError(
             f"{directory} is a checkpoint of {made_by or 'another training loop or an older version'}, and "
-            f"{trainer.program} cannot go on from it. --ckpt.weights-only {directory} with another "
+            f"{trainer.program} cannot continue from it. --ckpt.weights-only {directory} with another "
             "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
@@ -423,13 +423,13 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
         run_dir.create(forked_from=fork.origin if fork else None, created_unix_s=fork.created_unix_s if fork else None)
     aside = run_dir.discarded(number)
     for path, reason in set_aside_damaged(run_dir, number):
-        print(f"WARNING: set aside {path.relative_to(run_dir.path)}, as it is damaged: {reason}")
+        print(f"WARNING: moved {path.relative_to(run_dir.path)} aside, because it is damaged: {reason}")
     step = attempt.resume_step or 0
     # What is there belongs to no step of the run that is forked.
     after = 0 if attempt.fork else step
     # Before the fork is copied: it gets names that may be taken.
     if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
-        print(f"set aside in {aside.relative_to(run_dir.path)}, as it lies after step {after}:")
+        print(f"moved to {aside.relative_to(run_dir.path)}, because it is later than step {after}:")
         # On another filesystem it is set aside there: the whole path says so.
         paths = (path.relative_to(aside if path.is_relative_to(aside) else run_dir.path) for path in moved)
         print("  " + ", ".join(map(str, paths)))
@@ -438,7 +438,7 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
         print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id})")
     replayed = [batch for batch in run_dir.published_batches() if batch > step]
     if replayed:
-        print(f"batches {replayed[0]} to {replayed[-1]} are in the journal: they are trained again, not made again")
+        print(f"batches {replayed[0]} to {replayed[-1]} are in the journal: training them again, without sampling")
     if number > 1 or attempt.resume_step is not None:
         verb = "starting" if attempt.resume_step is None else "resuming"
         print(f"{verb} {attempt.start} in {run_dir.path} (attempt {number})")

@@ -65,14 +65,15 @@ def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
     if later := remote.set_aside_after(step):
         if run_dir.holds_run():
             remote.write_identity(run_dir)  # another machine must know that the run went back
-        print(f"set aside at {url}, as it lies after step {step}: {', '.join(f'step_{number}' for number in later)}")
+        steps = ", ".join(f"step_{number}" for number in later)
+        print(f"moved aside at {url}, because it is later than step {step}: {steps}")
 
 
 def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, wanted: int | str | None) -> None:
     there = f"{remote.url} holds the checkpoints of steps {', '.join(map(str, steps))}"
     choose = "Choose another place with --ckpt.dir"
     if steps and wanted is None:
-        raise RunDirError(f"{there} of an earlier run. {choose}, or go on from them with --ckpt.resume-step latest.")
+        raise RunDirError(f"{there} of an earlier run. {choose}, or continue from them with --ckpt.resume-step latest.")
     if not run_dir.holds_run():
         return
     identity = run_dir.identity()

@@ -82,7 +82,7 @@ def resolve_resume_step(
         return None
     raise CheckpointError(
         f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {_listing(steps)}. "
-        "Use `auto` to start afresh when there is none."
+        "Use `auto` to start from scratch if there is none."
     )
 
 
@@ -109,7 +109,7 @@ def _listing(steps: list[int]) -> str:
 
 
 def _nothing_there(steps: list[int]) -> str:
-    return "" if steps else " Leave --ckpt.resume-step out to start afresh, or correct --output-dir."
+    return "" if steps else " Leave --ckpt.resume-step out to start from scratch, or correct --output-dir."
 
 
 def set_aside_damaged(run_dir: RunDir, attempt: int) -> list[tuple[Path, str]]:

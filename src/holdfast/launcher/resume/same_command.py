@@ -59,7 +59,7 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         return  # killed between the copy of the other run's checkpoint and the settings: nothing has started
     if before is None:
         raise RunDirError(
-            f"{run_dir.path} already holds a run, and its settings are not there to compare with: go on with "
+            f"{run_dir.path} already holds a run, and its settings are not there to compare with: continue with "
             f"--ckpt.resume-step auto, {elsewhere}."
         )
     changed = _changes(before, sections, trainer, name=name, steps=steps)
@@ -69,15 +69,15 @@ def go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, othe
         raise RunDirError(
             f"{run_dir.path} holds an unfinished run that was started with other settings, those in {before}:\n"
             + "".join(f"         {line}\n" for line in [*shown, *left])
-            + "       Give the settings of that run to go on with it, add --ckpt.resume-step auto to go on with these, "
-            f"{elsewhere}."
+            + "       Give the settings of that run to continue it, or add --ckpt.resume-step auto to continue with "
+            f"these settings, {elsewhere}."
         )
     # A store may have what is not here.
     elsewhere_too = run_dir.forked_from() is not None or (trainer.ckpt is not None and trainer.ckpt.dir is not None)
     if run_dir.entries() or run_dir.published_batches() or elsewhere_too:
-        print(f"{run_dir.path} holds an unfinished run with these settings: going on with it")
+        print(f"continuing the unfinished run in {run_dir.path}: its settings are the same")
     else:
-        print(f"{run_dir.path} holds an unfinished run with these settings, which saved no step: it begins again")
+        print(f"the unfinished run in {run_dir.path} has the same settings and saved no step: it starts again")
 
 
 def _changes(

@@ -424,7 +424,8 @@ class EnginePool:
             if all(other.is_missed for other in self.engines if other is not engine):
                 raise
             if not engine.is_missed:
-                report("WARNING: the run goes on without an inference server, until it is back", url=engine.url)
+                told = f"WARNING: the run continues without an inference server, until it is back: {engine.url}"
+                report(told, url=engine.url)
             _log.warning("%s; going on with the others", lost)
             return False
 

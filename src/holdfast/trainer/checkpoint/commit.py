@@ -189,7 +189,7 @@ class Commit:
             seconds = time.perf_counter() - started
             ended = time.time()
             record("save", ended - seconds, ended, step=snapshot.step, lane="checkpoints")
-            report("saved checkpoint", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
+            report("checkpoint saved", step=snapshot.step, bytes=size, seconds=round(seconds, 3))
             self._after_commit(final)
 
     def _write_random_state(self, directory: Path, content: bytes) -> dict[str, FileEntry]:

@@ -150,9 +150,9 @@ def check_model(
     if passed and passed.knows(digest, mesh):
         return
     arrangement = model.layout.arrangement(pack=pack)
-    how = {"packed": "several samples a row", "grouped": "one sample a row", "rows": "one sample a row"}[arrangement]
+    how = "several samples per row" if arrangement == "packed" else "one sample per row"
     why = {"because": model.layout.reason} if arrangement == "grouped" else {}
-    report("checking the model", model=name, rows=how, **why)
+    report("checking the model", model=name, layout=how, **why)
     samples = _samples(model.hf_model.config)
     bounds, packed = _BOUNDS[dtype], arrangement == "packed"
 

@@ -156,7 +156,7 @@ class Alerts:
             return None
         return (
             f"ref_kld jumped to {metrics['ref_kld']:.3g} from {median:.3g}: the policy leaves its reference. Lower "
-            "optim.lr, raise kl.coef, or go on from an earlier checkpoint"
+            "optim.lr, raise kl.coef, or continue from an earlier checkpoint"
         )
 
     def _mismatch_grows(self, metrics: Mapping[str, float | None]) -> str | None:

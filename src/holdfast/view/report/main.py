@@ -168,7 +168,7 @@ def _attempts(run: RunData) -> str:
 
 def _begun(runs: Sequence[RunData]) -> Table:
     rows = [
-        (run.name, str(one.number), shown_time(one.begin), str(one.resume_step) if one.resume_step else "began afresh")
+        (run.name, str(one.number), shown_time(one.begin), str(one.resume_step) if one.resume_step else "from scratch")
         for run in runs
         for one in run.attempts
     ]

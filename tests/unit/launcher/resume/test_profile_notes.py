@@ -15,9 +15,9 @@ from holdfast.run.run_dir import RunDir
 @pytest.mark.parametrize(
     ("profile", "done", "said"),
     [
-        ("3:5", 5, ["WARNING: profile = 3:5: nothing is profiled, the run goes on from step 5"]),
-        ("3:5", 7, ["WARNING: profile = 3:5: nothing is profiled, the run goes on from step 7"]),
-        ("3:5", 3, ["profile = 3:5: the run goes on from step 3, and is profiled from there"]),
+        ("3:5", 5, ["WARNING: profile = 3:5: nothing is profiled, the run continues from step 5"]),
+        ("3:5", 7, ["WARNING: profile = 3:5: nothing is profiled, the run continues from step 7"]),
+        ("3:5", 3, ["profile = 3:5: the run continues from step 3, and is profiled from there"]),
         *((profile, done, []) for profile, done in (("3:5", 2), ("3:5", 0), (None, 3), ("1:20", 0))),
     ],
 )
@@ -55,4 +55,4 @@ def test_unlisted_logs_do_not_hide_how_a_run_ended(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(RunDir, "profiles", fail)
     (said,) = profile_lines(RunDir(tmp_path), SftConfig(output_dir=tmp_path, profile="3:5"))
-    assert said == "which profiles there are cannot be told: [Errno 5] Input/output error"
+    assert said == "cannot list the profiles: [Errno 5] Input/output error"

@@ -173,7 +173,7 @@ def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys:
     source = other.checkpoint(5)
     new.create()
     add_checkpoint(new, 3)
-    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: go on with that run"):
+    with pytest.raises(RunDirError, match="holds a run that was not forked from .*step_5: continue that run"):
         start(config_of(new, resume_dir=source))
     assert start(config_of(new, resume_dir=source, resume_step="auto")).resume_step == 3
     assert new.forked_from() is None
@@ -248,7 +248,7 @@ def test_only_a_checkpoint_of_another_run_before_the_end_is_forked(other: RunDir
         (add_batch(other, 6, version=5), (), ["holds batch, not a checkpoint"]),
         (misnamed, (), ["manifest of step 5, not of step 7"]),
         (own, (), ["the run's own directory", "--ckpt.resume-step N"]),
-        (other.checkpoint(10), ("--max-steps", 7), ["max_steps = 7 lies before step 10", "--max-steps."]),
+        (other.checkpoint(10), ("--max-steps", 7), ["max_steps = 7 is before step 10", "--max-steps."]),
     ):
         code, _, err = sft("--clean", "--ckpt.resume-dir", path, *flags)
         assert code == 2 and all(word in err for word in words), err
@@ -335,7 +335,7 @@ def test_every_process_is_handed_the_number_and_nothing_else(other: RunDir) -> N
 
 def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: RunDir) -> None:
     (other.path / "run.json").unlink()
-    with pytest.raises(RunDirError, match="not there to compare with: go on with --ckpt.resume-step auto"):
+    with pytest.raises(RunDirError, match="not there to compare with: continue with --ckpt.resume-step auto"):
         start(config_of(other))
     assert start(config_of(other, resume_step="latest")).resume_step == 10
     assert other.holds_run()
@@ -453,7 +453,7 @@ def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytes
     for step in range(1, 5):
         add_batch(killed, step, version=step - 2)
     assert replayed(killed) == [7, 8, 9] and killed.generations(10).exists()
-    assert "batches 7 to 9 are in the journal: they are trained again" in capsys.readouterr().out
+    assert "batches 7 to 9 are in the journal: training them again" in capsys.readouterr().out
     assert killed.published_batches() == list(range(1, 10)), "they stay where they are"
     assert replayed(killed, resume_step=4) == [] and killed.published_batches() == [1, 2, 3, 4]
     assert not killed.generations(10).exists() and (killed.discarded(3) / "rollouts" / "step_9").exists()
@@ -511,7 +511,7 @@ def test_only_a_heal_does_without_the_store(killed: RunDir, tmp_path: Path, caps
         prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator)
     attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
     assert attempt.resume_step == 6 and killed.published_batches() == [5, 6, 7, 8, 9]
-    warning = "WARNING: going on by the checkpoints of this machine alone: "
+    warning = "WARNING: continuing with the checkpoints of this machine only: "
     assert warning not in capsys.readouterr().out, "with a whole newest step there is nothing to ask the store for"
     (killed.checkpoint(6) / "manifest.json").write_text("damaged")
     attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
@@ -544,7 +544,7 @@ def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journ
         add_batch(new, step, version=max(0, step - 2))
     attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
     assert attempt.resume_step is None and new.published_batches() == [1, 2, 3, 4, 5]
-    assert "batches 1 to 5 are in the journal: they are trained again" in capsys.readouterr().out
+    assert "batches 1 to 5 are in the journal: training them again" in capsys.readouterr().out
 
 
 def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:

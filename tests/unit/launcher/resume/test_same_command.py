@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(run: RunDir, capsys: py
     _train(run, 7)
     add_checkpoint(run, 5)
     assert _start(config).resume_step == 5
-    assert f"{run.path} holds an unfinished run with these settings: going on with it" in capsys.readouterr().out
+    assert f"continuing the unfinished run in {run.path}: " in capsys.readouterr().out
 
 
 def test_a_killed_run_without_a_checkpoint_begins_anew(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_killed_run_without_a_checkpoint_begins_anew(run: RunDir, capsys: pyte
     attempt = _start(_sft(run, max_steps=120, keep_attempts=5))  # neither changes what a step computes
     assert (attempt.number, attempt.resume_step) == (2, None)
     said = capsys.readouterr().out
-    assert "which saved no step: it begins again" in said and "starting afresh" in said
+    assert "saved no step: it starts again" in said and "starting from scratch" in said
     assert run.metrics.read_text() == "" and list(run.discarded(2).iterdir()) == [run.discarded(2) / "metrics.jsonl"]
 
 
@@ -83,8 +83,8 @@ def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
         add_batch(run, step, version=step - 1)
     assert start_rl(config).resume_step is None
     said = capsys.readouterr().out
-    assert "batches 1 to 3 are in the journal: they are trained again, not made again" in said
-    assert "these settings: going on with it" in said and "begins again" not in said
+    assert "batches 1 to 3 are in the journal: training them again, without sampling" in said
+    assert "continuing the unfinished run" in said and "starts again" not in said
     assert run.published_batches() == [1, 2, 3]
 
 

@@ -185,7 +185,7 @@ def test_engines_that_stay_away_end_the_run_and_one_alone_does_not(
     assert rollouts_of(tmp_path / "one", leaving, other, client=impatient) == expected
     phases = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (warning,) = [event for event in phases if event["phase"].startswith("WARNING")]
-    assert warning["url"] == leaving.url and "goes on without an inference server" in warning["phase"]
+    assert warning["url"] == leaving.url and "continues without an inference server" in warning["phase"]
 
     engines = [LeavingEngine(leaves_at=2), LeavingEngine(leaves_at=2)]
     with pytest.raises(

@@ -140,4 +140,4 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     (run / "go_on").touch()
     output, _ = launcher.communicate(timeout=HANG_S)
     assert launcher.returncode == 0, output.decode()
-    assert b"no sign of life" not in output
+    assert b"sent no heartbeat" not in output

@@ -138,7 +138,7 @@ DIVERGES, NOTHING, WORSE = "training diverges", "nothing is learned any more", "
             ("rollout/truncated", named, [0.9, 1.0, 1.0, 0.99, 1.0], [2, 5])
             for named in ("orchestrator.sampling.max_tokens", "orchestrator.seq_len", "trainer.rewards.truncated")
         ),
-        ("mismatch_kl", "far from the one that sampled", [0.9, 1.1, 2.0, 0.5, 3.0], [2, 5]),
+        ("mismatch_kl", "far from the policy that sampled", [0.9, 1.1, 2.0, 0.5, 3.0], [2, 5]),
         ("loss", WORSE, [6.85, 8.15, 33.9, 118.5, 95.8, 120.0], [5]),
         ("loss", WORSE, [2.0, 0.5, 2.1, 2.2, 2.1], [5]),
         ("loss", WORSE, [2.0, 0.5, 1.9, 1.9, 1.9, 1.9], []),  # no worse than it was

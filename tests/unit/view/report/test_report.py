@@ -103,7 +103,7 @@ def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tm
     assert row in shown and "<td>max_steps</td><td>12</td><td>20</td>" in shown
     assert {"timeline_0", "timeline_1", "phases_trainer_0", "phases_trainer_1"} <= set(figures)
     assert ">attempts</th>" in shown and "<td>12 of 12</td><td>2</td>" in shown, "the first attempt counts"
-    assert "<td>20 of 20</td><td>1</td>" in shown and shown.count("<td>began afresh</td>") == 2
+    assert "<td>20 of 20</td><td>1</td>" in shown and shown.count("<td>from scratch</td>") == 2
     assert "restart" not in shown
     third = make_run(tmp_path / "z" / "x" / "run")
     for run_dir in (first, third):
