@@ -87,7 +87,9 @@ class Sentence:
 
     @cached_property
     def num_words(self) -> int:
-        """Words; of a cell without code, so that it may list names."""
+        """Words; none of a list of names, and no code of a cell."""
+        if self.text.count(",") * 2 > len(self.text.split()):  # a list of names
+            return 0
         text = re.sub(r"\bCode\d+", "", self.text) if self.is_cell else self.text
         return sum(any(letter.isalnum() for letter in word) for word in text.split())
 
