@@ -33,7 +33,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside, set_aside_after, set_aside_damaged
 from holdfast.orchestrator.episodes import Sampler
-from holdfast.orchestrator.evaluation.evaluator import EvaluatedPolicy, HeldOutTasks, evaluate
+from holdfast.orchestrator.evaluation.evaluator import EvaluatedPolicy, HeldOutTasks, evaluate, identity_of
 from holdfast.orchestrator.evaluation.online import PolicyEvaluation
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout, ResultsFile
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
@@ -92,9 +92,8 @@ REMOVALS: dict[str, str] = {
     "orchestrator/workers.py _Running.begin": OWN,
     "process/heartbeat.py Heartbeat._write": OWN,
     "process/heartbeat.py Heartbeat.end": OWN,
-    "process/scratch.py drop": OWN,
+    "process/scratch.py _remove": OWN,
     "process/scratch.py hold": OWN,
-    "process/scratch.py remove_abandoned": OWN,
     "remote/checkpoints.py RemoteCheckpoints._download": "a download over a damaged checkpoint",
     "remote/checkpoints.py RemoteCheckpoints._remove": "a step in a store",
     "remote/checkpoints.py RemoteCheckpoints._remove_directory": "a step in a store",
@@ -293,8 +292,7 @@ _POLICY: dict[str, Any] = {"kind": "weights", "digest": "d", "version": 2}
 
 def _played(case: Path) -> None:
     async def play() -> None:
-        identity: dict[str, object] = {"policy": _POLICY, **_tasks(case).identity()}
-        with closing(ResultsFile(case, identity, samples_per_task=1)) as results:
+        with closing(ResultsFile(case, identity_of(_POLICY, _tasks(case)), samples_per_task=1)) as results:
             for task in range(2):
                 await results.append([EvaluatedRollout(environment="reverse_text", task=task)])
 
