@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -450,15 +451,16 @@ async def play_here(
     problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
 ) -> Outcome:
     """Return what `run_group` does, which is called again if a process of the environment's own was killed."""
-    remembering, killed = Remembering(sampler), Killed(problem)
+    remembering = Remembering(sampler)
     try:
-        while True:
+        for num_killed in itertools.count(1):
             try:
                 return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=remembering)
             except ProcessKilled as error:
                 sampler.check()
-                if (failure := killed.count(str(error))) is not None:
-                    return fail(problem, failure)
+                if given_up := play_again(problem, num_killed, str(error)):
+                    return given_up
+        raise AssertionError("the loop has no end")
     finally:
         remembering.close()
 
@@ -494,20 +496,12 @@ class Remembering:
                 turn.exception()  # known to the sampler
 
 
-class Killed:
-    """How often a process of an environment's own was killed from outside while `problem` was played."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._number = 0
-
-    def count(self, told: str) -> EnvironmentFailure | None:
-        """Say that the group is played again; return a failure if that has been in vain too often."""
-        self._number += 1
-        if self._number > MOST_KILLED:
-            return EnvironmentFailure(f"{told}, {self._number} times in a row")
-        _log.warning("%s: the group is played again", told)
-        return None
+def play_again(problem: Problem, num_killed: int, told: str) -> Outcome | None:
+    """Say that a group is played again after a kill from outside; drop it, or raise, if that has been in vain."""
+    if num_killed > MOST_KILLED:
+        return fail(problem, EnvironmentFailure(f"{told}, {num_killed} times in a row"))
+    _log.warning("%s: the group is played again", told)
+    return None
 
 
 def fail(problem: Problem, failure: EnvironmentFailure) -> Dropped:

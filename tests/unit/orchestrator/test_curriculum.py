@@ -12,7 +12,7 @@ from holdfast import TaskSeed
 from holdfast.config.environments import CurriculumConfig
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.errors import ConfigError
-from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.curriculum import (
     adopt_curricula,
     adopt_mix,

@@ -1,7 +1,6 @@
 """The process of `evaluate`: `python -m holdfast.orchestrator.evaluation.main <resolved.toml>`.
 
-Consumes an inference server of its own; produces `rollouts.jsonl` and `summary.json` in the directory
-of the evaluation.
+It asks an inference server of its own, and writes `rollouts.jsonl` and `summary.json` into the evaluation's directory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
 from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import (
-    EvaluatedPolicy,
     HeldOutTasks,
     count_tasks,
     evaluate,
@@ -55,11 +53,7 @@ from holdfast.run.settings import files_of_model
 
 
 async def run(config: EvaluateConfig) -> None:
-    """Play the tasks that are not done yet, and write the summary.
-
-    Raises:
-        HoldfastError: whatever ended the evaluation before its time.
-    """
+    """Play the tasks that are not done yet, and write the summary."""
     if DATE_ENV not in os.environ:  # else it is the date of the run beside which this evaluates
         keep_date(RunDir(config.run or config.output_dir).created_unix_s())
     allow_connections(config.max_concurrency, key="max_concurrency")
@@ -84,15 +78,7 @@ def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
 
 
 def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOutTasks:
-    """Return what is asked.
-
-    Args:
-        workers: of the environments that have some.
-
-    Raises:
-        ConfigError, DataError: an environment, its arguments or its data cannot be used, or it has fewer tasks.
-        EnvironmentFailure: its module or its constructor raised.
-    """
+    """Return what is asked. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
     environments = load_environments(config.environments, key="environments")
     sizes = sizes_of(environments, workers)
     if config.run is not None and (trained := settings_of_run(config.run)) is not None:
@@ -103,7 +89,6 @@ def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOu
         workers=workers,
         counts=count_tasks(sizes, config.num_tasks, key="num_tasks"),
         seed=config.seed,
-        sampling=config.sampling,
     )
 
 
@@ -130,15 +115,16 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         policy: dict[str, object] = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
         if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
             policy["fp32_lm_head"] = True
-        if config.inference.engine.args:  # they may replace parts of the model, and nobody here can know which do
+        if config.inference.engine.args:  # they may replace parts of the model
             policy["engine"] = config.inference.engine.args
-        if config.model is not None:  # of a run's step it lies beside the weights, under one manifest
+        if config.model is not None:  # the manifest of a run's step has these files, too
             # The same weights compute something else with another rope_theta.
             policy |= {path.stem: content_digest(path) for path in files_of_model(Path(model.name), has_weights=False)}
         await evaluate(
             tasks,
-            EvaluatedPolicy(policy, tokenizer),
+            policy,
             sampler,
+            tokenizer=tokenizer,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,
             confidence=config.confidence,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError
-from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.env.jsonl import SCORERS, Jsonl, lcs, lcs_length, regex_scorer
 from holdfast.orchestrator.env.registry import load_environment

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
-from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Task, TaskSeed
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from holdfast.orchestrator.env.registry import load_environment
