@@ -30,12 +30,9 @@ _log = logging.getLogger("orchestrator")
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of a batch, and what was drawn besides.
+    """The groups of a batch; `unused` groups without signal; one `dropped` entry per problem that is not in the batch.
 
-    Attributes:
-        groups: those of the batch, in the order of the draw.
-        unused: groups without signal that are not in the batch.
-        dropped: one entry per problem that is not in the batch, in the order of the draw.
+    All are in the order of the draw.
     """
 
     groups: list[list[Rollout]]
@@ -44,7 +41,6 @@ class Selection:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The rollouts of the batch, problem by problem."""
         return [rollout for group in self.groups for rollout in group]
 
 
@@ -93,9 +89,9 @@ class BatchMaker:
     """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
 
     Args:
-        client: of the servers that sample: those of the policy, or of the teacher.
-        environments: by name, those that are played in this process, each at every level of its curriculum.
-        workers: by the name of their environment, those that play the others.
+        client: of the servers that sample, which are the policy's or the teacher's.
+        environments: those that are played in this process, by name, each at every level of its curriculum.
+        workers: of the other environments, by name.
     """
 
     def __init__(
@@ -123,16 +119,15 @@ class BatchMaker:
         self.curriculum_metrics: dict[str, float] = {}
 
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
-        """Return the groups of batch `step`, sampled by `weights`, and what was drawn besides.
+        """Return the groups of batch `step`, sampled by `weights`.
 
-        Problems are drawn in rounds. The first is the batch; with dynamic sampling each later one is as
-        large as the number of groups that still miss a signal, until there are enough or the most that
-        may be drawn. A round begins when the one before has ended, so which problems are drawn depends
-        on rewards alone, never on timing. Groups without signal fill what is missing in the end.
+        Problems are drawn in rounds. The first round is the batch. With dynamic sampling each later round has as many
+        problems as groups still miss a signal, until there are enough, or the limit of draws is reached; groups without
+        signal fill the rest. A round begins when the round before has ended, so the draw depends on rewards, never on
+        timing.
 
-        Raises:
-            EnvironmentFailure: an environment raised or broke its contract, and may not; or no group is left.
-            InferenceError: an engine failed, or another version answered.
+        Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
+        if an engine failed.
         """
         # A copy: a batch that fails leaves the state after the last whole one.
         state = self.state.copy()
@@ -177,7 +172,6 @@ class BatchMaker:
         return selection
 
     def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
-        """Return how many problems to draw next."""
         missing = self._config.problems_per_step - sum(has_signal(one, self._config.signal) for one in outcomes)
         return min(missing, self._config.max_problems_per_step - len(outcomes))
 
@@ -202,7 +196,6 @@ class BatchMaker:
             )
 
     def _choose_problems(self, state: OrchestratorState, number: int) -> list[Problem]:
-        """Draw `number` problems; moves `state` on."""
         problems = []
         for _ in range(number):
             name = next_environment(state)
@@ -244,7 +237,6 @@ class BatchMaker:
         )
 
     def _sampling_digest(self, weights: PublishedWeights) -> str:
-        """Return the digest of what samples a batch: `weights`, or a teacher in their place."""
         if self._config.is_sampled_by_teacher and self._teacher is not None:
             return self._teacher.digest
         return weights.digest

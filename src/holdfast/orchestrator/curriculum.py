@@ -27,11 +27,10 @@ _log = logging.getLogger("orchestrator")
 
 
 def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> None:
-    """Make `state` fit the curricula of `config`, and say what changed since the checkpoint.
+    """Make `state` fit the curricula of `config`, and log what changed since the checkpoint.
 
-    Other gates, windows and shares judge what the state holds. Other levels, or arguments, begin to be judged anew, at
-    the level with the number of the one before, or the last; the tasks of each go on where they were, so that none
-    comes twice.
+    Other gates, windows and shares judge what the state holds. Other levels or arguments are judged from scratch, at
+    the level with the old number, or the last one; their tasks continue, so that none comes twice.
     """
     for section in config.environments:
         position, settings = state.environments[section.label], section.curriculum
@@ -55,13 +54,7 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
 
 
 def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: int, seed: int, name: str) -> int:
-    """Return the level of the environment's next task.
-
-    Args:
-        task_id: of that task.
-        seed: of the run.
-        name: of the environment.
-    """
+    """Return the level of the environment's next task, `task_id`; `seed` is the run's."""
     if settings.choice == "gates":
         return state.level
     shares = level_shares(state, settings)
@@ -78,8 +71,8 @@ def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: i
 def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[float]:
     """Return the share of tasks that each level gets with `choice = "variance"`.
 
-    `uniform_share` goes to all alike, the rest in proportion to the mean variance of the rewards in the latest groups.
-    A level that has none yet counts as the one with the most.
+    All get `uniform_share` alike; the rest is in proportion to the mean variance of the rewards in the latest groups. A
+    level without groups counts as the level with the most.
     """
     known = [fmean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
     most = max((value for value in known if value is not None), default=0.0)
@@ -91,7 +84,7 @@ def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[flo
 
 
 def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequence[Outcome]) -> None:
-    """Take the groups of a whole batch, in the order of their draw, into the curricula; raise the levels they open."""
+    """Take the groups of a whole batch, in the order of their draw, into the curricula, and raise levels."""
     for section in config.environments:
         settings, position = section.curriculum, state.environments[section.label]
         if settings is None or position.curriculum is None:
@@ -132,12 +125,8 @@ def mastered_share(level: LevelState) -> float:
 def curriculum_metrics(
     state: OrchestratorState, config: OrchestratorConfig, groups: Sequence[list[Rollout]]
 ) -> dict[str, float]:
-    """Return how a batch's problems were spread over levels, and what their latest groups came to, by name.
-
-    Args:
-        state: after the batch.
-        groups: every scored group of the batch.
-    """
+    """Return, by name, how a batch was spread over levels, and what their latest groups came to; `state` is after
+    it."""
     metrics: dict[str, float] = {}
     for section in config.environments:
         position, own = state.environments[section.label], _leveled(groups, section.label)
@@ -163,7 +152,6 @@ def _leveled(outcomes: Sequence[Outcome], name: str) -> list[tuple[int, list[Rol
 
 
 def _total(rollout: Rollout) -> float:
-    """Return the reward of the whole and of its parts."""
     return math.fsum([rollout.reward, *(rollout.step_rewards.rewards if rollout.step_rewards else ())])
 
 
@@ -187,8 +175,7 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
 def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
     """Make `state` fit the environments of `config`: positions stay, new environments begin at 0.
 
-    Credits count in units of the old weights, so a changed mix starts them anew, and says so. A changed `group_size`
-    is that of the next batch on.
+    Credits count in units of the old weights, so a changed mix starts them anew, with a warning.
     """
     integers = integer_weights({section.label: section.weight for section in config.environments})
     before = {name: position.weight for name, position in state.environments.items()}
@@ -210,8 +197,8 @@ def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
 def next_environment(state: OrchestratorState) -> str:
     """Return the environment of the next problem, and move `state` on.
 
-    Smooth weighted round-robin (nginx's): everyone earns their weight, the richest pays the total.
-    Over any stretch the shares are as near to the weights as whole problems allow.
+    Smooth weighted round-robin (nginx's): each earns its weight, the richest pays the total. So over any stretch the
+    shares are as near to the weights as whole problems allow.
     """
     positions = {name: position for name, position in state.environments.items() if position.weight}
     for position in positions.values():

@@ -53,10 +53,10 @@ Outcome = list[Rollout] | Dropped
 
 
 class TurnSampler(Protocol):
-    """What samples the turns of sessions: a `Sampler`, or one in another process."""
+    """Samples the turns of sessions: a `Sampler`, or one in another process."""
 
     def check(self) -> None:
-        """Raise what it has failed with, if it has."""
+        """Raise the failure of an engine or of the log, if there is one."""
         ...
 
     async def sample(
@@ -72,10 +72,10 @@ class WorkerCrashed(EnvironmentFailure):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a batch; `affinity` is that of its group, whose sessions begin alike.
+    """One problem of a batch; `affinity` is its group's, whose sessions begin alike.
 
     `environment` is None in a process that leaves it to workers. `number` is the position among all tasks of the
-    environment, where its levels count tasks of their own.
+    environment, of which each level counts its own.
     """
 
     environment: Environment | None
@@ -86,33 +86,28 @@ class Problem:
 
     @property
     def here(self) -> Environment:
-        """The environment, in the process that plays it."""
         assert self.environment is not None
         return self.environment
 
     @property
     def name(self) -> str:
-        """Name of the environment."""
         return self.settings.label
 
     @property
     def task_id(self) -> int:
-        """Position among the tasks of the environment."""
         return self.seed.index if self.number is None else self.number
 
 
 async def run_group(
     problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
 ) -> Outcome:
-    """Return the scored rollouts of `problem` for batch `step`, as many as `config` says, or why there are none.
+    """Return the scored rollouts of `problem` for batch `step`, or why there are none.
 
-    Where a failure may drop the group, its other sessions are played to their end all the same, so that
-    what is counted does not depend on timing.
+    If a failure may drop the group, its other sessions are played to their end all the same, so that the counts do not
+    depend on timing.
 
-    Raises:
-        EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
-        PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
-        InferenceError, RunDirError: an engine or the log of generations failed, and the environment let that pass.
+    Raises EnvironmentFailure or PromptTooLong if `on_error` is `stop`; InferenceError or RunDirError if an engine or
+    the log of generations failed, and the environment let that pass.
     """
     sessions: list[Session] = []
     settings = config.rollouts_of(problem.settings)
@@ -161,7 +156,7 @@ def is_solved(rollout: Rollout, success_reward: float | None) -> bool | None:
 
 
 def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, num_tokens: int = 0) -> Dropped:
-    """Return that a group is left out for `failure`, after `num_sessions` were begun with `num_tokens` in them."""
+    """Return that a group is left out for `failure`."""
     reasons: dict[type[HoldfastError], DropReason] = {
         PromptTooLong: "prompt_too_long",
         CallTimeout: "timeout",
@@ -202,11 +197,9 @@ def _to_rollout(
 def prompt_ids_for(
     task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
 ) -> list[int]:
-    """Return the token ids of the prompt of `task`; none where a harness is to bring it.
+    """Return the token ids of the prompt of `task`; none if a harness brings it.
 
-    Raises:
-        PromptTooLong: it leaves no room for a sampled token within `seq_len`.
-        EnvironmentFailure: it is no task, or no prompt that the chat template takes.
+    Raises PromptTooLong if no sampled token fits after it, EnvironmentFailure if the chat template refuses it.
     """
     if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
         return []
@@ -237,7 +230,6 @@ def sample_turn_of(
 
 
 async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
-    """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
 
     async def play(session: Session) -> EnvironmentFailure | None:
         try:
@@ -255,11 +247,7 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
 
 
 async def play_session(session: Session, task: Task, problem: Problem) -> None:
-    """Play one session to its end.
-
-    Raises:
-        EnvironmentFailure: `run` raised, sampled nothing, or took too long.
-    """
+    """Play one session to its end. Raises EnvironmentFailure if `run` raised, sampled nothing, or took too long."""
     async with calling_of(problem, "run"):
         try:
             await result_of(problem.here.run(session, task))
@@ -276,10 +264,9 @@ async def play_session(session: Session, task: Task, problem: Problem) -> None:
 
 
 async def score_sessions(sessions: Sequence[Session], task: Task, problem: Problem) -> list[Score]:
-    """Return one checked score for each session of a group; nothing is sampled in them after that.
+    """Return one checked score for each session of a group, which are over then.
 
-    Raises:
-        EnvironmentFailure: `score` raised, took too long, or gave something else.
+    Raises EnvironmentFailure if `score` raised, took too long, or returned something else.
     """
     async with calling_of(problem, "score"):
         found = await result_of(problem.here.score(task, tuple(sessions)))
@@ -298,7 +285,6 @@ def _require_ended(session: Session, problem: Problem, method: str) -> None:
 
 
 def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
-    """Return what a call of a method of the environment is made in."""
     return calling(
         context_of(problem),
         name=f"environment '{problem.name}', task {problem.task_id}",
@@ -309,12 +295,11 @@ def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[Non
 
 
 def context_of(problem: Problem) -> str:
-    """Return how failures of a problem begin."""
+    """Return how the failures of a problem begin."""
     return f"environment '{problem.name}' failed on task {problem.task_id} (seed {problem.seed.number})"
 
 
 def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Join neighbouring spans of one version."""
     merged: list[VersionSpan] = []
     for span in spans:
         if merged and merged[-1].version == span.version and merged[-1].end == span.start:
@@ -331,13 +316,11 @@ _T = TypeVar("_T")
 
 
 class Sampler:
-    """Samples turns for the sessions of one batch, all by the same weights, those with `weights_digest`.
+    """Samples turns for the sessions of one batch, all by the weights with `weights_digest`.
 
-    Sessions of a group begin with the same prompt. Those that ask in the same turn of the event loop
-    become one request with one seed each, which the engine prefills once. Which sessions share a
-    request changes nothing in what is sampled, since every sample has its own seed.
-
-    A failure ends the batch, whatever the environment that it was raised in makes of it: see `guard`.
+    Equal prompts that are asked for in the same turn of the event loop become one request with one seed each, which the
+    engine prefills once. Which sessions share a request changes nothing, since every sample has its own seed. A failure
+    ends the batch, whatever the environment makes of it: see `guard`.
     """
 
     def __init__(
@@ -358,26 +341,18 @@ class Sampler:
         self.num_reused = 0
 
     def check(self) -> None:
-        """Raise what engine or log have failed with, if they have."""
+        """Raise the failure of an engine or of the log, if there is one."""
         self._failure.check()
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, which samples here; cancelled as soon as engine or log have failed.
-
-        Raises:
-            InferenceError, RunDirError: what they failed with; or whatever `work` raises.
-        """
+        """Return the result of `work`, which samples here; cancelled, and the failure raised, if an engine or the log
+        fails."""
         return await self._failure.guard(work)
 
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`.
-
-        Raises:
-            InferenceError: an engine refused, all failed, or they serve other weights again and again.
-            RunDirError: what it sampled cannot be kept.
-        """
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
         if self._failure:
             await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
             self.check()
@@ -466,7 +441,7 @@ async def play_here(
 
 
 class Remembering:
-    """Samples each turn of a group once, however often the group is played; also one that is asked for at a death."""
+    """Samples each turn of a group once, however often the group is played."""
 
     def __init__(self, sampler: TurnSampler) -> None:
         self._sampler = sampler
@@ -476,7 +451,6 @@ class Remembering:
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return one continuation of `token_ids`."""
         key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
         if key not in self._turns:
             asked = self._sampler.sample(
@@ -486,11 +460,10 @@ class Remembering:
         return await asyncio.shield(self._turns[key])
 
     def check(self) -> None:
-        """Raise what an engine has failed with, if one has."""
         self._sampler.check()
 
     def close(self) -> None:
-        """Let nothing more be sampled for the group."""
+        """Sample nothing more for the group."""
         for turn in self._turns.values():
             if not turn.cancel() and not turn.cancelled():
                 turn.exception()  # known to the sampler

@@ -1,17 +1,14 @@
 """What the engines sampled for the batch in progress, kept so that a killed orchestrator asks for nothing twice.
 
-One log per batch beside the journal, `rollouts/generations_N.log`, one record per answer: see
-`holdfast.run.record_log` for the frame and docs/files.md for a program that reads one. The first record is a
-header, the others are answers; both are msgpack maps whose keys are the attributes of `Header` and
-`Answer`. An answer is found again by everything that a sampled token depends on (digest of the weights,
-prompt, seed, distribution, limits), and by nothing else: after a restart the environments run again, with whatever
-code they have then, and get the same answers.
+The log of a batch is `rollouts/generations_N.log`, one record per answer: see `holdfast.run.record_log` for the frame
+and docs/files.md for a program that reads it. The records are msgpack maps with the attributes of `Header` and
+`Answer`. The key of an answer is everything that a sampled token depends on (digest of the weights, prompt, seed,
+distribution, limits): after a restart the environments run again, and get the same answers.
 
-When an answer counts as finished: as soon as it is in the page cache, before it is durable. A killed
-process loses nothing then. A power cut may lose the answers of the last moments, and nothing that is
-durable can depend on one of them: batch N becomes visible only with all its rollouts in it and
-synced by itself, and a later turn is found again only behind the very tokens that its prompt holds. So a
-lost answer costs sampling it again with the same seed, and nobody needs to wait for the disk.
+An answer counts as soon as it is in the page cache, so a killed process loses nothing. A power cut may lose the last
+answers, and nothing durable depends on one: batch N becomes visible only with all its rollouts in it, and the prompt of
+a later turn holds the tokens of the earlier ones. So a lost answer costs sampling it again with the same seed, and
+nobody needs to wait for the disk.
 """
 
 from __future__ import annotations
@@ -36,15 +33,7 @@ _FORMAT = 5
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """First record: what all answers of the log were sampled with.
-
-    Attributes:
-        format: of the log.
-        step: of the batch.
-        weights_digest: of the policy.
-        stop_token_ids: what ends a turn.
-        teacher_digest: of the teacher whose judgements the log holds.
-    """
+    """First record: what all answers of the log were sampled with."""
 
     format: int
     step: int
@@ -54,14 +43,12 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct):
-    """One answer of an engine, or the judgement of a teacher.
+    """One answer of an engine, or the log-probabilities of a teacher.
 
     Attributes:
         prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
-        sampling: the distribution that was sampled from; of a judgement, that of which the log-probabilities are.
-        max_tokens: most tokens that were asked for; 0 for a judgement, whose one completion has no tokens, and
-            as `logprobs` those of the prompt.
-        seeds: of the samples.
+        max_tokens: the limit of the request; 0 for a teacher, whose one completion has no tokens, and as `logprobs`
+            those of the prompt.
         completions: one per seed.
     """
 
@@ -76,22 +63,14 @@ _decode = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed).decode
 
 
 def decode_answer(payload: bytes) -> Answer:
-    """Return the answer in a record of a log, any but the first.
-
-    Raises:
-        msgspec.DecodeError: it is no answer.
-    """
+    """Return the answer in a record of a log, any but the first. Raises msgspec.DecodeError."""
     return _decode(payload)
 
 
 class GenerationLog:
     """Append-only log of finished generations of one batch, indexed in memory.
 
-    Args:
-        vocab_size: how many token ids the model has; None where that is not known.
-
-    Raises:
-        RunDirError: the file cannot be read or written.
+    Raises RunDirError if the file cannot be read or written.
     """
 
     def __init__(
@@ -138,11 +117,7 @@ class GenerationLog:
         seeds: Sequence[int],
         completions: Sequence[Completion],
     ) -> None:
-        """Keep an answer. A few kilobytes into the page cache, so this may run on the event loop.
-
-        Raises:
-            RunDirError: it cannot be written, such as to a full disk.
-        """
+        """Keep an answer: a few kilobytes into the page cache. Raises RunDirError if it cannot be written."""
         self._append(Answer(_prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
 
     def close(self) -> None:
@@ -162,7 +137,7 @@ class GenerationLog:
         )
 
     def _load(self) -> int:
-        """Index the whole records of the file; return where they end. A log of something else counts as empty."""
+        """Index the records of the file; return where they end. A log of something else counts as empty."""
         if not self.path.exists():
             return 0
         payloads, damages = read_records(self.path)

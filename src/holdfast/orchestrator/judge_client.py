@@ -1,13 +1,13 @@
 """Asks judges for the environments of a process and of all its workers, and keeps every reply.
 
-One `Desk` per process returns a kept reply, or else asks the judge once. So two environments that ask the same thing at
-the same time cause one request, and a limit of requests per minute holds for the run. See
-docs/decisions.md. `JudgeQueue` holds the limits of one judge.
+One `Desk` per process returns a kept reply, or else asks the judge once: two environments that ask the same
+thing at the same time cause one request, and limits per minute hold for the run. `JudgeQueue` has the limits of one
+judge.
 
 `ReplyLog` stores replies by request: `judgements.log` of a run, `answers.log` of an evaluation. The file has a header
-and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. Every later attempt finds a reply by
-its request alone, at any step, so nobody pays for a reply twice. A reply is in the page cache before anything uses it,
-so a killed process loses none. A power cut may lose the replies of the last moments; the run asks for them again.
+and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. A later attempt finds a reply by its
+request, at any step, so nobody pays twice. A reply is in the page cache before anything uses it, so a killed process
+loses none; after a power cut the run may ask for the last ones again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _ChatCompletion(msgspec.Struct):
 
 
 class ChatClient:
-    """Asks any number of servers, without a limit of its own to how many requests at once."""
+    """Asks any number of servers, any number of requests at once."""
 
     def __init__(self) -> None:
         import httpx  # takes 0.1 s, and most runs ask no judge
@@ -82,21 +82,15 @@ class ChatClient:
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.aclose()
 
     async def ask(self, url: str, body: bytes, *, key: str | None, timeout_s: float) -> ChatReply:
-        """Return what the server says to a request.
-
-        Args:
-            url: with `/chat/completions` at its end.
-            key: sent with it, and not repeated in any message; None: none is.
-            timeout_s: within which the whole answer must come.
+        """Return the server's reply; `timeout_s` bounds the whole answer, and `key` is in no message.
 
         Raises:
-            Unavailable: the server is busy, fails or cannot be reached: asking again may help.
+            Unavailable: the server is busy, fails or cannot be reached.
             ChatRefused: it refuses.
-            NoChatCompletion: it was reached, and what it sent cannot be read.
+            NoChatCompletion: its answer cannot be read.
         """
         import httpx
 
@@ -149,11 +143,11 @@ _TELL_AGAIN_S = 30.0
 
 
 class JudgeDenied(HoldfastError):
-    """A judge lets nobody in: its key is wrong, or there is no such model. Nothing can be scored, so the run ends."""
+    """A judge lets nobody in: its key is wrong, or there is no such model. The run ends."""
 
 
 class JudgeQueue:
-    """Asks one judge; the limits are those of the request that it is made for, and of all that share it."""
+    """Asks one judge, within the limits of the request that it is made for."""
 
     def __init__(self, client: ChatClient, request: JudgeRequest) -> None:
         self._client = client
@@ -166,15 +160,13 @@ class JudgeQueue:
 
     @staticmethod
     def name_of(request: JudgeRequest) -> tuple[object, ...]:
-        """Return what requests of one queue have alike: the server, and its limits."""
+        """Return what requests of one queue have in common: the server, and its limits."""
         return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, asked again while the judge is busy or away.
 
-        Raises:
-            JudgeFailure: it is so for too long, refuses, or gives no chat completion.
-            JudgeDenied: the key is wrong, or there is no such model.
+        Raises JudgeFailure if it is so for too long, refuses, or gives no chat completion; JudgeDenied.
         """
         queued_at = awake_s()
         async with self._slots:
@@ -220,12 +212,6 @@ class JudgeQueue:
         await attempts.pause(failure)
 
     async def _ask_once(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply.
-
-        Raises:
-            Unavailable: the judge is busy, fails or cannot be reached.
-            JudgeFailure, JudgeDenied: as `ask`.
-        """
         key = read_key(request.api_key_env) if request.api_key_env else None
         try:
             return await self._client.ask(request.url, request.body, key=key, timeout_s=request.timeout_s)
@@ -251,25 +237,16 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class Replied(msgspec.Struct, frozen=True):
-    """Any other record.
-
-    Attributes:
-        request: a hash of all that decides the reply.
-        reply: to it.
-    """
+    """Any other record; `request` is a hash of everything that decides the reply."""
 
     request: str
     reply: ChatReply
 
 
 class ReplyLog:
-    """Replies by request: in memory, and in a file if there is one.
+    """Replies by request: in memory, and in a file if there is one, which `begins` makes at once.
 
-    Args:
-        begins: make the file at once, not with the first reply.
-
-    Raises:
-        RunDirError: the file cannot be read or written, or is of another format.
+    Raises RunDirError if the file cannot be read or written, or is of another format.
     """
 
     def __init__(self, path: Path | None, *, begins: bool = False) -> None:
@@ -283,15 +260,10 @@ class ReplyLog:
             raise self._unwritable(error) from error
 
     def find(self, request: str) -> ChatReply | None:
-        """Return the reply to a request, or None."""
         return self._replies.get(request)
 
     def append(self, request: str, reply: ChatReply) -> None:
-        """Keep a reply.
-
-        Raises:
-            RunDirError: it cannot be written, such as to a full disk.
-        """
+        """Keep a reply. Raises RunDirError if it cannot be written."""
         try:
             if self._records is None and self._path is not None:
                 self._open(self._path, 0)
@@ -350,14 +322,7 @@ _T = TypeVar("_T")
 
 
 class Desk:
-    """Asks judges and keeps what they say.
-
-    Args:
-        path: of the log; None: replies are kept in memory, for as long as the desk is there.
-
-    Raises:
-        RunDirError: the log cannot be read or written.
-    """
+    """Asks judges and keeps their replies in the log at `path`; None: in memory."""
 
     def __init__(self, path: Path | None) -> None:
         self._log = ReplyLog(path)
@@ -369,9 +334,7 @@ class Desk:
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`; the clock of the environment's call stands meanwhile.
 
-        Raises:
-            JudgeFailure: there is none.
-            JudgeDenied, RunDirError: nothing can be asked, or kept.
+        Raises JudgeFailure if there is none; JudgeDenied or RunDirError if nothing can be asked, or kept.
         """
         self._failure.check()
         key = request.key
@@ -385,15 +348,10 @@ class Desk:
             return await asyncio.shield(self._asking[key])
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, whose environments ask here; cancelled as soon as nothing can be asked or kept.
-
-        Raises:
-            JudgeDenied, RunDirError: why; or whatever `work` raises.
-        """
+        """Return the result of `work`; cancelled, and the reason raised, as soon as nothing can be asked or kept."""
         return await self._failure.guard(work)
 
     async def close(self) -> None:
-        """Ask no more."""
         for asking in (waiting := list(self._asking.values())):
             asking.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -428,14 +386,7 @@ class Desk:
 
 @asynccontextmanager
 async def judging(path: Path | None = None) -> AsyncIterator[Desk]:
-    """Have the environments of this context ask judges here.
-
-    Args:
-        path: where replies are kept; None: in memory.
-
-    Raises:
-        RunDirError: the log cannot be read or written.
-    """
+    """Let the environments of this context ask judges; replies are kept in the log at `path`, or in memory."""
     desk = Desk(path)
     token = JUDGES.set(desk)
     try:
@@ -446,10 +397,6 @@ async def judging(path: Path | None = None) -> AsyncIterator[Desk]:
 
 
 async def guarded(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`; where judges are asked, it ends as soon as nothing can be asked or kept.
-
-    Raises:
-        JudgeDenied, RunDirError: why; or whatever `work` raises.
-    """
+    """Return the result of `work`; if judges are asked, it ends as soon as nothing can be asked or kept."""
     desk = JUDGES.get(None)
     return await (desk.guard(work) if isinstance(desk, Desk) else work)

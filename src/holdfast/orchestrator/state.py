@@ -21,13 +21,7 @@ STATE_FORMAT = 1
 
 
 class LevelState(msgspec.Struct, kw_only=True):
-    """One level of a curriculum.
-
-    Attributes:
-        next_task: index of the level's task that comes next.
-        rewards: mean reward of each of its latest groups.
-        variances: population variance of the rewards within each of them.
-    """
+    """One level of a curriculum: mean rewards of its latest groups, and population variances within them."""
 
     next_task: int = 0
     rewards: list[float] = []
@@ -35,13 +29,7 @@ class LevelState(msgspec.Struct, kw_only=True):
 
 
 class CurriculumState(msgspec.Struct, kw_only=True):
-    """Where a curriculum is.
-
-    Attributes:
-        digest: of the environment's arguments, and those of the levels.
-        level: which of them tasks are drawn from behind gates.
-        levels: what is known of each.
-    """
+    """Where a curriculum is; `digest` is of the arguments of the environment and its levels."""
 
     digest: str
     level: int = 0
@@ -52,11 +40,10 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
     """Position in one environment.
 
     Attributes:
-        next_task: index of the task that comes next.
         weight: integer share of the mix that `credit` counts in.
         credit: what the mix owes this environment, in units of one over the sum of weights.
         group_size: rollouts of each problem of the last batch.
-        curriculum: where its curriculum is, or was when it had one; None if it never had.
+        curriculum: None if it never had one.
     """
 
     next_task: int = 0
@@ -67,18 +54,14 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):
-    """The orchestrator's state after it produced batch `step`.
+    """The state after batch `step` (0 before the first); counters are since the start of the run.
 
     Attributes:
-        step: the batch that was produced last; 0 before the first.
-        problems: problems that were drawn since the start of the run, those of dropped groups too.
-        rollouts: their rollouts.
-        tokens: tokens of those, prompts included.
+        problems: problems that were drawn, also those of dropped groups; `rollouts` and `tokens` are theirs.
         sampled_tokens: tokens of the batches that the policy sampled.
         teacher_digest: of the teacher's weights; empty without a teacher.
         dropped: what of problems, rollouts and tokens is in no batch, by reason.
-        environments: position in every environment, by name.
-        evaluated_version: the policy version whose evaluation came with a batch last; -1: none did.
+        evaluated_version: the policy version that was evaluated last; -1: none.
     """
 
     format: int = STATE_FORMAT
@@ -102,11 +85,8 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
 
 
 def read_state(path: Path, *, step: int) -> OrchestratorState:
-    """Return the state in `path`, which must be the one after batch `step`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another format, or of another step.
-    """
+    """Return the state in `path`, which must be after batch `step`. Raises CheckpointError if it is not, or is
+    damaged."""
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
     except FileNotFoundError:
@@ -137,11 +117,10 @@ class TaskSeed:
 
     Attributes:
         run_seed: `seed` of the run.
-        environment: name of the environment, so that two of a kind differ.
+        environment: its name, so that two of a kind differ.
         index: position in the sequence, from 0.
-        held_out: a task of an evaluation. No seed of its tasks is one that training has, whatever the run's seed:
-            those of training are below 2**63, these are not.
-        level: of the environment's curriculum; each has a sequence of its own. None without one.
+        held_out: a task of an evaluation, whose seeds no training has.
+        level: of the environment's curriculum, each of which has a sequence of its own. None without one.
     """
 
     run_seed: int
@@ -152,11 +131,11 @@ class TaskSeed:
 
     @property
     def number(self) -> int:
-        """The seed of this task: below 2**63 in training, from there on and below 2**64 where it is held out."""
+        """The seed of this task: below 2**63 in training, from there on and below 2**64 if it is held out."""
         return self._number("task", self.index)
 
     def random(self) -> random.Random:
-        """Return the generator of this seed, the same at every call: draws go on where the last one ended."""
+        """Return the generator of this seed, the same at every call: draws go on after the last one."""
         return self._generator
 
     @cached_property

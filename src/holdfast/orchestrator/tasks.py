@@ -23,7 +23,6 @@ class FreezeTolerantLoop(asyncio.SelectorEventLoop):
     """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
 
     def time(self) -> float:
-        """Return the time that `call_later` and `asyncio.timeout` go by."""
         return awake_s()
 
 
@@ -41,11 +40,7 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 class SessionSlots:
-    """Lets whole groups through while their sessions have room, in the order in which they came.
-
-    Args:
-        most: sessions in flight at once; no group may be larger.
-    """
+    """Lets whole groups through while their sessions have room, in the order in which they came."""
 
     def __init__(self, most: int) -> None:
         self._slots = asyncio.Semaphore(most)
@@ -53,7 +48,7 @@ class SessionSlots:
 
     @asynccontextmanager
     async def taking(self, size: int) -> AsyncIterator[None]:
-        """Wait for room for a group of `size` sessions, which is given back at the end of the context."""
+        """Wait for room for a group of `size` sessions, at most `most`; the end of the context gives it back."""
         taken = 0
         try:
             # One group at a time takes slots: two that each hold some could wait for one another.
@@ -68,24 +63,21 @@ class SessionSlots:
 
 
 class FirstFailure:
-    """The first failure of what some work uses: it ends that work, whatever the work makes of it."""
+    """The first failure of something that work depends on: it ends that work, whatever the work makes of it."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
         self._has_failed = asyncio.Event()
 
     def set(self, failure: Exception) -> None:
-        """Note a failure, unless there is one."""
         if self._failure is None:
             self._failure = failure
             self._has_failed.set()
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise it, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -135,12 +127,7 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 @contextmanager
 def phase(name: str, *, version: int | None = None) -> Iterator[None]:
-    """Have an `InferenceError` say in which phase of the orchestrator it came.
-
-    Args:
-        name: of the phase, such as `waiting for weights`.
-        version: the policy version that it is about; None while there is none.
-    """
+    """Have an `InferenceError` name the phase of the orchestrator, and the policy version that it is about."""
     moved(doing=name)
     try:
         yield

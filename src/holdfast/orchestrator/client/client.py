@@ -56,20 +56,12 @@ def _is_clearly_busier(engine: Engine, other: Engine) -> bool:
 
 
 class InferenceClient:
-    """One client for all engines that serve one model.
-
-    Use as an async context manager.
-
-    Attributes:
-        pool: the servers, and which of them are there.
-        lease: by which the run owns them.
-        vocab_size: how many token ids the policy has, where that is known.
+    """One client for all engines that serve one model; an async context manager.
 
     Args:
-        config: where the servers are.
-        run_dir: of the run that owns them from the first push on; None: nothing will be pushed.
-        key: of `config` in the orchestrator's configuration, for errors.
-        vocab_size: how many token ids the policy has; None: sampled ids are checked for their sign alone.
+        run_dir: of the run that owns the servers from the first push on; None: nothing will be pushed.
+        key: of `config` in the configuration, for errors.
+        vocab_size: how many token ids the policy has; None: only the sign of sampled ids is checked.
     """
 
     def __init__(
@@ -114,11 +106,9 @@ class InferenceClient:
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """All servers, there or not."""
         return self.pool.engines
 
     def counts(self) -> list[EngineCounts]:
-        """Return what every server was asked so far."""
         return [engine.counts() for engine in self.engines]
 
     @property
@@ -127,39 +117,28 @@ class InferenceClient:
         return self._busy.busy_s
 
     async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
-        """Wait for the first server, and check that each serves `model` and sessions of `seq_len` tokens.
-
-        Servers that do not answer yet are checked when they do, before they are asked anything else.
+        """Wait for the first server; each must serve `model` and sessions of `seq_len` tokens, now or when it answers.
 
         Raises:
             InferenceError: no server answers within `ready_timeout_s`, or one serves another model.
-            ConfigError: a server's longest session is shorter than `seq_len`.
+            ConfigError: a server's longest session is too short.
         """
         await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
         await self.lease.claim_if_begun()
 
     def expect(self, *, version: int | None, restore: Work) -> None:
-        """Take from now on answers of policy `version` alone, and have `restore` mend an engine that was lost.
+        """Accept only answers of policy `version` from now on, and have `restore` mend an engine that was lost.
 
-        Args:
-            version: None: of whichever; the digest that a request names decides.
-            restore: sees to it that an engine which is back serves the right weights.
+        `version` None: any; the digest that a request names decides.
         """
         self._version = version
         self.pool.expect(restore)
 
     async def generate(self, request: GenerateRequest, *, affinity: Affinity | None = None) -> list[Choice]:
-        """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` is for.
+        """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` names.
 
-        It is asked of an engine as soon as one has room: none samples more than `max_concurrency` sequences at once,
-        those of an engine that is away included.
-
-        Args:
-            affinity: of the sessions that ask; None: they share no prefix with others.
-
-        Raises:
-            InferenceError: a server refused, all failed or were away for too long, or serve other weights again and
-                again.
+        An engine is asked as soon as one has room: none samples more than `max_concurrency` sequences at once. Raises
+        InferenceError if a server refused, or all failed, were away or served other weights for too long.
         """
         affinity = affinity or Affinity()
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
@@ -185,12 +164,8 @@ class InferenceClient:
                     failed.clear()
 
     async def ask(self, engine: Engine, request: GenerateRequest) -> list[Choice]:
-        """Return what `generate` does, asked of this engine once.
-
-        Raises:
-            Unavailable: it gave no answer, or one by other weights.
-            InferenceError: it refused.
-        """
+        """Ask this engine once. Raises Unavailable for no answer, or one by other weights; InferenceError if it
+        refused."""
         digest = request.weights_digest
         assert digest is not None, "a run names the weights that it asks"
         body = msgspec.json.encode(request)
@@ -208,11 +183,7 @@ class InferenceClient:
         return choices
 
     def _check_sampled_by(self, choice: Choice, digest: str) -> None:
-        """Take nothing for an answer that other weights had a part in, whatever they call themselves.
-
-        Raises:
-            Unavailable: they had; the server needs its weights again.
-        """
+        """Raise Unavailable if other weights had a part in an answer: the server needs its weights again."""
         version = self._version
         for span in choice.versions:
             if span.digest != digest or version not in (None, span.version):

@@ -73,8 +73,8 @@ class Unavailable(Exception):
     """The server is not there, or not ready, or serves other weights; asking again may help.
 
     Args:
-        retry_after_s: how long the server asks to be left alone.
-        retry_for_s: how long at most it makes sense to ask again.
+        retry_after_s: for how long the server asks to be left alone.
+        retry_for_s: for how long it makes sense to ask again.
     """
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0, retry_for_s: float = math.inf) -> None:
@@ -84,14 +84,9 @@ class Unavailable(Exception):
 
 
 class HttpTransport:
-    """Sends requests to all servers of one section of the configuration.
+    """Sends requests to all servers of one section of the configuration, whose key is `key`.
 
-    Attributes:
-        run_id: of the run that owns the servers, sent with every request; None: none does.
-
-    Args:
-        config: where the servers are.
-        key: of `config` in the orchestrator's configuration, for errors.
+    Every request has the `run_id` of the run that owns the servers, if one does.
     """
 
     def __init__(self, config: ServersConfig, *, key: str) -> None:
@@ -105,7 +100,6 @@ class HttpTransport:
         self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._opened is not None:
             await self._opened.close()
 
@@ -121,7 +115,7 @@ class HttpTransport:
         return await self._request("GET", url, route)
 
     async def post(self, url: str, route: str, body: bytes, *, most_bytes: int = _MOST_BYTES) -> bytes:
-        """Return the body of a good answer to a POST, within `timeout_s` of the configuration; see `_request`."""
+        """Return the body of a good answer to a POST; see `_request`."""
         timeout_s = self._config.timeout_s
         return await self._request("POST", url, route, body=body, timeout_s=timeout_s, most_bytes=most_bytes)
 
@@ -141,18 +135,13 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> bytes:
-        """Return the body of a good answer.
-
-        Args:
-            timeout_s: None: that of a probe, which may be asked again.
-            most_bytes: a longer answer is not read to its end.
+        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: that of a probe.
 
         Raises:
-            Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
-                busy, or that it serves other weights; or it left a probe without an answer, or is not well after
-                `timeout_s`.
-            InferenceError: the server refused, or answers without an end; with the exit code of a failed storage
-                where it could not read the weights.
+            Unavailable: there was no connection, it broke, or the server failed, is not ready, is too busy or serves
+                other weights; or it left a probe without an answer, or is not well after `timeout_s`.
+            InferenceError: the server refused, or its answer is too long; with the exit code of a failed storage if it
+                could not read the weights.
         """
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
@@ -208,11 +197,7 @@ class HttpTransport:
     async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the answer, however long it takes, as long as the server at `url` is healthy each `timeout_s` s.
-
-        Raises:
-            Unavailable: it is not.
-        """
+        """Return the answer, however long it takes, while the server at `url` is healthy each `timeout_s` seconds."""
         task = asyncio.ensure_future(asking)
         waited_s = 0.0
         try:
@@ -234,11 +219,7 @@ class HttpTransport:
 
 
 def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
-    """Return the answer of the server at `url` as a `kind`.
-
-    Raises:
-        InferenceError: it is none.
-    """
+    """Return the answer of the server at `url` as a `kind`. Raises InferenceError if it is not one."""
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
@@ -255,12 +236,10 @@ class _Opening:
         self._holds_place = False
 
     async def begin(self) -> None:
-        """Wait for a place."""
         await self._places.acquire()
         self._holds_place = True
 
     def end(self) -> None:
-        """Give the place back, if there is one."""
         if self._holds_place:
             self._holds_place = False
             self._places.release()
@@ -302,11 +281,6 @@ def _new_session(urls: Sequence[str]) -> aiohttp.ClientSession:
 
 
 async def _read(answer: aiohttp.ClientResponse, most_bytes: int, *, what: str) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        InferenceError: it is longer than `most_bytes`, or compressed.
-    """
     if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
         raise InferenceError(f"{what} was answered with the content encoding {encoding!r:.40}, which was not asked for")
     content = bytearray()
@@ -321,7 +295,6 @@ async def _read(answer: aiohttp.ClientResponse, most_bytes: int, *, what: str) -
 
 
 def _reason(content: bytes) -> str:
-    """The reason in an error answer, whichever of the usual fields holds it."""
     try:
         body = msgspec.json.decode(content)
     except (ValueError, RecursionError):
@@ -332,7 +305,6 @@ def _reason(content: bytes) -> str:
 
 
 def _code(content: bytes) -> str:
-    """The code of an error answer of ours, else nothing."""
     try:
         return msgspec.json.decode(content, type=ErrorBody).code
     except (ValueError, RecursionError):
@@ -340,7 +312,7 @@ def _code(content: bytes) -> str:
 
 
 def retry_after_s(value: str) -> float:
-    """How long an answer with this `Retry-After` asks to be left alone, in seconds or by a date; 0 where empty."""
+    """Return for how many seconds a `Retry-After` (seconds or a date) asks to be left alone; 0 if empty."""
     if value.isascii() and value.isdecimal():
         return float(value[:9])  # not for ever, whatever stands there
     try:
@@ -357,9 +329,7 @@ _FINISH_REASONS = ("stop", "length")
 def load_vocab_size(name: str) -> int:
     """Return how many token ids the model in a local directory, or on the hub, has.
 
-    Raises:
-        ConfigError: there is no such model.
-        DataError: its config.json does not say.
+    Raises ConfigError if there is no such model, DataError if its config.json does not say.
     """
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
@@ -376,14 +346,9 @@ def load_vocab_size(name: str) -> int:
 def check_choices(
     response: GenerateResponse, request: GenerateRequest, *, url: str, vocab_size: int | None
 ) -> list[Choice]:
-    """Return the choices of an answer in the order of the seeds: one whole choice for each, of numbers that can be.
+    """Return the choices of an answer in the order of the seeds: one whole choice for each, of possible numbers.
 
-    Args:
-        vocab_size: how many token ids the model has; None where that is not known.
-
-    Raises:
-        InferenceError: naming the field, the value and what is allowed.
-        Unavailable: the server aborted the request.
+    Raises InferenceError with field, value and what is allowed; Unavailable if the server aborted the request.
     """
     choices = sorted(response.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(len(request.seeds))):
@@ -411,13 +376,7 @@ def check_choices(
 def problem_of(
     completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int], vocab_size: int | None
 ) -> str | None:
-    """Return why no engine can have sampled a continuation, or None.
-
-    Args:
-        max_tokens: most that were asked for.
-        stop_token_ids: what ends it.
-        vocab_size: how many token ids the model has; None where that is not known.
-    """
+    """Return why no engine can have sampled a continuation, or None; `vocab_size` None: unknown."""
     return (
         _problem_of_counts(completion, max_tokens)
         or problem_of_ids(completion.token_ids, vocab_size)
