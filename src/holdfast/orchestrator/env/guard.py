@@ -1,13 +1,12 @@
 """Guards calls into environments: converts errors, enforces time limits, checks results, and names silent calls.
 
-Environments are other people's code. Everything that they raise, `sys.exit` included, becomes one `EnvironmentFailure`
-with environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them.
-Time in which a call waits for the engine counts neither for `timeout_s` nor as silence.
+Environments are other people's code. Every exception of theirs, also `sys.exit`, becomes one `EnvironmentFailure` with
+environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them. Time in
+which a call waits for the engine counts neither for `timeout_s` nor as silence.
 
-A thread looks at all calls every second. It names a call that awaits anything but the engine after `silent_s` seconds,
-and again whenever the silence has doubled. A call that blocks the event loop stops everybody's work; asyncio can
-neither see nor cancel it. The thread names it the same way, and ends the process when `timeout_s` is over; the process
-is then started again. The event loop sends heartbeats, and the launcher ends a process that anything else blocks.
+A thread looks at all calls every second. It names a call that awaits anything except the engine after `silent_s`
+seconds, and again whenever the silence has doubled. It also names a call that blocks the event loop, which asyncio can
+neither see nor cancel, and ends the process when `timeout_s` is over; the process is then started again.
 """
 
 from __future__ import annotations
@@ -53,12 +52,10 @@ class PromptTooLong(DataError):
 def prompt_ids_of(
     task: Any, tokenizer: Tokenizer, *, what: str, room: int, tools: Sequence[Any] | None = None
 ) -> list[int]:
-    """Return the token ids of a task's prompt, with the schemas of the tools that the policy may call.
+    """Return the token ids of a task's prompt; `tools` are the schemas that the policy sees.
 
-    Raises:
-        PromptTooLong: its text alone says that it has more than `room` tokens.
-        EnvironmentFailure: it is no `Task`, its prompt is neither text nor messages, its answer is no text, or the
-            template refuses it.
+    Raises PromptTooLong if its text is too long for `room` tokens; EnvironmentFailure if it is not a `Task`, its prompt
+    or answer is of the wrong type, or the template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
@@ -89,11 +86,7 @@ def prompt_ids_of(
 
 
 def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:
-    """Return one score per session, with plain numbers in it.
-
-    Raises:
-        EnvironmentFailure: it is not that; says what it is.
-    """
+    """Return one score per session, with plain numbers in it. Raises EnvironmentFailure."""
     if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Sequence):
         raise EnvironmentFailure(
             f"{what}: score() must return a list of {len(sessions)} Score objects, got {_shown(scores)}"
@@ -104,7 +97,7 @@ def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> li
 
 
 def step_rewards(score: Score, session: Session) -> StepRewards | None:
-    """Return what a checked score says about turns or tokens, each at its last token; None where it says nothing."""
+    """Return the rewards of turns or tokens in a checked score, each at its last token; None without any."""
     if score.turn_rewards is not None:
         return StepRewards(TokenIds([end - 1 for end in session.turn_ends]), Rewards(score.turn_rewards))
     if score.token_rewards is not None:
@@ -145,7 +138,6 @@ def _checked(score: Any, session: Session, what: str) -> Score:
 
 
 def _numbers(values: Any, name: str, counted: str, length: int, what: str) -> list[float] | None:
-    """Return as many plain numbers as there are turns or tokens; None for None."""
     if values is None:
         return None
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
@@ -175,11 +167,7 @@ def _shown(value: Any) -> str:
 
 
 def require_sound(session: Session, *, what: str) -> None:
-    """Refuse a session whose fields the environment changed to what no sampling gives; it is only to read them.
-
-    Raises:
-        EnvironmentFailure: says which field.
-    """
+    """Refuse a session whose fields the environment has changed. Raises EnvironmentFailure that names the field."""
     kinds = {
         "token_ids": TokenIds, "loss_mask": LossMask, "logprobs": Logprobs, "versions": list, "texts": list,
         "truncated": bool,
@@ -264,7 +252,7 @@ _CURRENT: ContextVar[Call] = ContextVar("environment call")
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Stop the clock of the call that this is in, if any, while the engine, or a judge, works for it."""
+    """Stop the clock of the current call, if any, while the engine, or a judge, works for it."""
     call = _CURRENT.get(None)
     if call is None:
         yield
@@ -279,9 +267,7 @@ async def calling(
 ) -> AsyncIterator[None]:
     """Turn what an environment raises, or takes too long for, into a failure that says where it came from.
 
-    Raises:
-        EnvironmentFailure: it raised, or ended itself; `CallTimeout`: it took too long.
-        ProcessKilled: a process of the environment was killed from outside.
+    Raises EnvironmentFailure (`CallTimeout` if it took too long), or ProcessKilled.
     """
     deadline = asyncio.timeout(timeout_s)
     call = Call(what, name=name, environment=environment, method=method, timeout_s=timeout_s, deadline=deadline)
@@ -312,12 +298,11 @@ async def calling(
 
 
 async def result_of(value: Any) -> Any:
-    """Return what a method of an environment returned, awaited if it is `async`."""
     return await value if inspect.isawaitable(value) else value
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error, its text cut: it may be as long as what the environment was working on."""
+    """Return the traceback of an error, its text cut."""
     places = "".join(traceback.format_tb(error.__traceback__, limit=-_MOST_FRAMES))
     return f"{places}{type(error).__name__}: {printable(error)}"
 
@@ -329,7 +314,7 @@ def place_of(error: BaseException) -> str:
 
 
 def place_of_task(task: asyncio.Task[object] | None) -> str:
-    """Return `file:line` of where the user's code waits in a suspended task."""
+    """Return `file:line` where the user's code waits in a suspended task."""
     waiting = task.get_coro() if task is not None else None
     frames: list[tuple[str, int]] = []
     while waiting is not None:
@@ -345,7 +330,7 @@ _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return `file:line` of where the user's code is, from the innermost frame of its thread."""
+    """Return `file:line` of the user's code, from the innermost frame of its thread."""
     frames: list[tuple[str, int]] = []
     while frame is not None:
         frames.insert(0, (frame.f_code.co_filename, frame.f_lineno))
@@ -354,7 +339,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 
 def _users(frames: list[tuple[str, int]]) -> str:
-    """Choose the innermost frame that is neither a library's nor ours; the innermost of all if there is none."""
+    """Choose the innermost frame that is neither a library's nor ours, else the innermost frame."""
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, _OURS, "<"))]
@@ -412,12 +397,10 @@ class _Watch(threading.Thread):
         self._blocking: Call | None = None
 
     def end(self) -> None:
-        """Stop watching."""
         self._is_over.set()
         self.join()
 
     def run(self) -> None:
-        """Look until the end."""
         while not self._is_over.wait(self._period_s):
             blocking = self._blocking_call()
             if blocking is not None:
@@ -429,7 +412,7 @@ class _Watch(threading.Thread):
             self._report(silent, "is silent")
 
     def _blocking_call(self) -> tuple[Call, FrameType, float] | None:
-        """Return the call that keeps the event loop from answering, where it is, and for how many seconds."""
+        """Return the call that blocks the event loop, its frame, and for how many seconds it does."""
         if self._answered.is_set():
             self._blocking = None
             self._answered.clear()
@@ -476,7 +459,7 @@ class _Watch(threading.Thread):
 
 
 def _call_in(frame: FrameType | None) -> Call | None:
-    """Return the call that a thread is in: that of the task that runs in it, by the coroutines on its stack."""
+    """Return the call that a thread runs, by the coroutines on its stack."""
     calls = [(call, getattr(call.task.get_coro(), "cr_frame", None)) for call in tuple(RUNNING) if call.task]
     while frame is not None:
         for call, outermost in calls:

@@ -34,10 +34,10 @@ class Score:
     """What a rollout earned.
 
     Attributes:
-        reward: any finite number; scalars of NumPy and torch are numbers too.
+        reward: any finite number, also of NumPy or torch.
         metrics: further numbers of this rollout; their means go to the metrics of the step.
         turn_rewards: one for each sampled turn, beside `reward`.
-        token_rewards: one for each sampled token, beside `reward`; in the place of `turn_rewards`.
+        token_rewards: one for each sampled token, instead of `turn_rewards`.
     """
 
     reward: float
@@ -50,17 +50,16 @@ class Environment:
     """Base of all environments. Constructor arguments come from `environments.args` of the config.
 
     Attributes:
-        tools: functions that the policy may call: with a docstring and annotations, sync or `async`. A method may be
-            listed, in the body of the class too. A parameter annotated with `Session` gets the session.
-        num_tasks: how many different tasks there are, where that is a certain number, such as rows of a file; None:
-            every seed may give another.
+        tools: functions or methods that the policy may call, with a docstring and annotations, sync or `async`. A
+            parameter annotated with `Session` gets the session.
+        num_tasks: how many different tasks there are, such as rows of a file; None: every seed may give another.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
     num_tasks: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give every `make_task` a seed whose generator is new, so that calling it again gives the same task."""
+        """Give every call of `make_task` a fresh seed, so that calling it again gives the same task."""
         super().__init_subclass__(**options)
         if "make_task" in vars(cls):
             cls.make_task = _with_fresh_seed(cls.make_task)
@@ -70,9 +69,9 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} needs a method make_task(seed)")
 
     async def run(self, session: Session, task: Task) -> None:
-        """Play one session of `task`; its prompt is there already.
+        """Play one session of `task`, which has its prompt already.
 
-        By default: one sampled turn, or with `tools` further ones as long as they call one, at most `max_turns`.
+        By default: one sampled turn, or with `tools` further turns as long as they call one, at most `max_turns`.
         """
         await session.sample()
         while session.has_tools and await session.answer_tool_calls():

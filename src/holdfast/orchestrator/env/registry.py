@@ -1,7 +1,7 @@
 """The built-in environments, and how the `id` of an environment in the settings becomes an environment.
 
-Other packages bring environments as entry points of the group `holdfast.environments`, `name = "module:Class"`. Nothing
-of such a package is imported before a run asks for its environment.
+Other packages bring environments as entry points of the group `holdfast.environments`, `name = "module:Class"`. They
+are not imported before a run asks for their environment.
 """
 
 from __future__ import annotations
@@ -85,16 +85,14 @@ BUILT_IN = {
 
 
 def is_built_in(name: str) -> bool:
-    """Whether an id names an environment of holdfast's own, whose constructor may be called to check its arguments."""
+    """Whether holdfast has the environment, so that its constructor may be called to check its arguments."""
     return name in BUILT_IN or name.startswith((PREFIX, VERIFIERS))
 
 
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
     """Return the environment that `config` describes; `key` is its dotted key, for messages.
 
-    Raises:
-        ConfigError: there is no such environment, or its arguments do not fit.
-        EnvironmentFailure: its module or its constructor raised.
+    Raises ConfigError if it does not exist, or its arguments do not fit; EnvironmentFailure if its code raised.
     """
     cls, args = find_environment(config, key=key)
     try:
@@ -112,12 +110,7 @@ def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
 
 
 def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
-    """Return the class that `config` names and the checked arguments of its constructor, which is not called.
-
-    Raises:
-        ConfigError: there is no such environment, or its arguments do not fit.
-        EnvironmentFailure: its module raised.
-    """
+    """Return the class that `config` names and the checked arguments of its constructor, which is not called."""
     found = _find_environment(config, key=key)
     if config.mcp_servers and issubclass(found[0], HarnessEnvironment):
         raise ConfigError(
@@ -137,18 +130,13 @@ def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envi
 
 
 def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
-    """Return the environment of every level of a curriculum, or the one that there is; see `load_environment`."""
+    """Return the environment of every level of a curriculum, or the only one; see `load_environment`."""
     find_class(config.id, key=key)  # it is not of a level, if there is none
     return [load_environment(one, key=own_key) for own_key, one in config.at_levels(key).items()]
 
 
 def find_class(name: str, *, key: str) -> type[Environment]:
-    """Return the class of the environment with the id `name`.
-
-    Raises:
-        ConfigError: there is none.
-        EnvironmentFailure: its module raised.
-    """
+    """Return the class of the environment `name`. Raises ConfigError, or EnvironmentFailure if its module raised."""
     if name.startswith(PREFIX):
         return ReasoningGym
     if name.startswith(VERIFIERS):
@@ -169,10 +157,9 @@ def find_class(name: str, *, key: str) -> type[Environment]:
 
 
 def find_plugin(name: str, *, key: str) -> Plugin | None:
-    """Return the entry point of an installed package that `name` means; None where it is a built-in environment.
+    """Return the entry point that `name` means; None for a built-in environment.
 
-    Raises:
-        ConfigError: there is no environment of that name, or several.
+    Raises ConfigError if no environment has that name, or several.
     """
     plugins = find_plugins()
     owners = (["holdfast itself"] if name in BUILT_IN else []) + [plugin.package for plugin in plugins.get(name, [])]
@@ -195,7 +182,7 @@ def find_plugin(name: str, *, key: str) -> Plugin | None:
 
 
 def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleType], absent: str) -> type[Environment]:
-    """Return the class that `target`, `module:Class`, stands for; `absent` says what to do where no module is."""
+    """Return the class that `target`, `module:Class`, names; `absent` says what to do without the module."""
     module_name, _, class_name = target.partition(":")
     try:
         module = load(module_name)
@@ -238,11 +225,7 @@ def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleT
 
 
 def require_methods(cls: type[Environment], name: str, *, key: str) -> None:
-    """Refuse a class without a method for what every environment is asked for, before anything is started.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Refuse a class without a method that every environment needs, before anything is started."""
     for method in ("make_task", "score"):
         if getattr(cls, method) is getattr(Environment, method):
             like = nearest(method, [one for one in vars(cls) if not one.startswith("_")])
@@ -253,7 +236,6 @@ def require_methods(cls: type[Environment], name: str, *, key: str) -> None:
 
 
 def _as_file(name: str) -> str:
-    """Say how a file is named by its module; nothing for a name that is none of a file."""
     path, _, class_name = name.partition(":")
     if not path.endswith(".py"):
         return ""
@@ -264,7 +246,6 @@ def _as_file(name: str) -> str:
 
 
 def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dict[str, Any]:
-    """Check `args` against the constructor's parameters and their annotations, and convert them."""
     parameters = dict(inspect.signature(cls).parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return args
@@ -282,7 +263,7 @@ def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dic
 
 
 def _annotation(cls: type[Environment], name: str) -> Any:
-    """Return the annotation of an argument of the constructor; `Any` where it names what is only there for checkers."""
+    """Return the annotation of an argument of the constructor; `Any` if only type checkers can read it."""
     constructor = cls.__init__
     annotations = getattr(constructor, "__annotations__", {})
     if name not in annotations:

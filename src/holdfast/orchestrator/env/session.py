@@ -34,39 +34,24 @@ class Task:
 
 
 class SessionTools(Protocol):
-    """What a session asks of the tools of its environment, `tool_loop.ToolUse`, which knows sessions."""
+    """What a session asks of the tools of its environment (`tool_loop.ToolUse`, which knows sessions)."""
 
     @property
-    def parse(self) -> Parser:
-        """Finds the calls in the text of a turn."""
-        ...
+    def parse(self) -> Parser: ...
 
     @property
-    def max_turns(self) -> int:
-        """The most turns that are sampled in one session."""
-        ...
+    def max_turns(self) -> int: ...
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template gets as `tools`."""
-        ...
+    def schemas(self) -> list[dict[str, Any]]: ...
 
-    def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage:
-        """Return the message with which a call is answered."""
-        ...
+    def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage: ...
 
-    async def answer(self, call: ToolCall, session: Session) -> tuple[str, str | None]:
-        """Return what a call is answered with, and why it failed, if it did."""
-        ...
+    async def answer(self, call: ToolCall, session: Session) -> tuple[str, str | None]: ...
 
 
 def as_text(value: Any) -> str:
-    """Return `value` if it is text that a tokenizer and a file can take.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it has half a surrogate pair.
-    """
+    """Return `value` if it is text. Raises TypeError, or ValueError if it has half a surrogate pair."""
     if not isinstance(value, str):
         raise TypeError(f"expected text, got {shown(value)} ({type(value).__name__})")
     try:
@@ -77,10 +62,9 @@ def as_text(value: Any) -> str:
 
 
 def as_messages(messages: Any) -> list[Message | ChatMessage]:
-    """Return messages that may be written as dicts, which may hold more than role and content.
+    """Return messages; a message may be a dict, with more keys than role and content.
 
-    Raises:
-        TypeError, ValueError: they are no list of messages; says which one is not, and why.
+    Raises TypeError or ValueError that names the wrong message.
     """
     if isinstance(messages, str | Mapping | Message) or not isinstance(messages, Sequence):
         raise TypeError(f"expected text or a list of messages, got {shown(messages)} ({type(messages).__name__})")
@@ -109,17 +93,16 @@ def _as_message(message: Any, number: int) -> Message | ChatMessage:
 
 
 def num_characters(messages: Sequence[Message | ChatMessage]) -> int:
-    """Return how many characters the messages say."""
     contents = [message.content if isinstance(message, Message) else message.get("content") for message in messages]
     return sum(len(content) for content in contents if isinstance(content, str))
 
 
 class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
-    """What a dict must be to be a message."""
+    """A dict that is to be a message."""
 
 
 class HistoryRewritten(DataError):
-    """Behind what was to be appended the chat template writes earlier turns otherwise, and no branch can begin."""
+    """The chat template would rewrite earlier turns, and no branch can begin."""
 
 
 class SessionFull(Exception):
@@ -133,24 +116,24 @@ SampleTurn = Callable[[list[int], int, int], Awaitable[Completion]]
 class Session:
     """One conversation with the policy, as token ids. It only ever grows at its end.
 
-    Sampled ids stay as they were sampled, never decoded and tokenised again, so what is trained on
-    is what the policy did. Where the chat template writes the history anew, as without the thoughts of earlier turns,
-    the session splits: a new branch begins behind the ids so far, with the prompt that the template makes of the chat,
-    and the policy sees nothing but this branch from there on. Every token is sampled in one branch.
+    Sampled ids stay as they were sampled, never decoded and tokenised again, so training sees what the policy did. If
+    the chat template rewrites the history, such as without the thoughts of earlier turns, the session splits: a new
+    branch begins after the ids so far, with the prompt that the template makes of the chat, and the policy only sees
+    this branch from there on. Every token is sampled in one branch.
 
     Attributes:
         token_ids: the whole session, prompt first: its branches, one after the other.
         loss_mask: per token, whether the policy sampled it.
-        logprobs: per token, the engine's log-probability; 0.0 where not sampled.
+        logprobs: per token, the engine's log-probability; 0.0 if not sampled.
         versions: which policy sampled which tokens.
         texts: the text of every sampled turn.
         truncated: a token limit ended a turn or the session.
-        task: that it is about; None where there is none.
-        state: the environment's own, such as what its tools found; it is kept nowhere.
+        task: None if there is none.
+        state: the environment's own, such as what its tools found; not saved.
         tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
-            answer because no turn could follow (`unanswered`); empty without tools.
+            answer because no turn could follow (`unanswered`).
         request_counts: how many requests of a harness were `answered`, and refused by reason (`refused/history`, ...);
-            None where no harness plays it.
+            None without a harness.
     """
 
     def __init__(
@@ -207,7 +190,6 @@ class Session:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of its token ids."""
         return self._tokenizer
 
     @property
@@ -217,7 +199,7 @@ class Session:
 
     @property
     def branch_starts(self) -> tuple[int, ...]:
-        """Where in `token_ids` every branch begins; (0,) where the session has not split."""
+        """Where in `token_ids` every branch begins; (0,) if the session has not split."""
         return tuple(self._branch_starts)
 
     @property
@@ -226,12 +208,10 @@ class Session:
         return self._seq_len - (len(self.token_ids) - self._branch_starts[-1])
 
     def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
-        """Give a session that has no prompt its prompt; `tools` are the JSON schemas that the template shows.
+        """Give a session without a prompt its prompt; `tools` are the JSON schemas that the template shows.
 
-        Raises:
-            SessionFull: it leaves no room for a sampled token.
-            DataError, TypeError: it is no chat that the template takes.
-            RuntimeError: there is a prompt.
+        Raises SessionFull if no sampled token fits after it, DataError or TypeError if the template does not take the
+        chat.
         """
         self._require_idle("begin()")
         if self.token_ids:
@@ -243,14 +223,9 @@ class Session:
         self._begun_with, self._schemas = messages, schemas
 
     async def sample(self, *, max_tokens: int | None = None) -> str:
-        """Let the policy continue, and return the text of what it sampled.
+        """Let the policy continue, by at most `max_tokens` or `sampling.max_tokens`; return the text that it sampled.
 
-        Args:
-            max_tokens: most tokens of this turn, where that is less than the run allows (`sampling.max_tokens`).
-
-        Raises:
-            SessionFull: there is no room for a single token.
-            RuntimeError: this session is being sampled already.
+        Raises SessionFull if there is no room for a token, RuntimeError if this session is being sampled already.
         """
         self._require_idle("sample()")
         if self.room < 1:
@@ -280,14 +255,10 @@ class Session:
         return self.texts[-1]
 
     async def answer_tool_calls(self) -> bool:
-        """Run the tools that the last turn called, one after the other, and append what they answer.
+        """Run the tools that the last turn called, in their order, and append their answers.
 
-        Returns:
-            Whether there is another turn to sample: not if it called none, nor if `max_turns` are sampled.
-
-        Raises:
-            SessionFull: the answers leave no room for a sampled token.
-            RuntimeError: nothing was sampled yet, the session is being sampled, or the environment has no `tools`.
+        Return whether there is another turn to sample: not if it called none, or `max_turns` are sampled. Raises
+        SessionFull if the answers leave no room; RuntimeError without a sampled turn or without `tools`.
         """
         self._require_idle("answer_tool_calls()")
         if self._tool_use is None or self._is_turn_open:
@@ -310,7 +281,7 @@ class Session:
 
     @property
     def raw_completion(self) -> str:
-        """The text of the last sampled turn with its special tokens, but for that which ends it."""
+        """The text of the last sampled turn with its special tokens, except the one that ends it."""
         if self._raw_text is None:
             sampled = self._last_turn
             ends = bool(sampled) and sampled[-1] in self._tokenizer.stop_token_ids
@@ -318,13 +289,12 @@ class Session:
         return self._raw_text
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
-        """Append messages after a sampled turn, and open the policy's next turn, in a new branch where they need one.
+        """Append messages after a sampled turn, and open the policy's next turn, in a new branch if they need one.
 
         Raises:
-            SessionFull: they leave no room for a sampled token, or would begin one branch more than there may be.
-            HistoryRewritten: the template would write the history anew, of a session that began with text.
-            RuntimeError: nothing was sampled since the prompt, or since messages were appended; or the session is
-                being sampled.
+            SessionFull: they leave no room for a sampled token, or there would be too many branches.
+            HistoryRewritten: the template would rewrite the history of a session that began with text.
+            RuntimeError: nothing was sampled since the prompt or the last messages, or the session is being sampled.
         """
         self._require_idle("append_messages()")
         if self._is_turn_open:
@@ -357,7 +327,7 @@ class Session:
         self._is_turn_open = True
 
     def _prompt_messages(self) -> list[Message | ChatMessage] | None:
-        """Return the messages that the session began with; None where that was text, or nobody knows."""
+        """Return the messages that the session began with; None for text."""
         if self._begun_with is not None or self.task is None or isinstance(self.task.prompt, str):
             return self._begun_with
         return as_messages(self.task.prompt)
@@ -377,12 +347,7 @@ class Session:
         self._append(prompt_ids)
 
     def append_text(self, text: str) -> None:
-        """Append text as it stands, without the chat template.
-
-        Raises:
-            SessionFull: it leaves no room for a sampled token.
-            RuntimeError: the session is being sampled.
-        """
+        """Append text as it is, without the chat template. Raises SessionFull if no sampled token fits after it."""
         self._require_idle("append_text()")
         self._require_room(len(as_text(text)), self.room)
         self._append(self._tokenizer.encode_after(text))
@@ -391,30 +356,27 @@ class Session:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the environment has tools."""
         return self._tool_use is not None
 
     @property
     def is_sampling(self) -> bool:
-        """Whether a `sample()` goes on."""
         return self._is_sampling
 
     def changed(self) -> list[str]:
-        """Return the names of attributes that are not what was sampled and appended: an environment changed them."""
+        """Return the names of the attributes that an environment has changed."""
         found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
         return found + ["versions"] * (self.versions != self._kept_versions)
 
     def at_end(self, leave: Callable[[], None]) -> None:
-        """Have `leave` called when the session has been played, such as what lets go of a server."""
+        """Have `leave` called when the session has been played, such as to let go of a server."""
         self._at_end.append(leave)
 
     def leave(self) -> None:
-        """Let go of what its tools hold."""
         while self._at_end:
             self._at_end.pop()()
 
     def end(self) -> None:
-        """Let nothing more be sampled or appended: the rollout is taken as it stands."""
+        """Let nothing more be sampled or appended."""
         self._is_over = True
 
     def _require_idle(self, wanted: str) -> None:

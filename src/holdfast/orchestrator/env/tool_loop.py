@@ -51,9 +51,7 @@ class ToolUse:
     """The tools of one environment, and how its sessions use them.
 
     Attributes:
-        tools: by name.
-        parse: finds the calls in the text of a turn.
-        max_turns: most turns that are sampled in one session; the calls of the last one are not answered.
+        max_turns: most turns of one session; the calls of the last one are not answered.
         timeout_s: most seconds of one call.
     """
 
@@ -64,19 +62,14 @@ class ToolUse:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template gets as `tools`."""
         return [tool.schema for tool in self.tools.values()]
 
     def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage:
-        """Return the message with which a call is answered; `turn` and `number` count from 1."""
+        """Return the message that answers a call; `turn` and `number` count from 1."""
         return tool_message(text, name=call.name if call.name in self.tools else "", turn=turn, number=number)
 
     async def answer(self, call: ToolCall, session: Session) -> tuple[str, ToolFailure | None]:
-        """Return what a call is answered with, and why it failed, if it did.
-
-        Raises:
-            SessionFull, HoldfastError, MemoryError: a tool met what is no failure of its own.
-        """
+        """Return the answer to a call, and why it failed, if it did."""
         try:
             return await self._result(call, session), None
         except _Failed as failure:
@@ -116,10 +109,9 @@ class ToolUse:
 
 
 def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return how sessions of `environment` use its tools; None where it has none. Made once for each object.
+    """Return how sessions of `environment` use its tools; None without tools. Made once for each object.
 
-    Raises:
-        ConfigError: a tool is none, or the chat template does not write tools or their results.
+    Raises ConfigError if one is not a tool, or the chat template does not write tools or their results.
     """
     kept = environment.__dict__.get("_tool_use")
     if kept is not None and kept[0] is tokenizer and kept[1] is settings:
@@ -135,13 +127,8 @@ def check_tools(
 ) -> None:
     """Refuse, before anything is started, tools that a model in a local directory cannot call.
 
-    What a hub has is not fetched for that: whoever plays checks it again.
-
-    Args:
-        environments: by label, those of `sections` that can be made here.
-
-    Raises:
-        ConfigError, DataError: as `tool_use_of`, or the tokenizer cannot be read.
+    Models of a hub are not fetched for that: whoever plays checks again. `environments` are those of `sections`, by
+    label, that can be made here.
     """
     with_tools = [
         one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)
@@ -179,7 +166,7 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
 
 
 def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str) -> None:
-    """Refuse a chat template with which the policy would not see its tools, or what they answer."""
+    """Refuse a chat template that hides tools, or their answers, from the policy."""
     question: list[ChatMessage] = [{"role": "user", "content": _PROBE}]
     answer: list[ChatMessage] = [tool_message(_PROBE, name=schemas[0]["function"]["name"], turn=1, number=1)]
     try:
@@ -225,11 +212,7 @@ def _text_of_result(value: Any) -> str:
 
 @contextmanager
 def _interrupting(seconds: float) -> Iterator[None]:
-    """End what runs here, and blocks, when its time is up; not in a thread other than the main one, nor a call in C.
-
-    Raises:
-        _TimeUp: the time is up.
-    """
+    """Raise _TimeUp in blocking code when its time is up, except in other threads and calls in C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
