@@ -79,11 +79,11 @@ _MESSAGE_KEYS = ("role", "content", *MORE_KEYS)
 
 
 class Refused(Exception):
-    """A request that gets an error for an answer; the message is for the harness.
+    """A request that is answered with an error; the message is for the harness.
 
     Attributes:
         reason: by which it is counted.
-        code: of OpenAI's, where it has one.
+        code: of OpenAI's, if it has one.
     """
 
     def __init__(self, reason: RefusalReason, message: str, *, code: str | None = None) -> None:
@@ -94,13 +94,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request.
-
-    Attributes:
-        messages: the chat so far, contents as text.
-        tools: their JSON schemas; None: none.
-        max_tokens: most tokens of the turn; None: as many as the run allows.
-    """
+    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: as the run allows)."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -108,11 +102,8 @@ class ChatRequest:
 
 
 def read_request(body: bytes, *, model: str) -> ChatRequest:
-    """Return what a request asks for; keys that are null count as absent.
-
-    Raises:
-        Refused: it is no request, or asks for what a rollout does not have.
-    """
+    """Return what a request asks for; null counts as absent. Raises Refused if it is not a request that a rollout
+    has."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -158,7 +149,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message with its content as text, without what says nothing."""
+    """Return a message with its content as text, without empty keys."""
     what = f"messages[{number}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refused("malformed", f"{what} must be an object with a role, got {shown(message)}")
@@ -176,7 +167,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def is_same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same: white space around the assistant's does not count, nor how JSON is written."""
+    """Whether two messages are equal, except white space around the assistant's, and how JSON is written."""
     return _comparable(message) == _comparable(other)
 
 
@@ -200,7 +191,7 @@ def _value_of(arguments: Any) -> Any:
 def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | None) -> dict[str, Any]:
     """Return the last turn of `session` as the assistant's message, with the calls that `parse` finds in it.
 
-    A call that cannot be read leaves the whole turn text, as OpenAI's protocol has no words for one.
+    A call that cannot be read leaves the whole turn text, since OpenAI's protocol cannot express it.
     """
     calls = parse(session.raw_completion) if parse else []
     if parse is None or not calls or any(call.error for call in calls):
@@ -220,7 +211,7 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
 
 
 def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
-    """Return the arguments of a call; where the format has no types, those of the tool's schema."""
+    """Return the arguments of a call; if the format has no types, those of the tool's schema."""
     if not call.has_texts:
         return call.arguments
     functions = {function_of(tool).get("name"): function_of(tool) for tool in tools}
@@ -232,7 +223,6 @@ def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
 
 
 def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> dict[str, Any]:
-    """Return the body of an answer."""
     ends = (0, *session.turn_ends)
     sampled = session.loss_mask.tobytes()[ends[-2] : ends[-1]].count(1)
     total = len(session.token_ids) - session.branch_starts[-1]  # what the policy saw
@@ -261,24 +251,11 @@ _Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Answering(Protocol):
-    """What answers the requests of one rollout."""
-
-    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Raises:
-            Refused: there is none; says why.
-            HoldfastError: what samples has failed.
-        """
-        ...
+    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]: ...
 
 
 class ChatServer:
-    """Sends the requests of harnesses to the rollouts that they are of.
-
-    Attributes:
-        api_key: without it nothing is answered: others on this machine have no business here.
-    """
+    """Sends the requests of harnesses, which need the `api_key`, to their rollouts."""
 
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(24)
@@ -288,7 +265,7 @@ class ChatServer:
 
     @contextlib.contextmanager
     def serving(self, rollout: Answering) -> Iterator[str]:
-        """Answer the requests of a rollout meanwhile, at the base URL that this gives."""
+        """Answer the requests of a rollout meanwhile, at this base URL."""
         number = next(self._numbers)
         self._rollouts[number] = rollout
         try:
@@ -297,7 +274,6 @@ class ChatServer:
             del self._rollouts[number]
 
     async def live(self, is_up: asyncio.Future[None]) -> None:
-        """Serve until this is cancelled."""
         server = _quiet_server(self._application, is_up)
         try:
             await server.serve(sockets=[self._socket])
@@ -365,7 +341,7 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio
 
 
 async def chat_server() -> ChatServer:
-    """Return the server of this event loop, which is there."""
+    """Return the server of this event loop, started."""
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
         server = ChatServer()
@@ -397,12 +373,12 @@ RESULT = "result"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one rollout asks for what the policy says, as OpenAI's clients take it.
+    """Where one rollout asks for the policy's answers, as OpenAI's clients take it.
 
     Attributes:
-        base_url: ends with `/v1`; it is this rollout's alone, and answers until `play` returns.
+        base_url: of this rollout; ends with `/v1`, and answers until `play` returns.
         api_key: goes with every request.
-        model: what the policy is called there.
+        model: the policy's name there.
     """
 
     base_url: str
@@ -425,22 +401,21 @@ class HarnessEnvironment(Environment):
 
     Attributes:
         tool_parser: the setting of that name.
-        reward_of_full: what a rollout earns whose `play` raises after a request that found no room within `seq_len`.
+        reward_of_full: reward of a rollout whose `play` raises after a request that found no room within `seq_len`.
     """
 
     tool_parser: str = "auto"
     reward_of_full: float = 0.0
 
     async def play(self, endpoint: Endpoint, task: Task) -> float | Score:
-        """Play one rollout of `task` by asking `endpoint`, one request after the other; return what it earned."""
+        """Play one rollout of `task` by asking `endpoint`, one request after the other; return its reward."""
         raise NotImplementedError(f"{type(self).__name__} needs a method play(endpoint, task)")
 
     async def run(self, session: harness_Session, task: Task) -> None:
         """Serve the requests of one rollout until `play` returns.
 
-        Raises:
-            PromptTooLong: the first request leaves no room for an answer within `seq_len`.
-            RuntimeError: it has asked for nothing that could be answered, or an answer is still on its way.
+        Raises PromptTooLong if the first request leaves no room for an answer; RuntimeError if no request was answered,
+        or one is still being answered.
         """
         server = await chat_server()
         rollout = _Rollout(session, tool_parser=self.tool_parser)
@@ -466,7 +441,6 @@ class HarnessEnvironment(Environment):
             return self.reward_of_full  # as what the policy said left no room: no failure of the environment
 
     async def score(self, task: Task, sessions: Sequence[harness_Session]) -> list[Score]:
-        """Return what `play` has returned for each session."""
         results = [session.state[RESULT] for session in sessions]
         return [result if isinstance(result, Score) else Score(result) for result in results]
 
@@ -492,30 +466,25 @@ class _Rollout:
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request is being answered."""
         return self._turn is not None and not self._turn.done()
 
     @property
     def is_full(self) -> bool:
-        """Whether a request was refused for want of room."""
         return self._counts["refused/full"] > 0
 
     def restart(self) -> None:
-        """Expect the requests from the first one on."""
         self._num_replayed = 0
         self._body = b""
 
     async def end(self) -> None:
-        """Answer nothing more."""
         if self._turn is not None:
             self._turn.cancel()
             await asyncio.gather(self._turn, return_exceptions=True)  # who asked is gone, or was told
 
     async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
-        """Return the answer to a request; the same to one that a client sends again, as it got none.
+        """Return the answer to a request; the same answer to a retry, which had none.
 
-        Raises:
-            Refused, HoldfastError: there is none.
+        Raises Refused, or HoldfastError if sampling failed.
         """
         try:
             if self._turn is not None and is_retry and body == self._body:
@@ -557,7 +526,7 @@ class _Rollout:
         return answer
 
     def _replayed(self, request: ChatRequest) -> dict[str, Any] | None:
-        """Return what a request of a harness that began again was answered before; None for a new one."""
+        """Return the earlier answer to a request of a harness that began again; None for a new request."""
         place, self._num_replayed = self._num_replayed, None
         if place is None or place >= len(self._answered):
             return None
@@ -567,11 +536,7 @@ class _Rollout:
         return self._answered[place][1]
 
     def _extend(self, request: ChatRequest) -> None:
-        """Append to the session what the request says beyond what was said.
-
-        Raises:
-            Refused: it does not go on where the last one ended.
-        """
+        """Append what is new in the request. Raises Refused if it does not continue the conversation."""
         session, said = self._session, self._said
         if not said:
             if request.tools:

@@ -31,11 +31,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.]*\w)")
 
 
 class JudgeFailure(EnvironmentFailure):
-    """A judge gave no score.
-
-    Attributes:
-        reason: it could not be reached or was busy for too long, refused the request, or its reply has no score.
-    """
+    """A judge gave no score: it was away or busy for too long, refused, or its reply has no score."""
 
     def __init__(self, message: str, *, reason: JudgeFailureReason) -> None:
         super().__init__(message)
@@ -43,13 +39,7 @@ class JudgeFailure(EnvironmentFailure):
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
-    """One request to a judge.
-
-    Attributes:
-        url: with its route.
-        body: JSON.
-        api_key_env: environment variable with the key, which stays out of it.
-    """
+    """One request to a judge; the key is in the environment variable `api_key_env`."""
 
     url: str
     body: bytes
@@ -61,19 +51,15 @@ class JudgeRequest(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """All that decides the reply, as 32 hexadecimal digits: whom and what, not how patiently."""
+        """Everything that decides the reply, as 32 hexadecimal digits."""
         return xxhash.xxh3_128_hexdigest(self.url.encode() + b"\n" + self.body)
 
 
 class JudgeDesk(Protocol):
-    """What answers requests to judges in a process."""
+    """Answers requests to judges in a process."""
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply, from the log or from the judge.
-
-        Raises:
-            JudgeFailure: there is none.
-        """
+        """Return the reply, from the log or from the judge. Raises JudgeFailure."""
         ...
 
 
@@ -83,10 +69,10 @@ JUDGES: ContextVar[JudgeDesk] = ContextVar("judges")
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a judge made of one completion.
+    """A judge's verdict about one completion.
 
     Attributes:
-        score: the reward, 0 to 1 for numbers, as it stands there for verdicts.
+        score: the reward, 0 to 1 for numbers, as in the settings for verdicts.
         is_readable: whether the reply has a score; else it is `unreadable_reward`.
         text: the reply.
     """
@@ -97,13 +83,9 @@ class Judgement:
 
 
 class Judge:
-    """Asks one judge.
+    """Asks one judge; `prompt` may have the names `fields` in braces, by default any.
 
-    Args:
-        fields: names that `prompt` may have in braces; unset: any, which every call must bring then.
-
-    Raises:
-        ConfigError: the key is not there, or `prompt` names another field.
+    Raises ConfigError if the key is missing, or `prompt` names another field.
     """
 
     def __init__(self, config: JudgeConfig, *, fields: Sequence[str] | None = None) -> None:
@@ -124,23 +106,14 @@ class Judge:
             )
 
     async def ask(self, fields: Mapping[str, str]) -> Judgement:
-        """Return what the judge makes of `fields`, those that its prompt names at least.
-
-        Raises:
-            JudgeFailure: it is away, refuses, or its reply has no score.
-            KeyError: the prompt names a field that is not there.
-        """
+        """Return the verdict about `fields`, at least those that the prompt names. Raises JudgeFailure."""
         desk = JUDGES.get(None)
         if desk is None:
             raise RuntimeError("nobody asks judges here: write `async with holdfast.judging():` around it")
         return self.read(await desk.ask(self.request(fields)))
 
     async def ask_all(self, rows: Sequence[Mapping[str, str]]) -> list[Judgement]:
-        """Return what the judge makes of each row; all are asked at once, and awaited whichever fails.
-
-        Raises:
-            As `ask`: the first failure in the order of `rows`, not of time.
-        """
+        """Return the verdict about each row; all are asked at once. Raises the first failure in the order of `rows`."""
         found = await asyncio.gather(*map(self.ask, rows), return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException):
@@ -148,7 +121,6 @@ class Judge:
         return [one for one in found if isinstance(one, Judgement)]
 
     def request(self, fields: Mapping[str, str]) -> JudgeRequest:
-        """Return what is asked about `fields`."""
         config = self._config
         # In one pass: what a completion has in braces is not replaced.
         prompt = _FIELD.sub(lambda match: fields[match[1]], config.prompt)
@@ -166,11 +138,7 @@ class Judge:
         )
 
     def read(self, reply: ChatReply) -> Judgement:
-        """Return the score of a reply.
-
-        Raises:
-            JudgeFailure: it has none, and `unreadable_reward` is not set.
-        """
+        """Return the score of a reply. Raises JudgeFailure if it has none, and `unreadable_reward` is not set."""
         config = self._config
         score = None if reply.finish_reason == "length" else self._score_in(reply.text)
         if score is not None:

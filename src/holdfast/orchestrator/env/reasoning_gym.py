@@ -26,7 +26,7 @@ def _seed_of(number: int) -> int:  # untested: needs reasoning-gym
 
 @dataclass(frozen=True)
 class GeneratedTask(Task):
-    """A task with all that the generator says about it, which its scorer reads."""
+    """A task with the entry of the generator, which its scorer reads."""
 
     entry: Mapping[str, Any] = field(default_factory=dict)
 
@@ -35,14 +35,9 @@ class ReasoningGym(Environment):  # untested: needs reasoning-gym
     """Reward: what the generator's own scorer gives, from 0 to 1, for the text in the last <answer>, or for all."""
 
     def __init__(self, generator: str, settings: dict[str, Any]) -> None:
-        """Make the generator.
+        """Make the generator; `settings` are its own, and `system_prompt`, a message before each question.
 
-        Args:
-            generator: its name, such as `leg_counting`.
-            settings: its settings, and `system_prompt`, a message before each question.
-
-        Raises:
-            ConfigError: reasoning-gym is not installed, has no such generator, or refuses the settings.
+        Raises ConfigError if reasoning-gym is not installed, has no such generator, or refuses the settings.
         """
         library = import_extra("reasoning_gym", extra="reasoning-gym", needed_by=f"environment '{PREFIX}{generator}'")
         factory = library.factory

@@ -1,8 +1,8 @@
 """Environments of the package `verifiers`: `id = "verifiers:ID"`, with its settings as `args`.
 
-They are played by a process of their own (`verifiers_player.py`), in an interpreter that has the package: its hundred
-dependencies take seconds to import, and pin versions that the inference server's do not agree with. There a rollout is
-an episode, whose harness asks the endpoint that it is given.
+A process of its own plays them (`verifiers_player.py`), in an interpreter that has the package: its hundred
+dependencies take seconds to import, and conflict with those of the inference server. A rollout is an episode there,
+whose harness asks the endpoint that it is given.
 """
 
 from __future__ import annotations
@@ -39,17 +39,11 @@ _MOST_LINE = 1 << 30
 
 @dataclass(frozen=True)
 class Row(Task):
-    """One task, by its place among those that are selected."""
-
     row: int = 0
 
 
 class PlayerDied(Exception):
-    """The process that played has ended.
-
-    Attributes:
-        is_killed: from outside.
-    """
+    """The process that played has ended; `is_killed`: from outside."""
 
     def __init__(self, *, is_killed: bool) -> None:
         super().__init__("it was killed from outside" if is_killed else "it has ended")
@@ -57,18 +51,16 @@ class PlayerDied(Exception):
 
 
 class Verifiers(HarnessEnvironment):
-    """Reward: that of the agent that the policy plays, as its task's rewards give it; their parts are metrics."""
+    """Reward: that of the agent that the policy plays; its parts are metrics."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         """Start the process that plays, and load the tasks there.
 
         Args:
             name: the id of the taskset, as verifiers has it.
-            settings: those of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers
-                selects tasks; and `python`, the interpreter that has verifiers (unset: this one).
-
-        Raises:
-            ConfigError: there is no such interpreter, or verifiers, there, refuses name or settings.
+            settings: of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers selects
+                tasks; and `python`, the interpreter that has verifiers (unset: this one).  Raises ConfigError if there
+                is no such interpreter, or verifiers refuses name or settings.
         """
         own = {key: settings[key] for key in ("python", "select") if key in settings}
         env = {key: value for key, value in settings.items() if key not in own}
@@ -94,11 +86,7 @@ class Verifiers(HarnessEnvironment):
         return order
 
     async def play(self, endpoint: Endpoint, task: Task) -> Score:
-        """Play one episode.
-
-        Raises:
-            RuntimeError: it failed, or ends the process that plays it again and again.
-        """
+        """Play one episode. Raises RuntimeError if it failed, or its process ends again and again."""
         assert isinstance(task, Row)
         num_deaths = num_killed = 0
         while num_deaths < _MOST_DEATHS and num_killed <= MOST_KILLED:
@@ -144,11 +132,9 @@ class _Player:
         raise ConfigError(f"{self._name}: the process that was to play it was killed {MOST_KILLED} times in a row")
 
     async def play(self, row: int, endpoint: Endpoint, *, is_alone: bool) -> dict[str, Any]:
-        """Return what came of one episode; `is_alone`: of those for which this is said, one is played at a time.
+        """Return the result of one episode; episodes with `is_alone` are played one at a time.
 
-        Raises:
-            PlayerDied: the process has ended, for whose sake is not known.
-            ConfigError, EnvironmentFailure: it could not be started again, or has other tasks; the next call tries.
+        Raises PlayerDied if the process has ended; ConfigError or EnvironmentFailure if it could not be started again.
         """
         await self._linked()
         async with self._alone if is_alone else contextlib.nullcontext():
@@ -199,14 +185,8 @@ class _Player:
             theirs.close()
 
     def _load(self, connection: socket.socket) -> int:
-        """Have the environment loaded; return how many tasks it has.
-
-        Where nobody waits for it any more, the process may be another one: it leaves that alone.
-
-        Raises:
-            ConfigError: it cannot be.
-            PlayerDied: the process was killed from outside meanwhile.
-        """
+        """Have the environment loaded; return how many tasks it has. Raises ConfigError, or PlayerDied if it was
+        killed."""
         process = self._process
         with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
             connection.sendall(self._start)
@@ -222,7 +202,6 @@ class _Player:
         raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
 
     def close(self) -> None:
-        """End the process."""
         process, self._process, self._link = self._process, None, None
         if process is not None:
             process.kill()
@@ -230,13 +209,12 @@ class _Player:
             self._socket.close()
 
     def __del__(self) -> None:
-        """Leave no process behind."""
         if getattr(self, "_process", None) is not None:
             self.close()
 
 
 class _Link:
-    """The talk of one event loop with the process."""
+    """The connection of one event loop to the process."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: subprocess.Popen[bytes]
