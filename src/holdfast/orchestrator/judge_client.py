@@ -4,7 +4,7 @@ One `Desk` per process returns a kept reply, or else asks the judge once: two en
 thing at the same time cause one request, and limits per minute hold for the run. `JudgeQueue` has the limits of one
 judge.
 
-`ReplyLog` stores replies by request: `judgements.log` of a run, `answers.log` of an evaluation. The file has a header
+`ReplyLog` stores replies by request in `judgements.log` of a run or an evaluation. The file has a header
 and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. A later attempt finds a reply by its
 request, at any step, so nobody pays twice. A reply is in the page cache before anything uses it, so a killed process
 loses none; after a power cut the run may ask for the last ones again.
@@ -30,7 +30,7 @@ from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
 from holdfast.orchestrator.tasks import FirstFailure
 from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, moved
-from holdfast.protocol.inference import ChatCall, ChatReply, read_key
+from holdfast.protocol.inference import ChatReply, read_key
 from holdfast.run.record_log import RecordLog, read_records, whole_bytes
 
 if TYPE_CHECKING:
@@ -54,13 +54,8 @@ class NoChatCompletion(Exception):
     """A server answered with something else."""
 
 
-class _Call(msgspec.Struct):
-    function: ChatCall
-
-
 class _Message(msgspec.Struct):
     content: str | None = None
-    tool_calls: list[_Call] | None = None
 
 
 class _ReplyChoice(msgspec.Struct):
@@ -135,8 +130,7 @@ def _decode(content: bytes, what: str) -> ChatReply:
     if len(found.choices) != 1:
         raise NoChatCompletion(f"{what} was answered with {len(found.choices)} choices, asked for was one")
     [choice] = found.choices
-    calls = tuple(call.function for call in choice.message.tool_calls or ())
-    return ChatReply(choice.message.content or "", choice.finish_reason or "stop", calls)
+    return ChatReply(choice.message.content or "", choice.finish_reason or "stop")
 
 
 _TELL_AGAIN_S = 30.0
@@ -244,18 +238,18 @@ class Replied(msgspec.Struct, frozen=True):
 
 
 class ReplyLog:
-    """Replies by request: in memory, and in a file if there is one, which `begins` makes at once.
+    """Replies by request: in memory, and in a file, which the first reply makes; `path` None: no file.
 
     Raises RunDirError if the file cannot be read or written, or is of another format.
     """
 
-    def __init__(self, path: Path | None, *, begins: bool = False) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._replies: dict[str, ChatReply] = {}
         self._records: RecordLog | None = None
         try:
-            if path is not None and (begins or path.exists()):
-                self._open(path, self._load(path) if path.exists() else 0)
+            if path is not None and path.exists():
+                self._open(path, self._load(path))
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -273,10 +267,10 @@ class ReplyLog:
             raise self._unwritable(error) from error
         self._replies[request] = reply
 
-    def close(self, *, wait: bool = False) -> None:
-        """Close the file; a thread makes the rest of it durable, which `wait` waits for."""
+    def close(self) -> None:
+        """Close the file; a thread makes the rest of it durable."""
         if self._records is not None:
-            self._records.close(wait=wait)
+            self._records.close()
 
     def _open(self, path: Path, valid_bytes: int) -> None:
         self._records = RecordLog(path, valid_bytes=valid_bytes)

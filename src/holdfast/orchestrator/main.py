@@ -16,10 +16,9 @@ from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.load import read_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, ConfigError, EnvironmentFailure
-from holdfast.orchestrator.batch_maker import BatchMaker
+from holdfast.orchestrator.batch_maker import BatchMaker, adopt_curricula, adopt_mix
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
-from holdfast.orchestrator.curriculum import adopt_curricula, adopt_mix
 from holdfast.orchestrator.env.guard import beating, place_of, watching_calls
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.env.registry import load_levels

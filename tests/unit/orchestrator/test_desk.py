@@ -27,7 +27,7 @@ from holdfast.orchestrator.judge_client import (
     ReplyLog,
     judging,
 )
-from holdfast.protocol.inference import ChatCall, ChatReply
+from holdfast.protocol.inference import ChatReply
 from holdfast.run import record_log
 from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
@@ -283,13 +283,10 @@ def answered(server: FakeJudge, answer: Response, *, timeout_s: float = 60.0) ->
     return asyncio.run(once())
 
 
-def test_text_calls_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
+def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
     assert answered(server, completion("yes", "length")) == ChatReply("yes", "length")
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    choice = {"message": {"content": None, "tool_calls": calls}}
-    assert answered(server, JSONResponse({"choices": [choice]})) == ChatReply(
-        "", "stop", (ChatCall("add", '{"a": 1}'),)
-    )
+    choice = {"message": {"content": None, "tool_calls": []}}
+    assert answered(server, JSONResponse({"choices": [choice]})) == ChatReply("", "stop")
     assert server.headers[-1]["authorization"] == f"Bearer {KEY}"
 
 

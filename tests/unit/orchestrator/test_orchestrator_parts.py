@@ -16,10 +16,9 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.orchestrator import main
-from holdfast.orchestrator.batch_maker import select
+from holdfast.orchestrator.batch_maker import adopt_mix, next_environment, select
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
-from holdfast.orchestrator.curriculum import adopt_mix, next_environment
 from holdfast.orchestrator.env.guard import place_of, place_of_task
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations

@@ -29,9 +29,8 @@ from typing import Any
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import STUCK, DataError, EnvironmentFailure, ProcessKilled, printable, shown
-from holdfast.orchestrator.env.interface import Score, Session, Task
+from holdfast.orchestrator.env.interface import Score, Session, Task, as_messages, as_text, num_characters
 from holdfast.orchestrator.env.judge import JudgeFailure
-from holdfast.orchestrator.env.session import as_messages, as_text, num_characters
 from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, does, moved
 from holdfast.protocol.rollouts import Logprobs, LossMask, Rewards, StepRewards, TokenIds

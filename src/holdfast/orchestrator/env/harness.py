@@ -37,16 +37,14 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
 from holdfast.orchestrator.env.guard import PromptTooLong
-from holdfast.orchestrator.env.interface import Environment, Score, SessionFull, Task
-from holdfast.orchestrator.env.interface import Session as harness_Session
-from holdfast.orchestrator.env.session import Session
-from holdfast.orchestrator.env.tools import Parser, ReadsCalls, ToolCall, find_parser, text_before_calls
+from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.env.tools import Parser, ToolCall, find_parser, text_before_calls
 
 if TYPE_CHECKING:
     import uvicorn
@@ -205,8 +203,7 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
         }
         for number, call in enumerate(calls, start=1)
     ]
-    has_read = isinstance(session.tokenizer, ReadsCalls)  # and left its calls out of the text
-    content = session.completion if has_read else text_before_calls(session.raw_completion, parse)
+    content = text_before_calls(session.raw_completion, parse)
     return {"role": "assistant", "content": content or None, "tool_calls": written}
 
 
@@ -250,21 +247,17 @@ _Receive = Callable[[], Awaitable[dict[str, Any]]]
 _Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class Answering(Protocol):
-    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]: ...
-
-
 class ChatServer:
     """Sends the requests of harnesses, which need the `api_key`, to their rollouts."""
 
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self._numbers = itertools.count(1)
-        self._rollouts: dict[int, Answering] = {}
+        self._rollouts: dict[int, _Rollout] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
 
     @contextlib.contextmanager
-    def serving(self, rollout: Answering) -> Iterator[str]:
+    def serving(self, rollout: _Rollout) -> Iterator[str]:
         """Answer the requests of a rollout meanwhile, at this base URL."""
         number = next(self._numbers)
         self._rollouts[number] = rollout
@@ -411,7 +404,7 @@ class HarnessEnvironment(Environment):
         """Play one rollout of `task` by asking `endpoint`, one request after the other; return its reward."""
         raise NotImplementedError(f"{type(self).__name__} needs a method play(endpoint, task)")
 
-    async def run(self, session: harness_Session, task: Task) -> None:
+    async def run(self, session: Session, task: Task) -> None:
         """Serve the requests of one rollout until `play` returns.
 
         Raises PromptTooLong if the first request leaves no room for an answer; RuntimeError if no request was answered,
@@ -440,7 +433,7 @@ class HarnessEnvironment(Environment):
                 raise
             return self.reward_of_full  # as what the policy said left no room: no failure of the environment
 
-    async def score(self, task: Task, sessions: Sequence[harness_Session]) -> list[Score]:
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         results = [session.state[RESULT] for session in sessions]
         return [result if isinstance(result, Score) else Score(result) for result in results]
 
@@ -448,7 +441,7 @@ class HarnessEnvironment(Environment):
 class _Rollout:
     """One rollout: requests go in, the session grows."""
 
-    def __init__(self, session: harness_Session, *, tool_parser: str) -> None:
+    def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
         # Of the call that plays it: its clock stands while the policy is sampled.
@@ -558,13 +551,11 @@ class _Rollout:
 
     def _parser(self, tools: list[Any]) -> Parser:
         tokenizer = self._session.tokenizer
-        if isinstance(tokenizer, ReadsCalls):
-            return tokenizer.calls_in
         source = tokenizer.template(tools).source
         return find_parser(self._tool_parser, template=source, model=tokenizer.name)
 
 
-def request_metrics(session: harness_Session) -> dict[str, float]:
+def request_metrics(session: Session) -> dict[str, float]:
     """Return the numbers of a session about the requests of its harness; none without one."""
     if session.request_counts is None:
         return {}

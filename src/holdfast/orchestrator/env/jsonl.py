@@ -16,10 +16,9 @@ from holdfast.chat.messages import as_dict
 from holdfast.chat.template import ChatMessage
 from holdfast.config.environments import JudgeConfig
 from holdfast.errors import ConfigError, DataError, nearest
-from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
-from holdfast.orchestrator.env.session import as_messages
 from holdfast.process.imports import load_function
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")

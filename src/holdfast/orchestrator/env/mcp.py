@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from holdfast.config.environments import McpServerConfig
 from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
-from holdfast.orchestrator.env.session import Session
+from holdfast.orchestrator.env.interface import Session
 from holdfast.orchestrator.env.tools import WrongArguments
 from holdfast.process.imports import import_extra
 from holdfast.process.noted_end import Ending

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,57 +22,21 @@ from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError, near
 from holdfast.orchestrator.env.guard import place_of
 from holdfast.orchestrator.env.harness import HarnessEnvironment
 from holdfast.orchestrator.env.interface import Environment
-from holdfast.orchestrator.env.reasoning_gym import PREFIX, ReasoningGym
-from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
-from holdfast.orchestrator.env.verifiers import Verifiers
+from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS, ReasoningGym, Verifiers
 from holdfast.process.imports import import_users
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """One entry point.
-
-    Attributes:
-        name: the id of the environment.
-        target: `module:Class`, as the package has written it.
-        package: that is installed, with its version.
-    """
-
-    name: str
-    target: str
-    package: str
-
-    @property
-    def module(self) -> str:
-        """The module that holds the class."""
-        return self.target.partition(":")[0].strip()
-
-    @property
-    def class_name(self) -> str:
-        """The class; empty where the package names none."""
-        return self.target.partition(":")[2].partition("[")[0].strip()
+def find_plugins() -> dict[str, list[metadata.EntryPoint]]:
+    """Return the entry points of all installed packages by name: several if packages want the same name."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: (entry.name, package_of(entry))):
+        found.setdefault(entry.name, []).append(entry)
+    return found
 
 
-def find_plugins() -> dict[str, list[Plugin]]:
-    """Return the entry points of all installed packages by name: several where packages want the same one.
-
-    What lies in the working directory is not installed: whether it is on the path depends on what was imported before.
-    """
-    here = Path.cwd()
-    path = [entry for entry in sys.path if entry and not (os.path.exists(entry) and here.samefile(entry))]  # noqa: PTH110
-    found: dict[str, list[Plugin]] = {}
-    seen: set[str] = set()
-    for package in metadata.distributions(path=path):
-        # Of one package that is there twice, the first is imported.
-        identity = (package.name or "").lower().replace("_", "-")
-        if identity in seen:
-            continue
-        seen.add(identity)
-        for entry in package.entry_points:
-            if entry.group == GROUP:
-                plugin = Plugin(entry.name, entry.value, f"{package.name} {package.version}")
-                found.setdefault(entry.name, []).append(plugin)
-    return {name: sorted(found[name], key=lambda plugin: plugin.package) for name in sorted(found)}
+def package_of(plugin: metadata.EntryPoint) -> str:
+    """Return the installed package of an entry point, with its version."""
+    return f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "an unknown package"
 
 
 BUILT_IN = {
@@ -86,7 +47,7 @@ BUILT_IN = {
 
 def is_built_in(name: str) -> bool:
     """Whether holdfast has the environment, so that its constructor may be called to check its arguments."""
-    return name in BUILT_IN or name.startswith((PREFIX, VERIFIERS))
+    return name in BUILT_IN or name.startswith((REASONING_GYM, VERIFIERS))
 
 
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
@@ -121,8 +82,8 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
 
 
 def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
-    if config.id.startswith(PREFIX):
-        return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
+    if config.id.startswith(REASONING_GYM):
+        return ReasoningGym, {"generator": config.id.removeprefix(REASONING_GYM), "settings": config.args}
     if config.id.startswith(VERIFIERS):
         return Verifiers, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
     cls = find_class(config.id, key=key)
@@ -137,7 +98,7 @@ def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
 
 def find_class(name: str, *, key: str) -> type[Environment]:
     """Return the class of the environment `name`. Raises ConfigError, or EnvironmentFailure if its module raised."""
-    if name.startswith(PREFIX):
+    if name.startswith(REASONING_GYM):
         return ReasoningGym
     if name.startswith(VERIFIERS):
         return Verifiers
@@ -149,22 +110,24 @@ def find_class(name: str, *, key: str) -> type[Environment]:
         return _class_of(name, BUILT_IN[name], key=key, load=importlib.import_module, absent="")
     return _class_of(
         name,
-        f"{plugin.module}:{plugin.class_name}",
+        plugin.value.partition("[")[0].replace(" ", ""),
         key=key,
         load=importlib.import_module,
-        absent=f"{plugin.package} registers '{plugin.target}' under this name: install that package anew.",
+        absent=f"{package_of(plugin)} registers '{plugin.value}' under this name: install that package anew.",
     )
 
 
-def find_plugin(name: str, *, key: str) -> Plugin | None:
+def find_plugin(name: str, *, key: str) -> metadata.EntryPoint | None:
     """Return the entry point that `name` means; None for a built-in environment.
 
     Raises ConfigError if no environment has that name, or several.
     """
     plugins = find_plugins()
-    owners = (["holdfast itself"] if name in BUILT_IN else []) + [plugin.package for plugin in plugins.get(name, [])]
+    owners = (["holdfast itself"] if name in BUILT_IN else []) + [
+        package_of(plugin) for plugin in plugins.get(name, [])
+    ]
     if len(owners) > 1:
-        targets = " or ".join(f"'{plugin.target}'" for plugin in plugins[name])
+        targets = " or ".join(f"'{plugin.value}'" for plugin in plugins[name])
         raise ConfigError(
             f"{key}.id: '{name}' is an environment of {' and of '.join(owners)} (entry points {GROUP}). Name the one "
             f"that you mean by its class, {targets}"
@@ -176,7 +139,7 @@ def find_plugin(name: str, *, key: str) -> Plugin | None:
         hint = nearest(name, allowed) or (f" {_as_file(name)}" if _as_file(name) else "")
         raise ConfigError(
             f"{key}.id: there is no environment '{name}'.{hint} "
-            f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', '{VERIFIERS}ID', or 'module:Class' for one of your own."
+            f"Allowed: {', '.join(allowed)}, '{REASONING_GYM}NAME', '{VERIFIERS}ID', or 'module:Class' of your own."
         )
     return plugins[name][0] if name in plugins else None
 

@@ -23,7 +23,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown, text_of
 from holdfast.orchestrator.env.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.env.mcp import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.env.tools import Parser, ReadsCalls, Tool, ToolCall, WrongArguments, find_parser, tools_of
+from holdfast.orchestrator.env.tools import Parser, Tool, ToolCall, WrongArguments, find_parser, tools_of
 from holdfast.process.heartbeat import awake_s
 
 ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
@@ -156,8 +156,6 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
         raise ConfigError(f"{what}: {error}") from None
     if not tools:
         return None
-    if isinstance(tokenizer, ReadsCalls):
-        return ToolUse(tools, tokenizer.calls_in, settings.max_turns, settings.tool_timeout_s)
     schemas = [tool.schema for tool in tools.values()]
     template = tokenizer.template(schemas)
     parse = find_parser(settings.tool_parser, template=template.source, model=tokenizer.name)

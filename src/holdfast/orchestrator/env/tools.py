@@ -29,7 +29,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_type_hints, runtime_checkable
+from typing import Any, get_type_hints
 
 import pydantic
 
@@ -64,7 +64,10 @@ class Tool:
         if not doc:
             raise ConfigError(f"tool '{self.name}' has no docstring, which tells the policy what it does: write one")
         description, told = _read_docstring(doc)
-        hints = self._hints(function)
+        try:
+            hints = get_type_hints(function, include_extras=True)
+        except Exception as error:  # noqa: BLE001 - whatever an expression of the user's raises
+            raise ConfigError(f"tool '{self.name}': its annotations cannot be evaluated: {error}") from None
         self._for_session: list[str] = []
         self._fields: dict[str, str] = {}
         fields: dict[str, Any] = {}
@@ -100,12 +103,6 @@ class Tool:
         shown |= {key: parameters[key] for key in ("required", "$defs") if key in parameters}
         function_schema = {"name": self.name, "description": description, "parameters": shown}
         self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
-
-    def _hints(self, function: Callable[..., Any]) -> dict[str, Any]:
-        try:
-            return get_type_hints(function, include_extras=True)
-        except Exception as error:  # noqa: BLE001 - whatever an expression of the user's raises
-            raise ConfigError(f"tool '{self.name}': its annotations cannot be evaluated: {error}") from None
 
     def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return the arguments of a call whose format has only text."""
@@ -225,13 +222,6 @@ class ToolCall:
 
 
 Parser = Callable[[str], list[ToolCall]]
-
-
-@runtime_checkable
-class ReadsCalls(Protocol):
-    """A tokenizer that tells calls of tools from text by itself, whatever a template writes."""
-
-    def calls_in(self, text: str) -> list[ToolCall]: ...
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

@@ -198,7 +198,7 @@ class TestReasoningGym:
             assert (right.metrics["exact"], wrong.metrics["exact"]) == (1.0, 0.0)
 
     def test_held_out_tasks_have_seeds_that_training_never_has(self) -> None:
-        from holdfast.orchestrator.env.reasoning_gym import _seed_of
+        from holdfast.orchestrator.env.packages import _seed_of
 
         drawn, held_out = (
             [_seed_of(TaskSeed(0, "env", index, held_out=held_out).number) for index in range(200)]
