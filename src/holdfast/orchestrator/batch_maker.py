@@ -150,9 +150,19 @@ class BatchMaker:
         """
         # A copy: a batch that fails leaves the state after the last whole one.
         state = self.state.copy()
-        log = self._open_log(step, weights)
-        sampler = self._sampler(log, weights)
-        teacher = None if self._config.is_sampled_by_teacher else self._teacher
+        teacher, digest = self._teacher, weights.digest
+        if self._config.is_sampled_by_teacher and teacher is not None:
+            teacher, digest = None, teacher.digest
+        stops = self._tokenizer.stop_token_ids
+        log = GenerationLog(
+            self._run_dir,
+            step,
+            weights_digest=digest,
+            stop_token_ids=stops,
+            teacher_digest=self._teacher.digest if self._teacher else "",
+            vocab_size=self._client.vocab_size,
+        )
+        sampler = Sampler(self._client, log, weights_digest=digest, stop_token_ids=stops)
         most = self._config.client.max_concurrency * len(self._client.engines)
         slots = SessionSlots(max(most, self._config.largest_group))
 
@@ -173,8 +183,8 @@ class BatchMaker:
 
         outcomes: list[Outcome] = []
         try:
-            while missing := self._num_missing(outcomes):
-                problems = self._choose_problems(state, missing)
+            while number := self._num_to_draw(outcomes):
+                problems = self._choose_problems(state, number)
                 # In the order of the draw, whichever group ends first.
                 outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
         finally:
@@ -182,7 +192,7 @@ class BatchMaker:
         selection = select(outcomes, num_groups=self._config.problems_per_step, signal=self._config.signal)
         self._check(step, selection)
         count(state, step, selection)
-        # Behind the draw of the whole batch, dropped groups too, so that a level changes between batches alone.
+        # After the draw of the whole batch, so that levels only change between batches.
         advance(state, self._config, outcomes)
         scored = [outcome for outcome in outcomes if not isinstance(outcome, Dropped)]
         self.curriculum_metrics = curriculum_metrics(state, self._config, scored)
@@ -190,7 +200,7 @@ class BatchMaker:
         self.num_reused = sampler.num_reused
         return selection
 
-    def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
+    def _num_to_draw(self, outcomes: Sequence[Outcome]) -> int:
         missing = self._config.problems_per_step - sum(has_signal(one, self._config.signal) for one in outcomes)
         return min(missing, self._config.max_problems_per_step - len(outcomes))
 
@@ -236,29 +246,6 @@ class BatchMaker:
         level = position.curriculum.levels[number]
         level.next_task += 1
         return TaskSeed(seed, name, level.next_task - 1, level=number), task_id
-
-    def _open_log(self, step: int, weights: PublishedWeights) -> GenerationLog:
-        return GenerationLog(
-            self._run_dir,
-            step,
-            weights_digest=self._sampling_digest(weights),
-            stop_token_ids=self._tokenizer.stop_token_ids,
-            teacher_digest=self._teacher.digest if self._teacher else "",
-            vocab_size=self._client.vocab_size,
-        )
-
-    def _sampler(self, log: GenerationLog, weights: PublishedWeights) -> Sampler:
-        return Sampler(
-            self._client,
-            log,
-            weights_digest=self._sampling_digest(weights),
-            stop_token_ids=self._tokenizer.stop_token_ids,
-        )
-
-    def _sampling_digest(self, weights: PublishedWeights) -> str:
-        if self._config.is_sampled_by_teacher and self._teacher is not None:
-            return self._teacher.digest
-        return weights.digest
 
 
 def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> None:

@@ -80,13 +80,9 @@ class ChatClient:
         await self._client.aclose()
 
     async def ask(self, url: str, body: bytes, *, key: str | None, timeout_s: float) -> ChatReply:
-        """Return the server's reply; `timeout_s` bounds the whole answer, and `key` is in no message.
-
-        Raises:
-            Unavailable: the server is busy, fails or cannot be reached.
-            ChatRefused: it refuses.
-            NoChatCompletion: its answer cannot be read.
-        """
+        """Return the server's reply; `timeout_s` bounds the whole answer, and `key` is in no message. Raises
+        Unavailable if the server is busy, fails or cannot be reached; ChatRefused if it refuses; NoChatCompletion if
+        its answer cannot be read."""
         import httpx
 
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -32,7 +32,9 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(item) for item in work]
     except BaseExceptionGroup as failures:
-        first = _first(failures)
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
     else:
         return [task.result() for task in tasks]
     # Outside of `except`: else the group would be its context, and be printed with it.
@@ -116,13 +118,6 @@ async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
         if not stopped:
             raise
         report("stopped")
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    failure: BaseException = failures
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
 
 
 @contextmanager

@@ -113,13 +113,10 @@ class Teacher:
 
 @asynccontextmanager
 async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIterator[Teacher | None]:
-    """Wait for the teacher's servers and give the teacher; None if the run has none.
-
-    Raises:
-        InferenceError: a server does not answer, or serves another model or none.
-        ConfigError: a server's longest session is too short.
-        CheckpointError: the batches so far were made with a teacher of another `digest` (empty before the first batch).
-    """
+    """Wait for the teacher's servers and give the teacher; None if the run has none. Raises InferenceError if a server
+    does not answer, or serves another model or none; ConfigError if a server's longest session is too short;
+    CheckpointError if the batches so far were made with a teacher of another `digest` (empty before the first
+    batch)."""
     if config.teacher is None:
         yield None
         return

@@ -96,12 +96,9 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
 async def wait_for_weights(
     run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None]
 ) -> PublishedWeights:
-    """Wait for the trainer to publish `version`; `check` is called at each round, and may raise.
-
-    Raises:
-        WaitedInVain: nobody got anything done for `timeout_s` seconds.
-        CheckpointError: the published weights are damaged, or not this version.
-    """
+    """Wait for the trainer to publish `version`; `check` is called at each round, and may raise. Raises WaitedInVain if
+    nobody got anything done for `timeout_s` seconds; CheckpointError if the published weights are damaged, or not this
+    version."""
     wait = Wait(timeout_s)
     path = run_dir.weights_of(version)
     while True:
@@ -152,11 +149,8 @@ class WeightPusher:
 
     async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
         """Make all engines that are there serve `weights`, and return what they serve; others get it when they return.
-
-        Raises:
-            InferenceError: an engine refused the weights, belongs to another run, reports another version or digest,
-                or computes something else with them; or no engine was there for too long.
-        """
+        Raises InferenceError: an engine refused the weights, belongs to another run, reports another version or digest,
+        or computes something else with them; or no engine was there for too long."""
         for _ in range(_REPLACEMENTS):
             try:
                 # Also if it serves already: an engine may have been restarted since.

@@ -118,11 +118,8 @@ class InferenceClient:
 
     async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
         """Wait for the first server; each must serve `model` and sessions of `seq_len` tokens, now or when it answers.
-
-        Raises:
-            InferenceError: no server answers within `ready_timeout_s`, or one serves another model.
-            ConfigError: a server's longest session is too short.
-        """
+        Raises InferenceError if no server answers within `ready_timeout_s`, or one serves another model; ConfigError if
+        a server's longest session is too short."""
         await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
         await self.lease.claim_if_begun()
 

@@ -135,14 +135,10 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> bytes:
-        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: that of a probe.
-
-        Raises:
-            Unavailable: there was no connection, it broke, or the server failed, is not ready, is too busy or serves
-                other weights; or it left a probe without an answer, or is not well after `timeout_s`.
-            InferenceError: the server refused, or its answer is too long; with the exit code of a failed storage if it
-                could not read the weights.
-        """
+        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: that of a probe. Raises
+        Unavailable: there was no connection, it broke, or the server failed, is not ready, is too busy or serves other
+        weights; or it left a probe without an answer, or is not well after `timeout_s`; InferenceError if the server
+        refused, or its answer is too long; with the exit code of a failed storage if it could not read the weights."""
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
@@ -185,14 +181,15 @@ class HttpTransport:
         headers: dict[str, str] | None,
         most_bytes: int,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        what, opening = f"{method} {url}{route}", _Opening(self._openings[url])
+        opening: _Opening = (self._openings[url], [])
         try:
             async with self._session.request(
                 method, url + route, data=content, headers=headers, allow_redirects=False, trace_request_ctx=opening
             ) as answer:
-                return answer, await _read(answer, most_bytes, what=what)
+                return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
         finally:
-            opening.end()
+            for place in opening[1]:
+                place.release()
 
     async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
@@ -228,29 +225,19 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
         ) from None
 
 
-class _Opening:
-    """A place among the connections that are being opened to a server, while a request needs one."""
-
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places = places
-        self._holds_place = False
-
-    async def begin(self) -> None:
-        await self._places.acquire()
-        self._holds_place = True
-
-    def end(self) -> None:
-        if self._holds_place:
-            self._holds_place = False
-            self._places.release()
+# A request that opens a connection takes one of the places of its server; the context of its trace is the server's
+# semaphore, and a list that holds the semaphore meanwhile.
+_Opening = tuple[asyncio.Semaphore, list[asyncio.Semaphore]]
 
 
 async def _before_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    await context.trace_request_ctx.begin()
+    places, held = context.trace_request_ctx
+    await places.acquire()
+    held.append(places)
 
 
 async def _after_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    context.trace_request_ctx.end()
+    context.trace_request_ctx[1].pop().release()
 
 
 def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:

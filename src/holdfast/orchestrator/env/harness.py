@@ -31,11 +31,10 @@ import contextvars
 import itertools
 import json
 import logging
-import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -44,10 +43,18 @@ from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
 from holdfast.orchestrator.env.guard import PromptTooLong
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
-from holdfast.orchestrator.env.tools import Parser, ToolCall, find_parser, text_before_calls
+from holdfast.orchestrator.env.tools import (
+    Parser,
+    ToolCall,
+    call_id,
+    find_parser,
+    of_json,
+    text_before_calls,
+    values_of_texts,
+)
 
 if TYPE_CHECKING:
-    import uvicorn
+    from aiohttp import web
 
 _log = logging.getLogger("orchestrator")
 
@@ -175,15 +182,12 @@ def _comparable(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [
         (call.get("id"), function_of(call)) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)
     ]
-    told = [(ident, function.get("name"), _value_of(function.get("arguments"))) for ident, function in calls]
+    told = [(ident, function.get("name"), _parsed(function.get("arguments"))) for ident, function in calls]
     return {**message, "content": message["content"].strip(), "tool_calls": told}
 
 
-def _value_of(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+def _parsed(arguments: Any) -> Any:
+    return of_json(arguments) if isinstance(arguments, str) else arguments
 
 
 def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | None) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
     turn = len(session.texts)
     written = [
         {
-            "id": f"t{turn:04d}{number:04d}",  # nine letters and digits: Mistral's templates take no other
+            "id": call_id(turn, number),
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(_arguments(call, tools or ()), ensure_ascii=False)},
         }
@@ -213,10 +217,7 @@ def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
         return call.arguments
     functions = {function_of(tool).get("name"): function_of(tool) for tool in tools}
     parameters = functions.get(call.name, {}).get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    schemas = properties if isinstance(properties, Mapping) else {}
-    texts = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
-    return {name: text if name in texts else _value_of(text) for name, text in call.arguments.items()}
+    return values_of_texts(call.arguments, parameters.get("properties") if isinstance(parameters, Mapping) else None)
 
 
 def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> dict[str, Any]:
@@ -242,9 +243,7 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
 
 
 MODEL = "policy"
-_PATH = re.compile(r"/(\d+)/v1/(chat/completions|models)")
-_Receive = Callable[[], Awaitable[dict[str, Any]]]
-_Send = Callable[[dict[str, Any]], Awaitable[None]]
+_ROUTES = {"chat/completions": "POST", "models": "GET"}
 
 
 class ChatServer:
@@ -253,13 +252,13 @@ class ChatServer:
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self._numbers = itertools.count(1)
-        self._rollouts: dict[int, _Rollout] = {}
+        self._rollouts: dict[str, _Rollout] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
 
     @contextlib.contextmanager
     def serving(self, rollout: _Rollout) -> Iterator[str]:
         """Answer the requests of a rollout meanwhile, at this base URL."""
-        number = next(self._numbers)
+        number = str(next(self._numbers))
         self._rollouts[number] = rollout
         try:
             yield f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}/v1"
@@ -267,65 +266,47 @@ class ChatServer:
             del self._rollouts[number]
 
     async def live(self, is_up: asyncio.Future[None]) -> None:
-        server = _quiet_server(self._application, is_up)
+        """Serve until this is cancelled; `is_up` is set when it listens."""
+        from aiohttp import web  # most runs have no harness
+
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            status, body = await self._answer(request)
+            headers = {} if status == 200 else {"x-should-retry": "false"}  # OpenAI's clients heed it
+            return web.json_response(body, status=status, headers=headers)
+
+        server = web.Server(answer, keepalive_timeout=120.0, access_log=None)
+        runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        await runner.setup()
         try:
-            await server.serve(sockets=[self._socket])
+            await web.SockSite(runner, self._socket).start()
+            is_up.set_result(None)
+            await asyncio.Event().wait()
         finally:
-            await server.shutdown(sockets=[self._socket])
+            await runner.cleanup()
 
-    async def _application(self, scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
-        status, answer = await self._answer(scope, receive)
-        body = json.dumps(answer).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if status != 200:
-            headers.append((b"x-should-retry", b"false"))  # OpenAI's clients heed it
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _answer(self, scope: dict[str, Any], receive: _Receive) -> tuple[int, dict[str, Any]]:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if not secrets.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.api_key}".encode()):
+    async def _answer(self, request: web.BaseRequest) -> tuple[int, dict[str, Any]]:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode()):
             return 401, _error("the API key is not that of the endpoint", code="invalid_api_key")
-        path = _PATH.fullmatch(scope["path"])
-        rollout = self._rollouts.get(int(path[1])) if path else None
-        if path is None or rollout is None:
-            _log.warning("a harness asks for %s, where no rollout is played", scope["path"][:200])
+        number, _, route = request.path[1:].partition("/v1/")
+        rollout, method = self._rollouts.get(number), _ROUTES.get(route)
+        if rollout is None or method is None:
+            _log.warning("a harness asks for %s, where no rollout is played", request.path[:200])
             return 404, _error(
-                f"there is no rollout at {scope['path'][:200]}: it has ended, or that is not the base URL it was given "
+                f"there is no rollout at {request.path[:200]}: it has ended, or that is not the base URL it was given "
                 "with /chat/completions behind it"
             )
-        wanted = "POST" if path[2] == "chat/completions" else "GET"
-        if scope["method"] != wanted:
-            return 405, _error(f"{path[2]} is asked by {wanted}, not {scope['method']}")
-        if wanted == "GET":
+        if request.method != method:
+            return 405, _error(f"{route} is asked by {method}, not {request.method}")
+        if method == "GET":
             return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
-        body = await _read(receive)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            return 200, await rollout.answer(body, is_retry=headers.get("x-stainless-retry-count", "0") != "0")
+            return 200, await rollout.answer(await request.content.read(), is_retry=is_retry)
         except Refused as refusal:
             return 400, _error(str(refusal), code=refusal.code or refusal.reason)
         except HoldfastError as error:
             return 500, _error(f"the policy cannot be sampled: {error}", kind="server_error")
-
-
-def _quiet_server(application: Callable[..., Awaitable[Any]], is_up: asyncio.Future[None]) -> uvicorn.Server:
-    """Return a server that sets `is_up` when it listens, and leaves signals and logs to the process."""
-    import uvicorn  # takes 0.1 s, and most runs have no harness
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            is_up.set_result(None)
-
-    config = uvicorn.Config(
-        application, interface="asgi3", proxy_headers=False, lifespan="off", ws="none",
-        access_log=False, log_config=None, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=1,
-    )  # fmt: skip
-    return Server(config)
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (
@@ -339,7 +320,7 @@ async def chat_server() -> ChatServer:
     if loop not in _SERVERS:
         server = ChatServer()
         is_up: asyncio.Future[None] = loop.create_future()
-        # In a context of its own: whatever plays the first rollout has nothing to do with those of others.
+        # In a context of its own: it serves all rollouts, not only the one that is played first.
         serving = contextvars.Context().run(loop.create_task, server.live(is_up))
         _SERVERS[loop] = server, serving, is_up
     server, _, is_up = _SERVERS[loop]
@@ -349,15 +330,6 @@ async def chat_server() -> ChatServer:
 
 def _error(message: str, *, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-async def _read(receive: _Receive) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 RESULT = "result"

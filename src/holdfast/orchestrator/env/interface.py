@@ -309,12 +309,9 @@ class Session:
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
         """Append messages after a sampled turn, and open the policy's next turn, in a new branch if they need one.
-
-        Raises:
-            SessionFull: they leave no room for a sampled token, or there would be too many branches.
-            HistoryRewritten: the template would rewrite the history of a session that began with text.
-            RuntimeError: nothing was sampled since the prompt or the last messages, or the session is being sampled.
-        """
+        Raises SessionFull if they leave no room for a sampled token, or there would be too many branches;
+        HistoryRewritten if the template would rewrite the history of a session that began with text; RuntimeError if
+        nothing was sampled since the prompt or the last messages, or the session is being sampled."""
         self._require_idle("append_messages()")
         if self._is_turn_open:
             raise RuntimeError(

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from holdfast.config.environments import McpServerConfig
 from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
 from holdfast.orchestrator.env.interface import Session
-from holdfast.orchestrator.env.tools import WrongArguments
+from holdfast.orchestrator.env.tools import WrongArguments, values_of_texts
 from holdfast.process.imports import import_extra
 from holdfast.process.noted_end import Ending
 from holdfast.protocol.inference import read_key
@@ -75,13 +75,9 @@ class McpServer:
             raise McpServerLost(f"{self._what} could not be reached: {error}") from None
 
     async def call(self, name: str, arguments: dict[str, Any], session: Session) -> str:
-        """Return a tool's answer, as text; `session` is connected.
-
-        Raises:
-            McpToolError: the answer is an error, or not text.
-            McpServerLost: the server has ended by itself; the next call starts another one.
-            ProcessKilled: it was killed from outside.
-        """
+        """Return a tool's answer, as text; `session` is connected. Raises McpToolError if the answer is an error, or
+        not text; McpServerLost if the server has ended by itself; the next call starts another one; ProcessKilled if it
+        was killed from outside."""
         from mcp import MCPError
 
         connection = self._connections[session]
@@ -159,16 +155,7 @@ class McpTool:
 
     def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return the arguments of a call whose format has only text."""
-        return {name: self._value(name, text) for name, text in texts.items()}
-
-    def _value(self, name: str, text: str) -> Any:
-        schema = self._properties.get(name)
-        if isinstance(schema, Mapping) and schema.get("type") == "string":
-            return text
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
+        return values_of_texts(texts, self._properties)
 
     async def connect(self, session: Session) -> None:
         await self._server.connect(session)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import pydantic
@@ -222,20 +222,11 @@ def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dic
     missing = [name for name, item in parameters.items() if item.default is item.empty and name not in args]
     if missing:
         raise ConfigError(f"{key}.args: {cls.__name__} needs {', '.join(missing)}. Allowed: {allowed}.")
-    return {name: _converted(value, _annotation(cls, name), f"{key}.args.{name}") for name, value in args.items()}
-
-
-def _annotation(cls: type[Environment], name: str) -> Any:
-    """Return the annotation of an argument of the constructor; `Any` if only type checkers can read it."""
-    constructor = cls.__init__
-    annotations = getattr(constructor, "__annotations__", {})
-    if name not in annotations:
-        return Any
-    one = SimpleNamespace(__annotations__={name: annotations[name]})
     try:
-        return get_type_hints(one, globalns=getattr(constructor, "__globals__", {}))[name]
-    except Exception:  # noqa: BLE001 - code of the user's that was never run before, such as under `if TYPE_CHECKING`
-        return Any
+        annotations = get_type_hints(cls.__init__)
+    except Exception:  # noqa: BLE001 - of the user's, such as names that are imported `if TYPE_CHECKING`
+        annotations = {}
+    return {name: _converted(value, annotations.get(name, Any), f"{key}.args.{name}") for name, value in args.items()}
 
 
 def _converted(value: Any, annotation: Any, key: str) -> Any:

@@ -23,7 +23,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown, text_of
 from holdfast.orchestrator.env.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.env.mcp import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.env.tools import Parser, Tool, ToolCall, WrongArguments, find_parser, tools_of
+from holdfast.orchestrator.env.tools import Parser, Tool, ToolCall, WrongArguments, call_id, find_parser, tools_of
 from holdfast.process.heartbeat import awake_s
 
 ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
@@ -177,11 +177,6 @@ def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str) -> N
         tokenizer.continuation(answer, last_token_id=-1, tools=schemas)
     except DataError as error:
         raise ConfigError(f"{what} has tools: {error}. Take a model whose template has tools.") from None
-
-
-def call_id(turn: int, number: int) -> str:
-    """Return the id of call `number` of turn `turn`, both from 1."""
-    return f"t{turn:04d}{number:04d}"  # nine letters and digits: Mistral's templates take no other id
 
 
 def tool_message(content: str, *, name: str, turn: int, number: int) -> dict[str, str]:

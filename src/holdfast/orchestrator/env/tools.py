@@ -106,7 +106,7 @@ class Tool:
 
     def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return the arguments of a call whose format has only text."""
-        return {name: text if name in self._is_text else _of_json(text) for name, text in texts.items()}
+        return {name: text if name in self._is_text else of_json(text) for name, text in texts.items()}
 
     def call(self, arguments: Any, session: object) -> Any:
         """Call the function with decoded JSON; return its result, which is awaitable if it is `async`.
@@ -147,7 +147,15 @@ def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_
     return tools
 
 
-def _of_json(text: str) -> Any:
+def values_of_texts(texts: Mapping[str, str], properties: Any) -> dict[str, Any]:
+    """Return the arguments of a call whose format has only text, by the JSON schemas of the parameters."""
+    schemas = properties if isinstance(properties, Mapping) else {}
+    names = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
+    return {name: text if name in names else of_json(text) for name, text in texts.items()}
+
+
+def of_json(text: str) -> Any:
+    """Return the value of JSON; other text as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -222,6 +230,11 @@ class ToolCall:
 
 
 Parser = Callable[[str], list[ToolCall]]
+
+
+def call_id(turn: int, number: int) -> str:
+    """Return the id of call `number` of turn `turn`, both from 1."""
+    return f"t{turn:04d}{number:04d}"  # nine letters and digits: Mistral's templates take no other id
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

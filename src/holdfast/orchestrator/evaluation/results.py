@@ -98,13 +98,9 @@ class FoundTasks:
 
 
 class ResultsFile:
-    """The rollouts of one evaluation, on disk and in memory; `tasks` are done, by environment and index.
-
-    Raises:
-        ConfigError: the directory holds another evaluation.
-        DataError: a line is of another file.
-        RunDirError: it cannot be written.
-    """
+    """The rollouts of one evaluation, on disk and in memory; `tasks` are done, by environment and index. Raises
+    ConfigError if the directory holds another evaluation; DataError if a line is of another file; RunDirError if it
+    cannot be written."""
 
     def __init__(self, directory: Path, identity: dict[str, object], *, samples_per_task: int) -> None:
         self.path = directory / ROLLOUTS_NAME
