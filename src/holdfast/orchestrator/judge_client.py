@@ -42,18 +42,6 @@ _MOST_BYTES = 1 << 24
 """Of an answer: what is longer is no chat completion that anybody asked for."""
 
 
-class ChatRefused(Exception):
-    """A server refuses a request; asking again does not help."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-class NoChatCompletion(Exception):
-    """A server answered with something else."""
-
-
 class _Message(msgspec.Struct):
     content: str | None = None
 
@@ -67,64 +55,73 @@ class _ChatCompletion(msgspec.Struct):
     choices: list[_ReplyChoice]
 
 
-class ChatClient:
-    """Asks any number of servers, any number of requests at once."""
-
-    def __init__(self) -> None:
-        import httpx  # takes 0.1 s, and most runs ask no judge
-
-        # The time is that of a whole answer, of which httpx bounds each piece only.
-        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-    async def ask(self, url: str, body: bytes, *, key: str | None, timeout_s: float) -> ChatReply:
-        """Return the server's reply; `timeout_s` bounds the whole answer, and `key` is in no message. Raises
-        Unavailable if the server is busy, fails or cannot be reached; ChatRefused if it refuses; NoChatCompletion if
-        its answer cannot be read."""
-        import httpx
-
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        what = f"POST {url}"
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream("POST", url, content=body, headers=headers) as answer,
-            ):
-                content = await _read(answer, what)
-        except TimeoutError:
-            raise Unavailable(f"{what} had no answer within {timeout_s:g} s (timeout_s)") from None
-        except httpx.TransportError as error:
-            raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
-        except httpx.RequestError as error:
-            raise NoChatCompletion(f"{what}: {type(error).__name__} {error}".rstrip()) from None
-        if answer.is_success:
-            return _decode(content, what)
-        told = content.decode(errors="backslashreplace")
-        told = printable(told.replace(key, "...") if key else told)[:500]  # some repeat the key
-        reason = f"{what} was answered {answer.status_code}: {told}"
-        if answer.status_code in (408, 429) or answer.status_code >= 500:
-            raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
-        raise ChatRefused(reason, answer.status_code)
+class JudgeDenied(HoldfastError):
+    """A judge lets nobody in: its key is wrong, or there is no such model. The run ends."""
 
 
-async def _read(answer: httpx.Response, what: str) -> bytes:
+def new_client() -> httpx.AsyncClient:
+    """Return a client for any number of requests at once."""
+    import httpx  # takes 0.1 s, and most runs ask no judge
+
+    # httpx only bounds each piece of an answer.
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+
+
+async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatReply:
+    """Return the reply to a request; `timeout_s` bounds the whole answer, and the key is in no message.
+
+    Raises:
+        Unavailable: the judge is busy, fails or cannot be reached.
+        JudgeFailure: it refuses, or its answer is not a chat completion.
+        JudgeDenied: the key is wrong, or there is no such model.
+    """
+    import httpx
+
+    what = f"judge: POST {request.url}"
+    key = read_key(request.api_key_env) if request.api_key_env else None
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     content = bytearray()
-    async for piece in answer.aiter_bytes():
-        content += piece
-        if len(content) > _MOST_BYTES:
-            raise NoChatCompletion(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
-    return bytes(content)
+    try:
+        async with (
+            asyncio.timeout(request.timeout_s),
+            client.stream("POST", request.url, content=request.body, headers=headers) as answer,
+        ):
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > _MOST_BYTES:
+                    raise _unreadable(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
+    except TimeoutError:
+        raise Unavailable(f"{what} had no answer within {request.timeout_s:g} s (timeout_s)") from None
+    except httpx.TransportError as error:
+        raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+    except httpx.RequestError as error:
+        raise _unreadable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+    if answer.is_success:
+        return _decode(bytes(content), what)
+    told = content.decode(errors="backslashreplace")
+    told = printable(told.replace(key, "...") if key else told)[:500]  # some repeat the key
+    status, reason = answer.status_code, f"{what} was answered {answer.status_code}: {told}"
+    if status in (408, 429) or status >= 500:
+        raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
+    if status in (401, 403):
+        hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
+        raise JudgeDenied(f"{reason}. {hint}")
+    if status == 404:
+        raise JudgeDenied(f"{reason}. Check `model`, and that `url` is what comes before /chat/completions")
+    raise JudgeFailure(reason, reason="judge_refused")
+
+
+def _unreadable(message: str) -> JudgeFailure:
+    return JudgeFailure(message, reason="judge_unreadable")
 
 
 def _decode(content: bytes, what: str) -> ChatReply:
     try:
         found = msgspec.json.decode(content, type=_ChatCompletion)
     except (ValueError, RecursionError) as error:
-        raise NoChatCompletion(f"{what} was answered with what is no chat completion: {error}") from None
+        raise _unreadable(f"{what} was answered with what is no chat completion: {error}") from None
     if len(found.choices) != 1:
-        raise NoChatCompletion(f"{what} was answered with {len(found.choices)} choices, asked for was one")
+        raise _unreadable(f"{what} was answered with {len(found.choices)} choices, asked for was one")
     [choice] = found.choices
     return ChatReply(choice.message.content or "", choice.finish_reason or "stop")
 
@@ -132,14 +129,10 @@ def _decode(content: bytes, what: str) -> ChatReply:
 _TELL_AGAIN_S = 30.0
 
 
-class JudgeDenied(HoldfastError):
-    """A judge lets nobody in: its key is wrong, or there is no such model. The run ends."""
-
-
 class JudgeQueue:
     """Asks one judge, within the limits of the request that it is made for."""
 
-    def __init__(self, client: ChatClient, request: JudgeRequest) -> None:
+    def __init__(self, client: httpx.AsyncClient, request: JudgeRequest) -> None:
         self._client = client
         self._slots = asyncio.Semaphore(request.max_concurrency)
         self._between_s = 60.0 / request.requests_per_minute if request.requests_per_minute else 0.0
@@ -168,7 +161,7 @@ class JudgeQueue:
                     raise self._given_up[1]
                 began_at = awake_s()
                 try:
-                    reply = await self._ask_once(request)
+                    reply = await ask_once(self._client, request)
                 except Unavailable as failure:
                     failing_since = min(failing_since, began_at)
                     await self._wait(failure, attempts, request, since=failing_since)
@@ -200,21 +193,6 @@ class JudgeQueue:
         # A server that asks for a pause asks everybody.
         self._next_at = max(self._next_at, awake_s() + asked_pause_s(failure))
         await attempts.pause(failure)
-
-    async def _ask_once(self, request: JudgeRequest) -> ChatReply:
-        key = read_key(request.api_key_env) if request.api_key_env else None
-        try:
-            return await self._client.ask(request.url, request.body, key=key, timeout_s=request.timeout_s)
-        except NoChatCompletion as error:
-            raise JudgeFailure(f"judge: {error}", reason="judge_unreadable") from None
-        except ChatRefused as refusal:
-            if refusal.status in (401, 403):
-                hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
-                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
-            if refusal.status == 404:
-                hint = "Check `model`, and that `url` is what comes before /chat/completions"
-                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
-            raise JudgeFailure(f"judge: {refusal}", reason="judge_refused") from None
 
 
 _FORMAT = 1
@@ -318,7 +296,7 @@ class Desk:
         self._log = ReplyLog(path)
         self._asking: dict[str, asyncio.Task[ChatReply]] = {}
         self._queues: dict[tuple[object, ...], JudgeQueue] = {}
-        self._client: ChatClient | None = None
+        self._client: httpx.AsyncClient | None = None
         self._failure = FirstFailure()
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
@@ -346,7 +324,7 @@ class Desk:
             asking.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         if self._client is not None:
-            await self._client.close()
+            await self._client.aclose()
         self._log.close()
 
     async def _ask(self, request: JudgeRequest, key: str) -> ChatReply:
@@ -362,7 +340,7 @@ class Desk:
 
     def _queue(self, request: JudgeRequest) -> JudgeQueue:
         if self._client is None:
-            self._client = ChatClient()
+            self._client = new_client()
         name = JudgeQueue.name_of(request)
         if name not in self._queues:
             self._queues[name] = JudgeQueue(self._client, request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,13 +18,12 @@ from holdfast.errors import RunDirError
 from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.env.judge import JudgeFailure
 from holdfast.orchestrator.judge_client import (
-    ChatClient,
-    ChatRefused,
     Desk,
     JudgeDenied,
-    NoChatCompletion,
     ReplyLog,
+    ask_once,
     judging,
+    new_client,
 )
 from holdfast.protocol.inference import ChatReply
 from holdfast.run import record_log
@@ -272,15 +270,14 @@ def answered(server: FakeJudge, answer: Response, *, timeout_s: float = 60.0) ->
         return answer
 
     async def once() -> ChatReply:
-        client = ChatClient()
-        try:
-            body = json.dumps({"messages": []}).encode()
-            return await client.ask(f"{server.url}/chat/completions", body, key=KEY, timeout_s=timeout_s)
-        finally:
-            await client.close()
+        judge = judge_at(server.url, api_key_env="JUDGE_KEY", timeout_s=timeout_s)
+        async with new_client() as client:
+            return await ask_once(client, judge.request({"x": ""}))
 
     server.answer = respond
-    return asyncio.run(once())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_KEY", KEY)
+        return asyncio.run(once())
 
 
 def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
@@ -296,14 +293,14 @@ def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
         (JSONResponse({"error": f"wait, {KEY}"}, 429, {"Retry-After": "7"}), Unavailable, "429: .*wait, \\.\\.\\."),
         (Response("down", 503), Unavailable, "answered 503: down"),
         (Response("late", 408), Unavailable, "answered 408"),
-        (JSONResponse({"error": f"no {KEY}"}, 401), ChatRefused, "answered 401: .*no \\.\\.\\."),
-        (Response(status_code=302, headers={"location": "http://x"}), ChatRefused, "answered 302"),
-        (Response("x" * 9999, 400), ChatRefused, "answered 400: x{500}$"),
-        (Response("hello"), NoChatCompletion, "what is no chat completion"),
-        (Response("[" * 100_000), NoChatCompletion, "what is no chat completion"),
-        (JSONResponse({"choices": []}), NoChatCompletion, "with 0 choices, asked for was one"),
-        (Response(b"x" * (17 << 20)), NoChatCompletion, "more than 16777216 bytes; the rest is not read"),
-        (Response(b"no gzip", headers={"content-encoding": "gzip"}), NoChatCompletion, "DecodingError"),
+        (JSONResponse({"error": f"no {KEY}"}, 401), JudgeDenied, "answered 401: .*no \\.\\.\\."),
+        (Response(status_code=302, headers={"location": "http://x"}), JudgeFailure, "answered 302"),
+        (Response("x" * 9999, 400), JudgeFailure, "answered 400: x{500}$"),
+        (Response("hello"), JudgeFailure, "what is no chat completion"),
+        (Response("[" * 100_000), JudgeFailure, "what is no chat completion"),
+        (JSONResponse({"choices": []}), JudgeFailure, "with 0 choices, asked for was one"),
+        (Response(b"x" * (17 << 20)), JudgeFailure, "more than 16777216 bytes; the rest is not read"),
+        (Response(b"no gzip", headers={"content-encoding": "gzip"}), JudgeFailure, "DecodingError"),
     ],
 )  # fmt: skip
 def test_what_is_no_answer_is_told_and_never_the_key(
