@@ -1,6 +1,6 @@
 """Asks judges for the environments of a process and of all its workers, and keeps every reply.
 
-One `Desk` per process returns a kept reply, or else asks the judge once: two environments that ask the same
+One `JudgeClient` per process returns a kept reply, or else asks the judge once: two environments that ask the same
 thing at the same time cause one request, and limits per minute hold for the run. `JudgeQueue` has the limits of one
 judge.
 
@@ -289,7 +289,7 @@ class ReplyLog:
 _T = TypeVar("_T")
 
 
-class Desk:
+class JudgeClient:
     """Asks judges and keeps their replies in the log at `path`; None: in memory."""
 
     def __init__(self, path: Path | None) -> None:
@@ -353,18 +353,18 @@ class Desk:
 
 
 @asynccontextmanager
-async def judging(path: Path | None = None) -> AsyncIterator[Desk]:
+async def judging(path: Path | None = None) -> AsyncIterator[JudgeClient]:
     """Let the environments of this context ask judges; replies are kept in the log at `path`, or in memory."""
-    desk = Desk(path)
-    token = JUDGES.set(desk)
+    judges = JudgeClient(path)
+    token = JUDGES.set(judges)
     try:
-        yield desk
+        yield judges
     finally:
         JUDGES.reset(token)
-        await desk.close()
+        await judges.close()
 
 
 async def guarded(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`; if judges are asked, it ends as soon as nothing can be asked or kept."""
-    desk = JUDGES.get(None)
-    return await (desk.guard(work) if isinstance(desk, Desk) else work)
+    judges = JUDGES.get(None)
+    return await (judges.guard(work) if isinstance(judges, JudgeClient) else work)

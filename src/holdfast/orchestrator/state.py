@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -151,12 +151,24 @@ class TaskSeed:
         """Return a seed that all tasks of this environment share, such as one for each epoch."""
         return self._number("shared", *parts)
 
+    def row(self, num_rows: int) -> int:
+        """Return which of `num_rows` rows this task is: each comes once per epoch, in a new order each time."""
+        epoch, position = divmod(self.index, num_rows)
+        return _order_of_rows(self.shared("epoch", epoch), num_rows)[position]
+
     def _number(self, kind: str, *parts: int | str) -> int:
         if self.level is not None:
             parts = ("level", self.level, *parts)
         if self.held_out:
             return _HELD_OUT + stable_seed(f"held-out {kind}", self.run_seed, self.environment, *parts)
         return stable_seed(kind, self.run_seed, self.environment, *parts)
+
+
+@lru_cache(maxsize=16)
+def _order_of_rows(seed: int, num_rows: int) -> list[int]:
+    order = list(range(num_rows))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def request_seed(task: TaskSeed, *, step: int, sample_index: int, turn: int) -> int:

@@ -18,7 +18,7 @@ from holdfast.errors import RunDirError
 from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.env.judge import JudgeFailure
 from holdfast.orchestrator.judge_client import (
-    Desk,
+    JudgeClient,
     JudgeDenied,
     ReplyLog,
     ask_once,
@@ -44,11 +44,11 @@ def judge_at(url: str, **settings: Any) -> Judge:
 
 
 def ask(judge: Judge, *texts: str, log: Path | None = None) -> list[Judgement]:
-    """Return what a desk of its own makes of the texts, all asked at once."""
+    """Return what a judges of its own makes of the texts, all asked at once."""
 
     async def ask_all() -> list[Judgement]:
-        async with judging(log) as desk:
-            return await desk.guard(judge.ask_all([{"x": text} for text in texts]))
+        async with judging(log) as judges:
+            return await judges.guard(judge.ask_all([{"x": text} for text in texts]))
 
     return asyncio.run(ask_all())
 
@@ -85,14 +85,14 @@ def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: P
             return completion("7")
 
         fake.answer = wait
-        async with judging(tmp_path / "judgements.log") as desk:
+        async with judging(tmp_path / "judgements.log") as judges:
             request = judge_at(fake.url).request({"x": "a"})
-            asking = asyncio.create_task(desk.ask(request))
+            asking = asyncio.create_task(judges.ask(request))
             await arrived.wait()
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             goes_on.set()
-            return await desk.ask(request)
+            return await judges.ask(request)
 
     assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
 
@@ -139,16 +139,16 @@ def test_a_log_that_cannot_be_written_ends_what_is_scored(
         raise OSError(28, "No space left on device")
 
     async def write() -> None:
-        desk = Desk(tmp_path / "judgements.log")
+        judges = JudgeClient(tmp_path / "judgements.log")
         monkeypatch.setattr(record_log.os, "write", full)
         request = judge_at(fake.url).request({"x": "a"})
         try:
             with pytest.raises(RunDirError, match="No space left on device"):
-                await desk.guard(desk.ask(request))
+                await judges.guard(judges.ask(request))
             with pytest.raises(RunDirError, match="No space left on device"):
-                await desk.ask(request)
+                await judges.ask(request)
         finally:
-            await desk.close()
+            await judges.close()
 
     asyncio.run(write())
     assert not (tmp_path / "none.log").exists()

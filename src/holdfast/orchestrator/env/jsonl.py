@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +131,11 @@ class Jsonl(Environment):
         self._tasks = _read_tasks(path, columns)
         self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
-        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def make_task(self, seed: TaskSeed) -> Task:
         """Return row `index` of the endless sequence of epochs."""
-        epoch, position = divmod(seed.index, len(self._tasks))
-        if not self._shuffle:
-            return self._tasks[position]
-        return self._tasks[self._order(seed.shared("epoch", epoch))[position]]
-
-    def _make_order(self, seed: int) -> list[int]:
-        order = list(range(len(self._tasks)))
-        random.Random(seed).shuffle(order)
-        return order
+        num_tasks = len(self._tasks)
+        return self._tasks[seed.row(num_tasks) if self._shuffle else seed.index % num_tasks]
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself."""

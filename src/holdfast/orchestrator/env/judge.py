@@ -5,8 +5,8 @@
     judgements = await judge.ask_all([{"completion": session.completion} for session in sessions])
     scores = [judgement.score for judgement in judgements]
 
-Requests go to the desk of the process (`JUDGES`): that of the orchestrator or an evaluation asks, and keeps every reply
-(`holdfast.orchestrator.judge_client`); that of a worker hands them on to the orchestrator.
+Requests go to `JUDGES` of the process. In the orchestrator or an evaluation this is a `JudgeClient`, which keeps every
+reply; a worker hands the requests on to the orchestrator.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class JudgeRequest(msgspec.Struct, frozen=True):
         return xxhash.xxh3_128_hexdigest(self.url.encode() + b"\n" + self.body)
 
 
-class JudgeDesk(Protocol):
+class Judges(Protocol):
     """Answers requests to judges in a process."""
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
@@ -63,8 +63,7 @@ class JudgeDesk(Protocol):
         ...
 
 
-JUDGES: ContextVar[JudgeDesk] = ContextVar("judges")
-"""The desk of this process."""
+JUDGES: ContextVar[Judges] = ContextVar("judges")
 
 
 @dataclass(frozen=True)
@@ -107,10 +106,10 @@ class Judge:
 
     async def ask(self, fields: Mapping[str, str]) -> Judgement:
         """Return the verdict about `fields`, at least those that the prompt names. Raises JudgeFailure."""
-        desk = JUDGES.get(None)
-        if desk is None:
+        judges = JUDGES.get(None)
+        if judges is None:
             raise RuntimeError("nobody asks judges here: write `async with holdfast.judging():` around it")
-        return self.read(await desk.ask(self.request(fields)))
+        return self.read(await judges.ask(self.request(fields)))
 
     async def ask_all(self, rows: Sequence[Mapping[str, str]]) -> list[Judgement]:
         """Return the verdict about each row; all are asked at once. Raises the first failure in the order of `rows`."""

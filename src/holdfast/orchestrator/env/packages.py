@@ -14,13 +14,12 @@ import dataclasses
 import itertools
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +73,11 @@ class Verifiers(HarnessEnvironment):
         start = {"env": env, "select": own.get("select", {})}
         self._player = _Player(str(own.get("python", sys.executable)), start, name=f"{VERIFIERS}{name}")
         self.num_tasks = self._player.num_tasks
-        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def make_task(self, seed: TaskSeed) -> Row:
         """Return task `index` of an endless sequence of epochs, each in an order of its own."""
         assert self.num_tasks is not None
-        epoch, position = divmod(seed.index, self.num_tasks)
-        return Row(prompt="", row=self._order(seed.shared("epoch", epoch))[position])
-
-    def _make_order(self, seed: int) -> list[int]:
-        assert self.num_tasks is not None
-        order = list(range(self.num_tasks))
-        random.Random(seed).shuffle(order)
-        return order
+        return Row(prompt="", row=seed.row(self.num_tasks))
 
     async def play(self, endpoint: Endpoint, task: Task) -> Score:
         """Play one episode. Raises RuntimeError if it failed, or its process ends again and again."""

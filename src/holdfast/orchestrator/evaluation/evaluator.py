@@ -71,20 +71,11 @@ class HeldOutTasks:
     counts: Mapping[str, int]
     seed: int
 
-    @property
-    def settings(self) -> Sequence[EnvironmentConfig]:
-        """Sections of the environments, in the order of the configuration."""
-        return self.config.environments
-
-    @property
-    def samples_per_task(self) -> int:
-        return self.config.group_size
-
     def seeds(self) -> list[TaskSeed]:
         """Return the seeds of all tasks, environment by environment."""
         return [
             TaskSeed(self.seed, section.label, index, held_out=True)
-            for section in self.settings
+            for section in self.config.environments
             for index in range(self.counts[section.label])
         ]
 
@@ -92,7 +83,7 @@ class HeldOutTasks:
         """Return everything that the rollouts depend on except the policy, as plain values."""
         return {
             "seed": self.seed,
-            "samples_per_task": self.samples_per_task,
+            "samples_per_task": self.config.group_size,
             "sampling": self.config.sampling.model_dump(mode="json"),
             "seq_len": self.config.seq_len,
             "environments": {
@@ -109,7 +100,7 @@ class HeldOutTasks:
                     "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
                     "files": files_of(section),
                 }
-                for section in self.settings
+                for section in self.config.environments
             },
         }
 
@@ -249,15 +240,15 @@ async def evaluate(
 
     Raises ConfigError, DataError or RunDirError if `directory` holds another evaluation, is damaged, or unwritable.
     """
-    settings = {section.label: section for section in tasks.settings}
+    settings = {section.label: section for section in tasks.config.environments}
     seeds = tasks.seeds()
     try:
-        results = ResultsFile(directory, identity_of(policy, tasks), samples_per_task=tasks.samples_per_task)
+        results = ResultsFile(directory, identity_of(policy, tasks), samples_per_task=tasks.config.group_size)
         try:
             missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
             if tells:
                 report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
-            slots = asyncio.Semaphore(max(1, max_concurrency // tasks.samples_per_task))
+            slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
 
             async def play(seed: TaskSeed) -> None:
                 section = settings[seed.environment]
