@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from math import gcd, lcm
 from statistics import fmean
@@ -104,6 +104,7 @@ def count(state: OrchestratorState, step: int, selection: Selection) -> None:
         state.dropped[reason] = state.dropped.get(reason, Counts()) + counts
 
 
+@dataclass(eq=False)
 class BatchMaker:
     """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
 
@@ -113,29 +114,20 @@ class BatchMaker:
         workers: of the other environments, by name.
     """
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        client: InferenceClient,
-        *,
-        run_dir: RunDir,
-        tokenizer: Tokenizer,
-        environments: Mapping[str, Sequence[Environment]],
-        state: OrchestratorState,
-        teacher: Teacher | None = None,
-        workers: Mapping[str, Workers] | None = None,
-    ) -> None:
-        self._config = config
-        self._workers = workers or {}
-        self._client = client
-        self._teacher = teacher
-        self._run_dir = run_dir
-        self._tokenizer = tokenizer
-        self._environments = environments
-        self._settings = {section.label: section for section in config.environments}
-        self.state = state
-        self.num_reused = 0
-        self.curriculum_metrics: dict[str, float] = {}
+    config: OrchestratorConfig
+    client: InferenceClient
+    _: KW_ONLY
+    run_dir: RunDir
+    tokenizer: Tokenizer
+    environments: Mapping[str, Sequence[Environment]]
+    state: OrchestratorState
+    teacher: Teacher | None = None
+    workers: Mapping[str, Workers] = field(default_factory=dict)
+    num_reused: int = field(default=0, init=False)
+    curriculum_metrics: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._settings = {section.label: section for section in self.config.environments}
 
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
         """Return the groups of batch `step`, sampled by `weights`.
@@ -150,31 +142,31 @@ class BatchMaker:
         """
         # A copy: a batch that fails leaves the state after the last whole one.
         state = self.state.copy()
-        teacher, digest = self._teacher, weights.digest
-        if self._config.is_sampled_by_teacher and teacher is not None:
+        teacher, digest = self.teacher, weights.digest
+        if self.config.is_sampled_by_teacher and teacher is not None:
             teacher, digest = None, teacher.digest
-        stops = self._tokenizer.stop_token_ids
+        stops = self.tokenizer.stop_token_ids
         log = GenerationLog(
-            self._run_dir,
+            self.run_dir,
             step,
             weights_digest=digest,
             stop_token_ids=stops,
-            teacher_digest=self._teacher.digest if self._teacher else "",
-            vocab_size=self._client.vocab_size,
+            teacher_digest=self.teacher.digest if self.teacher else "",
+            vocab_size=self.client.vocab_size,
         )
-        sampler = Sampler(self._client, log, weights_digest=digest, stop_token_ids=stops)
-        most = self._config.client.max_concurrency * len(self._client.engines)
-        slots = SessionSlots(max(most, self._config.largest_group))
+        sampler = Sampler(self.client, log, weights_digest=digest, stop_token_ids=stops)
+        most = self.config.client.max_concurrency * len(self.client.engines)
+        slots = SessionSlots(max(most, self.config.largest_group))
 
         async def run_one(problem: Problem) -> Outcome:
-            async with slots.taking(self._config.rollouts_of(problem.settings).group_size):
+            async with slots.taking(self.config.rollouts_of(problem.settings).group_size):
                 outcome = await play_group(
                     problem,
                     step,
-                    config=self._config,
-                    tokenizer=self._tokenizer,
+                    config=self.config,
+                    tokenizer=self.tokenizer,
                     sampler=sampler,
-                    workers=self._workers,
+                    workers=self.workers,
                 )
             if teacher is not None and not isinstance(outcome, Dropped):
                 affinity = Affinity()
@@ -189,20 +181,20 @@ class BatchMaker:
                 outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
         finally:
             await sampler.close()
-        selection = select(outcomes, num_groups=self._config.problems_per_step, signal=self._config.signal)
+        selection = select(outcomes, num_groups=self.config.problems_per_step, signal=self.config.signal)
         self._check(step, selection)
         count(state, step, selection)
         # After the draw of the whole batch, so that levels only change between batches.
-        advance(state, self._config, outcomes)
+        advance(state, self.config, outcomes)
         scored = [outcome for outcome in outcomes if not isinstance(outcome, Dropped)]
-        self.curriculum_metrics = curriculum_metrics(state, self._config, scored)
+        self.curriculum_metrics = curriculum_metrics(state, self.config, scored)
         self.state = state
         self.num_reused = sampler.num_reused
         return selection
 
     def _num_to_draw(self, outcomes: Sequence[Outcome]) -> int:
-        missing = self._config.problems_per_step - sum(has_signal(one, self._config.signal) for one in outcomes)
-        return min(missing, self._config.max_problems_per_step - len(outcomes))
+        missing = self.config.problems_per_step - sum(has_signal(one, self.config.signal) for one in outcomes)
+        return min(missing, self.config.max_problems_per_step - len(outcomes))
 
     def _check(self, step: int, selection: Selection) -> None:
         dropped = selection.dropped
@@ -214,8 +206,8 @@ class BatchMaker:
                 f"batch {step}: all {len(dropped)} groups were dropped ({reasons}), so there is nothing to train on. "
                 f"The first: {dropped[0].detail}"
             )
-        num_equal = sum(not has_signal(group, self._config.signal) for group in selection.groups)
-        if self._config.dynamic_sampling and num_equal:
+        num_equal = sum(not has_signal(group, self.config.signal) for group in selection.groups)
+        if self.config.dynamic_sampling and num_equal:
             _log.warning(
                 "batch %d: %d of its %d groups have no signal after %d problems, the most that may be drawn for it",
                 step,
@@ -229,14 +221,14 @@ class BatchMaker:
         for _ in range(number):
             name = next_environment(state)
             seed, task_id = self._next_task(state.environments[name], name)
-            levels = self._environments.get(name)
+            levels = self.environments.get(name)
             environment = levels[seed.level or 0] if levels is not None else None
             problems.append(Problem(environment, self._settings[name], seed, number=task_id))
         return problems
 
     def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
         """Return the seed of the environment's next task, and its position among all tasks; moves `position` on."""
-        task_id, seed = position.next_task, self._config.seed
+        task_id, seed = position.next_task, self.config.seed
         # Moved on by every draw, also of groups that are dropped: no task comes twice.
         position.next_task += 1
         settings = self._settings[name].curriculum

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
 from typing import Self
 
@@ -93,28 +93,23 @@ class BatchPublisher:
         discard_generations(self._run_dir, up_to=batch.step)
 
 
+@dataclass(eq=False)
 class BatchPipeline:
     """Makes batches and hands them to the publisher, which writes one while the next one is generated."""
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        *,
-        client: InferenceClient,
-        publisher: BatchPublisher,
-        pusher: WeightPusher,
-        maker: BatchMaker,
-        evaluation: PolicyEvaluation | None = None,
-    ) -> None:
-        self._config = config
-        self._client = client
-        self._publisher = publisher
-        self._pusher = pusher
-        self._maker = maker
-        self._evaluation = evaluation
-        self._ended = time.perf_counter()
-        self._busy_s = client.busy_s
-        self._counts = client.counts()
+    config: OrchestratorConfig
+    _: KW_ONLY
+    client: InferenceClient
+    publisher: BatchPublisher
+    pusher: WeightPusher
+    maker: BatchMaker
+    evaluation: PolicyEvaluation | None = None
+
+    def __post_init__(self) -> None:
+        self._start_period(time.perf_counter())
+
+    def _start_period(self, now: float) -> None:
+        self._ended, self._busy_s, self._counts = now, self.client.busy_s, self.client.counts()
 
     async def begin(self, step: int, *, version: int) -> None:
         """Make the engines serve `version` for batch `step`, and have them prove that they compute with it."""
@@ -124,8 +119,7 @@ class BatchPipeline:
         with span("update_weights", step=step, version=version):
             weights = await self._serve(weights)
         events.report("generating", step=step, version=weights.version)
-        self._ended, self._busy_s = time.perf_counter(), self._client.busy_s
-        self._counts = self._client.counts()
+        self._start_period(time.perf_counter())
 
     async def produce(self, step: int, *, version: int) -> None:
         """Make batch `step` by policy `version`, and submit it with the state after it."""
@@ -140,7 +134,7 @@ class BatchPipeline:
             phase(f"generating batch {step}", version=weights.version),
             span("generate", step=step, version=weights.version),
         ):
-            selection = await self._maker.make(step, weights)
+            selection = await self.maker.make(step, weights)
         made = time.perf_counter()
         evaluated = await self._evaluate(weights)
         now = time.perf_counter()
@@ -149,32 +143,31 @@ class BatchPipeline:
             wait_for_weights=updating - waiting,
             update_weights=generating - updating,
             generate=made - generating,
-            busy=self._client.busy_s - self._busy_s,
+            busy=self.client.busy_s - self._busy_s,
         )
-        counts = self._client.counts()
-        of_engines = [after.since(before) for after, before in zip(counts, self._counts, strict=True)]
-        self._ended, self._busy_s, self._counts = now, self._client.busy_s, counts
+        of_engines = [after.since(before) for after, before in zip(self.client.counts(), self._counts, strict=True)]
+        self._start_period(now)
         metrics = batch_metrics(
             selection,
             times,
             step=step,
-            num_reused=self._maker.num_reused,
+            num_reused=self.maker.num_reused,
             engines=of_engines,
-            environments=self._config.environments,
-            signal=self._config.signal if self._config.dynamic_sampling else None,
+            environments=self.config.environments,
+            signal=self.config.signal if self.config.dynamic_sampling else None,
         )
-        metrics |= self._maker.curriculum_metrics | evaluated
+        metrics |= self.maker.curriculum_metrics | evaluated
         batch = Batch(
             step=step,
             policy_version=weights.version,
-            weights_digest="" if self._config.is_sampled_by_teacher else weights.digest,
-            teacher_digest=self._maker.state.teacher_digest,
+            weights_digest="" if self.config.is_sampled_by_teacher else weights.digest,
+            teacher_digest=self.maker.state.teacher_digest,
             rollouts=selection.rollouts,
             dropped=selection.dropped,
             metrics=metrics,
         )
         # The state after this batch, in the same rename as the batch.
-        await self._publisher.submit(batch, self._maker.state.encode())
+        await self.publisher.submit(batch, self.maker.state.encode())
         _log.info(
             "batch %d by version %d: reward %.4f, %.1f tokens, %d groups dropped, %.2f s (waited %.2f s for weights)",
             step,
@@ -191,23 +184,23 @@ class BatchPipeline:
 
         The state of the same batch says that it was done, so its numbers come with one batch, whatever is killed.
         """
-        state, begin = self._maker.state, time.perf_counter()
-        if self._evaluation is None or not self._evaluation.is_due(weights.version, after=state.evaluated_version):
+        state, begin = self.maker.state, time.perf_counter()
+        if self.evaluation is None or not self.evaluation.is_due(weights.version, after=state.evaluated_version):
             return {}
         with phase("evaluating", version=weights.version), span("evaluate", version=weights.version):
-            metrics = await self._evaluation.evaluate(weights)
+            metrics = await self.evaluation.evaluate(weights)
         state.evaluated_version = weights.version
         return metrics | {"time/evaluate": time.perf_counter() - begin}
 
     async def _wait_for(self, version: int) -> PublishedWeights:
         with phase("waiting for weights", version=version):
             # A batch that cannot be written ends this wait: no later version comes without it.
-            return await self._pusher.wait_for(version, check=self._publisher.check)
+            return await self.pusher.wait_for(version, check=self.publisher.check)
 
     async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
-        if self._config.is_sampled_by_teacher:  # a teacher serves what it has
+        if self.config.is_sampled_by_teacher:  # a teacher serves what it has
             return weights
-        return await self._pusher.serve(weights, check=self._publisher.check)
+        return await self.pusher.serve(weights, check=self.publisher.check)
 
 
 def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -122,6 +122,7 @@ async def wait_for_weights(
 _REPLACEMENTS = 3
 
 
+@dataclass(eq=False)
 class WeightPusher:
     """Makes all engines of a client serve what the trainer publishes, and prove once that they compute with it.
 
@@ -133,19 +134,19 @@ class WeightPusher:
         seq_len: of the longest sessions that the engines take.
     """
 
-    def __init__(self, client: InferenceClient, run_dir: RunDir, *, timeout_s: float, seq_len: int) -> None:
-        self._client = client
-        self._run_dir = run_dir
-        self._timeout_s = timeout_s
-        self._seq_len = seq_len
-        self._serving: PublishedWeights | None = None
-        self._proven: set[Engine] = set()
+    client: InferenceClient
+    run_dir: RunDir
+    _: KW_ONLY
+    timeout_s: float
+    seq_len: int
+    _serving: PublishedWeights | None = field(default=None, init=False)
+    _proven: set[Engine] = field(default_factory=set, init=False)
 
     async def wait_for(self, version: int, *, check: Callable[[], None]) -> PublishedWeights:
         """Wait until the trainer has published `version`; see `wait_for_weights`."""
         if self._serving is not None and self._serving.version == version:
             return self._serving
-        return await wait_for_weights(self._run_dir, version, timeout_s=self._timeout_s, check=check)
+        return await wait_for_weights(self.run_dir, version, timeout_s=self.timeout_s, check=check)
 
     async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
         """Make all engines that are there serve `weights`, and return what they serve; others get it when they return.
@@ -160,15 +161,15 @@ class WeightPusher:
                 if not weights.was_replaced():
                     raise
                 _log.warning("%s was published again while it was loaded; loading it again", weights.path)
-                weights = await wait_for_weights(self._run_dir, weights.version, timeout_s=self._timeout_s, check=check)
+                weights = await wait_for_weights(self.run_dir, weights.version, timeout_s=self.timeout_s, check=check)
         else:
             raise InferenceError(f"{weights.path} was published again {_REPLACEMENTS} times while it was loaded")
         self._serving = weights
         return weights
 
     async def _push_to_all(self, weights: PublishedWeights) -> None:
-        owner = await self._client.lease.claim()
-        pool = self._client.pool
+        owner = await self.client.lease.claim()
+        pool = self.client.pool
 
         async def push_to(engine: Engine) -> None:
             await push(engine, weights, owner)
@@ -184,7 +185,7 @@ class WeightPusher:
                 raise
 
         # Before the push: an engine that comes back during it must get these.
-        self._client.expect(version=weights.version, restore=restore)
+        self.client.expect(version=weights.version, restore=restore)
         with phase("pushing weights and reading them back", version=weights.version):
             await pool.attend(push_to)
             await pool.wait_for_any()
@@ -193,7 +194,7 @@ class WeightPusher:
         if engine in self._proven or (canary := weights.read_canary()) is None:
             return
         # Engines take sessions of `seq_len` tokens, of which they must sample one.
-        await check_canary(self._client, engine, canary.head(self._seq_len - 1), weights_digest=weights.digest)
+        await check_canary(self.client, engine, canary.head(self.seq_len - 1), weights_digest=weights.digest)
         self._proven.add(engine)
 
 

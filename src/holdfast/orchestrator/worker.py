@@ -19,6 +19,7 @@ import struct
 import sys
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -279,17 +280,17 @@ class Worker:
         self._writer.write(frame(message))
 
 
+@dataclass(eq=False)
 class _Asking:
     """Samples for the sessions of one group; the orchestrator knows distribution and affinity of the group."""
 
-    def __init__(self, worker: Worker, group: int) -> None:
-        self._worker = worker
-        self._group = group
+    worker: Worker
+    group: int
 
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        return await self._worker.sample(self._group, token_ids, max_tokens=max_tokens, seed=seed)
+        return await self.worker.sample(self.group, token_ids, max_tokens=max_tokens, seed=seed)
 
     def check(self) -> None:
         """Raise nothing: when an engine fails, the orchestrator ends the groups."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -96,6 +97,7 @@ class EngineCounts(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class Engine:
     """One server.
 
@@ -108,24 +110,22 @@ class Engine:
         failures: how often it was lost after it had been there.
     """
 
-    def __init__(
-        self, url: str, transport: HttpTransport, *, key: str, ready_timeout_s: float, max_concurrency: int = 256
-    ) -> None:
-        self.url = url
-        self._max_concurrency = max_concurrency
-        self.is_there = True
-        self.is_checked = False
-        self.is_missed = False
-        self.epoch = 0
-        self.in_flight = 0
-        self.failures = 0
-        self._requests = 0
-        self._in_flight_s = 0.0
-        self._counted_at = time.monotonic()
-        self._transport = transport
-        self._key = key
-        self._ready_timeout_s = ready_timeout_s
-        self._boot_id = ""
+    url: str
+    transport: HttpTransport
+    _: KW_ONLY
+    key: str
+    ready_timeout_s: float
+    max_concurrency: int = 256
+    is_there: bool = True
+    is_checked: bool = False
+    is_missed: bool = False
+    epoch: int = 0
+    in_flight: int = 0
+    failures: int = 0
+    _requests: int = 0
+    _in_flight_s: float = 0.0
+    _counted_at: float = field(default_factory=time.monotonic)
+    _boot_id: str = ""
 
     def note_boot(self, boot_id: str) -> None:
         """Log a restart, if the process of the server is another one."""
@@ -134,11 +134,11 @@ class Engine:
         self._boot_id = boot_id
 
     def retry_policy(self) -> RetryPolicy:
-        return RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
+        return RetryPolicy(self.ready_timeout_s, key=f"{self.key}.ready_timeout_s")
 
     def has_room(self, num_sequences: int) -> bool:
         """Whether it may sample as many more; a request above `max_concurrency` gets an engine of its own."""
-        return self.in_flight == 0 or self.in_flight + num_sequences <= self._max_concurrency
+        return self.in_flight == 0 or self.in_flight + num_sequences <= self.max_concurrency
 
     @contextmanager
     def sampling(self, num_sequences: int) -> Iterator[None]:
@@ -162,17 +162,17 @@ class Engine:
 
     async def wait_for_health(self) -> None:
         """Wait until the server says that it works. Raises EngineLost if it did not within `ready_timeout_s`."""
-        wait = Wait(self._ready_timeout_s)
+        wait = Wait(self.ready_timeout_s)
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                await self._transport.get(self.url, HEALTH_ROUTE)
+                await self.transport.get(self.url, HEALTH_ROUTE)
                 return
             except Unavailable as failure:
                 if wait.is_over():
                     raise EngineLost(
-                        f"the inference server {self.url} did not become ready within {self._ready_timeout_s:g} s "
-                        f"({self._key}.ready_timeout_s): {failure}. Is it running at this address?"
+                        f"the inference server {self.url} did not become ready within {self.ready_timeout_s:g} s "
+                        f"({self.key}.ready_timeout_s): {failure}. Is it running at this address?"
                     ) from None
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
@@ -182,15 +182,15 @@ class Engine:
 
         Raises Unavailable if it does not answer, InferenceError for another model, ConfigError for too short sessions.
         """
-        await self._transport.get(self.url, HEALTH_ROUTE)
+        await self.transport.get(self.url, HEALTH_ROUTE)
         served = await self.served()
         if not same_model(served.model, model):
             raise InferenceError(
                 f"{self.url} serves the model '{printable(served.model)}', this run needs '{model}'. Start the server "
-                f"with --model.name {model}, or name the right server in {self._key}.urls."
+                f"with --model.name {model}, or name the right server in {self.key}.urls."
             )
         try:
-            cards = msgspec.json.decode(await self._transport.get(self.url, MODELS_ROUTE), type=ModelList).data
+            cards = msgspec.json.decode(await self.transport.get(self.url, MODELS_ROUTE), type=ModelList).data
         except (InferenceError, Unavailable, ValueError, RecursionError):
             cards = []  # optional: the server itself refuses what is too long
         longest = cards[0].max_model_len if cards else None
@@ -202,20 +202,20 @@ class Engine:
         self.is_checked = True
 
     async def served(self) -> ServedWeights:
-        served = decode(await self._transport.get(self.url, WEIGHTS_ROUTE), ServedWeights, url=self.url)
+        served = decode(await self.transport.get(self.url, WEIGHTS_ROUTE), ServedWeights, url=self.url)
         self.note_boot(served.boot_id)
         return served
 
     async def update_weights(self, request: UpdateRequest) -> None:
-        await self._transport.post_as_admin(self.url, UPDATE_ROUTE, msgspec.json.encode(request))
+        await self.transport.post_as_admin(self.url, UPDATE_ROUTE, msgspec.json.encode(request))
 
     async def claim(self, owner: Owner) -> None:
         """Make a run the owner of the server, or send a heartbeat of the owner."""
-        await self._transport.post_as_admin(self.url, CLAIM_ROUTE, msgspec.json.encode(owner), is_probe=True)
+        await self.transport.post_as_admin(self.url, CLAIM_ROUTE, msgspec.json.encode(owner), is_probe=True)
 
     async def release(self, owner: Owner) -> None:
         """Give the server back, if it is this run's."""
-        await self._transport.post_as_admin(self.url, RELEASE_ROUTE, msgspec.json.encode(owner), is_probe=True)
+        await self.transport.post_as_admin(self.url, RELEASE_ROUTE, msgspec.json.encode(owner), is_probe=True)
 
 
 _CANCEL_AGAIN_S = 0.1

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -191,31 +192,25 @@ class CallTimeout(EnvironmentFailure):
     """A call took longer than it may."""
 
 
+@dataclass(eq=False)
 class Call:
     """One call of a method of an environment, while it goes on.
 
-    Args:
-        what: names environment and task, for failures.
-        name: the same without a judgement.
-        environment: its name.
-        method: that is called.
-        timeout_s: how long it may take, the engine's time apart; None: as long as it likes.
-        deadline: what ends it then.
+    `what` begins the messages of its failures, `name` other messages. It may take `timeout_s`, without the engine's
+    time; then `deadline` ends it.
     """
 
-    def __init__(
-        self, what: str, *, name: str, environment: str, method: str, timeout_s: float | None, deadline: asyncio.Timeout
-    ) -> None:
-        self.what = what
-        self.name = name
-        self.environment = environment
-        self.method = method
-        self.timeout_s = timeout_s
-        self.task = asyncio.current_task()
-        self._deadline = deadline
-        self._num_sampling = 0
-        self._own_s = 0.0
-        self._since = awake_s()
+    what: str
+    _: KW_ONLY
+    name: str
+    environment: str
+    method: str
+    timeout_s: float | None
+    deadline: asyncio.Timeout
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    _num_sampling: int = 0
+    _own_s: float = 0.0
+    _since: float = field(default_factory=awake_s)
 
     @property
     def silent_s(self) -> float:
@@ -240,8 +235,8 @@ class Call:
                     self._move_deadline(loop.time() + max(0.0, self.timeout_s - self._own_s))
 
     def _move_deadline(self, when: float | None) -> None:
-        if self in RUNNING and not self._deadline.expired():
-            self._deadline.reschedule(when)
+        if self in RUNNING and not self.deadline.expired():
+            self.deadline.reschedule(when)
 
 
 RUNNING: set[Call] = set()

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -313,59 +313,51 @@ def _stretches(rollout: Rollout) -> Sequence[tuple[bool, list[int]]]:
     ]
 
 
+@dataclass(eq=False)
 class PolicyEvaluation:
     """Evaluates versions of the policy that the engines of `client` serve.
 
     The engines play while they serve the version that has just made a batch. See docs/decisions.md.
     """
 
-    def __init__(
-        self,
-        tasks: HeldOutTasks,
-        client: InferenceClient,
-        *,
-        interval: int,
-        run_dir: RunDir,
-        tokenizer: Tokenizer,
-        max_concurrency: int,
-    ) -> None:
-        self._tasks = tasks
-        self._client = client
-        self._interval = interval
-        self._run_dir = run_dir
-        self._tokenizer = tokenizer
-        self._max_concurrency = max_concurrency
+    tasks: HeldOutTasks
+    client: InferenceClient
+    _: KW_ONLY
+    interval: int
+    run_dir: RunDir
+    tokenizer: Tokenizer
+    max_concurrency: int
 
     def is_due(self, version: int, *, after: int) -> bool:
         """Whether `version` is to be evaluated, after version `after`."""
-        return version > after and version % self._interval == 0
+        return version > after and version % self.interval == 0
 
     async def evaluate(self, weights: PublishedWeights) -> dict[str, float]:
         """Return the numbers of a version that all engines serve, by name; finished tasks are not played again."""
-        directory = self._run_dir.evaluation(weights.version)
+        directory = self.run_dir.evaluation(weights.version)
         policy: dict[str, object] = {"kind": "weights", "digest": weights.digest, "version": weights.version}
         self._clear_others(directory, policy)
-        stops = self._tokenizer.stop_token_ids
+        stops = self.tokenizer.stop_token_ids
         log = GenerationLog(
             RunDir(directory),
             weights.version,
             weights_digest=weights.digest,
             stop_token_ids=stops,
-            vocab_size=self._client.vocab_size,
+            vocab_size=self.client.vocab_size,
         )
-        sampler = Sampler(self._client, log, weights_digest=weights.digest, stop_token_ids=stops)
+        sampler = Sampler(self.client, log, weights_digest=weights.digest, stop_token_ids=stops)
         try:
             summary = await evaluate(
-                self._tasks,
+                self.tasks,
                 policy,
                 sampler,
-                tokenizer=self._tokenizer,
+                tokenizer=self.tokenizer,
                 directory=directory,
-                max_concurrency=self._max_concurrency,
+                max_concurrency=self.max_concurrency,
                 tells=False,
             )
         finally:
-            await rest(self._tasks.workers)
+            await rest(self.tasks.workers)
         metrics = summary.metrics()
         shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in metrics.items() if "@" in name}
         report("evaluated", version=weights.version, **shown)
@@ -376,7 +368,7 @@ class PolicyEvaluation:
         if not directory.exists():
             return
         try:
-            claim_directory(directory, identity_of(policy, self._tasks))
+            claim_directory(directory, identity_of(policy, self.tasks))
         except (ConfigError, DataError) as error:
             _log.warning("evaluated anew: %s", error)
             atomic.remove_directory(directory)
