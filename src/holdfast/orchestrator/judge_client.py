@@ -4,8 +4,8 @@ One `JudgeClient` per process returns a kept reply, or else asks the judge once:
 thing at the same time cause one request, and limits per minute hold for the run. `JudgeQueue` has the limits of one
 judge.
 
-`ReplyLog` stores replies by request in `judgements.log` of a run or an evaluation. The file has a header
-and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. A later attempt finds a reply by its
+`ReplyLog` stores replies by request in `judgements.log` of a run or an evaluation. The file
+has one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. A later attempt finds a reply by its
 request, at any step, so nobody pays twice. A reply is in the page cache before anything uses it, so a killed process
 loses none; after a power cut the run may ask for the last ones again.
 """
@@ -195,17 +195,8 @@ class JudgeQueue:
         await attempts.pause(failure)
 
 
-_FORMAT = 1
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """First record of the file."""
-
-    format: int
-
-
-class Replied(msgspec.Struct, frozen=True):
-    """Any other record; `request` is a hash of everything that decides the reply."""
+class Replied(msgspec.Struct, frozen=True, tag="reply_1"):
+    """One record; `request` is a hash of everything that decides the reply. The tag is the version of the format."""
 
     request: str
     reply: ChatReply
@@ -214,7 +205,7 @@ class Replied(msgspec.Struct, frozen=True):
 class ReplyLog:
     """Replies by request: in memory, and in a file, which the first reply makes; `path` None: no file.
 
-    Raises RunDirError if the file cannot be read or written, or is of another format.
+    Raises RunDirError if the file cannot be read or written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -223,7 +214,7 @@ class ReplyLog:
         self._records: RecordLog | None = None
         try:
             if path is not None and path.exists():
-                self._open(path, self._load(path))
+                self._records = RecordLog(path, valid_bytes=self._load(path))
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -234,7 +225,7 @@ class ReplyLog:
         """Keep a reply. Raises RunDirError if it cannot be written."""
         try:
             if self._records is None and self._path is not None:
-                self._open(self._path, 0)
+                self._records = RecordLog(self._path, valid_bytes=0)
             if self._records is not None:
                 self._records.append(msgspec.msgpack.encode(Replied(request, reply)))
         except OSError as error:
@@ -246,21 +237,13 @@ class ReplyLog:
         if self._records is not None:
             self._records.close()
 
-    def _open(self, path: Path, valid_bytes: int) -> None:
-        self._records = RecordLog(path, valid_bytes=valid_bytes)
-        if valid_bytes == 0:
-            self._records.append(msgspec.msgpack.encode(_Header(_FORMAT)))
-
     def _load(self, path: Path) -> int:
         """Index the file; return how much of it is whole."""
         payloads, damages = read_records(path)
         for damage in damages:
             _log.warning("%s: %s; what it held is asked for again", path, damage)
         num_unknown = 0
-        for number, payload in enumerate(payloads):
-            if number == 0 and not (damages and damages[0].record == 0):
-                self._require_format(path, payload)
-                continue
+        for payload in payloads:
             try:
                 replied = msgspec.msgpack.decode(payload, type=Replied)
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -270,14 +253,6 @@ class ReplyLog:
         if num_unknown:
             _log.warning("%s: %d records are no replies; what they held is asked for again", path, num_unknown)
         return whole_bytes(path, damages) if payloads else 0
-
-    def _require_format(self, path: Path, payload: bytes) -> None:
-        try:
-            found = msgspec.msgpack.decode(payload, type=_Header).format
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RunDirError(f"{path} is no log of replies ({error}): move it away") from None
-        if found != _FORMAT:
-            raise RunDirError(f"{path} has format {found}, this version reads {_FORMAT}: move it away, or start anew")
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(

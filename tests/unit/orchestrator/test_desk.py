@@ -97,7 +97,7 @@ def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: P
     assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
 
 
-def test_a_torn_log_loses_its_end_and_a_foreign_one_is_refused(
+def test_a_torn_log_loses_its_end_and_damage_costs_itself(
     fake: FakeJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "judgements.log"
@@ -106,7 +106,7 @@ def test_a_torn_log_loses_its_end_and_a_foreign_one_is_refused(
     log.write_bytes(log.read_bytes()[:-3])
     ask(judge_at(fake.url), "a", "b", log=log)
     assert fake.questions == ["a", "b", "b"] and "the torn end is cut" in caplog.text
-    # What is damaged in the middle costs itself, the header too; so does what another version has written.
+    # What is damaged in the middle costs itself; so does what another version has written.
     payloads, _ = record_log.read_records(log)
     records = record_log.RecordLog(log, valid_bytes=log.stat().st_size)
     records.append(msgspec.msgpack.encode({"other": 1}))
@@ -115,17 +115,10 @@ def test_a_torn_log_loses_its_end_and_a_foreign_one_is_refused(
     data[data.index(payloads[0])] ^= 1
     log.write_bytes(data)
     ask(judge_at(fake.url), "a", "b", log=log)
-    assert len(fake.asked) == 3 and "1 records are no replies" in caplog.text
-    for content, said in (({"format": 9}, "has format 9, this version reads 1"), ({}, "is no log of replies")):
-        log.unlink()
-        records = record_log.RecordLog(log, valid_bytes=0)
-        records.append(msgspec.msgpack.encode(content))
-        records.close(wait=True)
-        with pytest.raises(RunDirError, match=said):
-            ask(judge_at(fake.url), "a", log=log)
+    assert fake.questions[3:] == ["a"] and "1 records are no replies" in caplog.text
     log.write_bytes(b"torn")
     ask(judge_at(fake.url), "d", log=log)
-    assert ask(judge_at(fake.url), "d", log=log)[0].is_readable and fake.questions[3:] == ["d"]
+    assert ask(judge_at(fake.url), "d", log=log)[0].is_readable and fake.questions[4:] == ["d"]
 
 
 def test_a_log_that_cannot_be_written_ends_what_is_scored(
@@ -154,9 +147,6 @@ def test_a_log_that_cannot_be_written_ends_what_is_scored(
     assert not (tmp_path / "none.log").exists()
     ReplyLog(tmp_path / "none.log").close()
     assert not (tmp_path / "none.log").exists(), "who asks no judge keeps nothing"
-    (tmp_path / "empty.log").touch()
-    with pytest.raises(RunDirError, match="No space left on device"):
-        ReplyLog(tmp_path / "empty.log")
 
 
 def test_no_more_are_asked_at_once_and_no_faster_than_allowed(fake: FakeJudge) -> None:
