@@ -44,6 +44,7 @@ from holdfast.orchestrator.episodes import (
     play_again,
     play_here,
 )
+from holdfast.orchestrator.tasks import run_all
 from holdfast.orchestrator.worker import (
     Ask,
     AskJudge,
@@ -362,7 +363,7 @@ class Workers:
     async def __aenter__(self) -> Self:
         """Start all of them. Raises ConfigError, DataError or EnvironmentFailure if one cannot load the environment."""
         try:
-            self.num_tasks = (await asyncio.gather(*map(self._load, range(len(self._slots)))))[0]
+            self.num_tasks = (await run_all(map(self._load, range(len(self._slots)))))[0]
         except BaseException:
             await self.rest()
             raise
