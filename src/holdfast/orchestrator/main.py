@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     die_with_launcher()
     set_up_logging("orchestrator")
     start_heartbeat()
-    run_reporting_errors(lambda: run(_read_config(arguments)))
+    run_reporting_errors(lambda: run(read_toml(OrchestratorConfig, arguments[0])))
 
 
 def run(config: OrchestratorConfig) -> None:
@@ -205,12 +205,6 @@ def run(config: OrchestratorConfig) -> None:
             f"an environment raised {type(error).__name__}({error}) in a task or callback of its own "
             f"({place_of(error)}), which would end the orchestrator"
         ) from error
-
-
-def _read_config(arguments: Sequence[str]) -> OrchestratorConfig:
-    if len(arguments) != 1:
-        raise ConfigError("usage: python -m holdfast.orchestrator.main <resolved.toml>")
-    return read_toml(OrchestratorConfig, arguments[0])
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_tasks: int | None = None
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Alive(msgspec.Struct, frozen=True, tag=True):
     """The worker's event loop is alive."""
 
 
@@ -131,7 +131,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = StartWorker | Play | Cancel | Sampled | Judged
-FromWorker = Ready | Beat | Asks | AskJudge | Played | Failed
+FromWorker = Ready | Alive | Asks | AskJudge | Played | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
 _decode_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_packed).decode
@@ -222,7 +222,7 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            self._send(Beat())
+            self._send(Alive())
             await asyncio.sleep(_BEAT_S)
 
     async def _play(self, play: Play, problem: Problem, config: OrchestratorConfig, tokenizer: Tokenizer) -> None:

@@ -364,47 +364,29 @@ def problem_of(
     completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int], vocab_size: int | None
 ) -> str | None:
     """Return why no engine can have sampled a continuation, or None; `vocab_size` None: unknown."""
-    return (
-        _problem_of_counts(completion, max_tokens)
-        or problem_of_ids(completion.token_ids, vocab_size)
-        or problem_of_logprobs("logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB)
-        or _problem_of_spans(completion)
-        or _problem_of_end(completion, max_tokens, stop_token_ids)
-    )
-
-
-def _problem_of_counts(completion: Completion, max_tokens: int) -> str | None:
-    count = len(completion.token_ids)
-    if 1 <= count <= max_tokens and len(completion.logprobs) == count:
-        return None
-    return (
-        f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
-        f"max_tokens = {max_tokens}"
-    )
-
-
-def _problem_of_spans(choice: Completion) -> str | None:
+    count, reason = len(completion.token_ids), completion.finish_reason
+    if not (1 <= count <= max_tokens and len(completion.logprobs) == count):
+        return (
+            f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
+            f"max_tokens = {max_tokens}"
+        )
+    if problem := problem_of_ids(completion.token_ids, vocab_size) or problem_of_logprobs(
+        "logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB
+    ):
+        return problem
     covered = 0
-    for span in choice.versions:
-        if not covered <= span.start < span.end <= len(choice.token_ids) or span.version < 0:
+    for span in completion.versions:
+        if not covered <= span.start < span.end <= count or span.version < 0:
             return (
-                f"versions holds {{version: {span.version}, start: {span.start}, end: {span.end}}} for "
-                f"{len(choice.token_ids)} tokens; allowed are versions from 0, and spans inside and in order"
+                f"versions holds {{version: {span.version}, start: {span.start}, end: {span.end}}} for {count} tokens; "
+                "allowed are versions from 0, and spans inside and in order"
             )
         covered = span.end
-    if sum(span.end - span.start for span in choice.versions) != len(choice.token_ids):
-        return (
-            f"versions says of some of the {len(choice.token_ids)} sampled tokens which policy version made them; "
-            "every token needs one"
-        )
-    return None
-
-
-def _problem_of_end(choice: Completion, max_tokens: int, stop_token_ids: Sequence[int]) -> str | None:
-    reason, count = choice.finish_reason, len(choice.token_ids)
+    if sum(span.end - span.start for span in completion.versions) != count:
+        return f"versions does not name the policy version of each of the {count} sampled tokens"
     if reason not in _FINISH_REASONS:
         return f"finish_reason is {reason!r:.80}, allowed are {' and '.join(_FINISH_REASONS)}"
-    stops = [place for place, token_id in enumerate(choice.token_ids) if token_id in stop_token_ids]
+    stops = [place for place, token_id in enumerate(completion.token_ids) if token_id in stop_token_ids]
     if reason == "stop" and stops != [count - 1]:
         return f"finish_reason is 'stop' and its stop tokens are at {stops}, allowed is {count - 1} alone, the last"
     if reason == "length" and (stops or count != max_tokens):

@@ -72,21 +72,16 @@ def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
 
 def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
     """Return the class that `config` names and the checked arguments of its constructor, which is not called."""
-    found = _find_environment(config, key=key)
-    if config.mcp_servers and issubclass(found[0], HarnessEnvironment):
+    cls = find_class(config.id, key=key)
+    if config.mcp_servers and issubclass(cls, HarnessEnvironment):
         raise ConfigError(
             f"{key}.mcp_servers: '{config.id}' is played by a harness, which brings the tools of its requests along: "
             "have it call the servers"
         )
-    return found
-
-
-def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
-    if config.id.startswith(REASONING_GYM):
-        return ReasoningGym, {"generator": config.id.removeprefix(REASONING_GYM), "settings": config.args}
-    if config.id.startswith(VERIFIERS):
-        return Verifiers, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
-    cls = find_class(config.id, key=key)
+    if cls is ReasoningGym:
+        return cls, {"generator": config.id.removeprefix(REASONING_GYM), "settings": config.args}
+    if cls is Verifiers:
+        return cls, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
     return cls, _checked_args(cls, config.args, key)
 
 

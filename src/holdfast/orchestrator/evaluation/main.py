@@ -18,7 +18,6 @@ from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml
 from holdfast.config.orchestrator import OrchestratorConfig, ServersConfig
-from holdfast.errors import ConfigError
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
@@ -135,8 +134,6 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate as the resolved configuration says that `argv` names; never returns."""
     die_with_launcher()
     set_up_logging("evaluation")
-    if len(argv) != 1:
-        raise ConfigError("usage: python -m holdfast.orchestrator.evaluation.main <resolved.toml>")
     run_reporting_errors(lambda: asyncio.run(run_until_stopped(run(read_toml(EvaluateConfig, argv[0])))))
 
 
