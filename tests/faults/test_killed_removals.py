@@ -303,7 +303,7 @@ def _played(case: Path) -> None:
 
 def _summarize(case: Path) -> None:
     log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3], vocab_size=None)
-    sampler = Sampler(cast(Any, None), log, weights_digest="d", stop_token_ids=[3])  # all is sampled
+    sampler = Sampler(cast(Any, None), log)  # all is sampled
     asyncio.run(
         evaluate(
             _tasks(case), _POLICY, sampler, tokenizer=cast(Any, None), directory=case, max_concurrency=1, tells=False

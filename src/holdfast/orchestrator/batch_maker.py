@@ -145,16 +145,15 @@ class BatchMaker:
         teacher, digest = self.teacher, weights.digest
         if self.config.is_sampled_by_teacher and teacher is not None:
             teacher, digest = None, teacher.digest
-        stops = self.tokenizer.stop_token_ids
         log = GenerationLog(
             self.run_dir,
             step,
             weights_digest=digest,
-            stop_token_ids=stops,
+            stop_token_ids=self.tokenizer.stop_token_ids,
             teacher_digest=self.teacher.digest if self.teacher else "",
             vocab_size=self.client.vocab_size,
         )
-        sampler = Sampler(self.client, log, weights_digest=digest, stop_token_ids=stops)
+        sampler = Sampler(self.client, log)
         most = self.config.client.max_concurrency * len(self.client.engines)
         slots = SessionSlots(max(most, self.config.largest_group))
 

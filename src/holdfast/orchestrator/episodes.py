@@ -204,14 +204,7 @@ def prompt_ids_for(
     if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
         return []
     schemas = tool_use.schemas if tool_use else None
-    token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
-    if not 1 <= len(token_ids) < seq_len:
-        raise PromptTooLong(
-            f"environment '{problem.name}', task {problem.task_id}: the prompt has {len(token_ids)} tokens; allowed "
-            f"are 1 to {seq_len - 1}, so that one sampled token fits into seq_len = {seq_len}. "
-            "Raise seq_len or shorten the prompts."
-        )
-    return token_ids
+    return prompt_ids_of(task, tokenizer, what=context_of(problem), seq_len=seq_len, tools=schemas)
 
 
 def sample_turn_of(
@@ -316,25 +309,16 @@ _T = TypeVar("_T")
 
 
 class Sampler:
-    """Samples turns for the sessions of one batch, all by the weights with `weights_digest`.
+    """Samples turns for the sessions of one batch, all by the weights of its log.
 
     Equal prompts that are asked for in the same turn of the event loop become one request with one seed each, which the
     engine prefills once. Which sessions share a request changes nothing, since every sample has its own seed. A failure
     ends the batch, whatever the environment makes of it: see `guard`.
     """
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        log: GenerationLog,
-        *,
-        weights_digest: str,
-        stop_token_ids: list[int],
-    ) -> None:
+    def __init__(self, client: InferenceClient, log: GenerationLog) -> None:
         self._client = client
         self._log = log
-        self._weights_digest = weights_digest
-        self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
         self._failure = FirstFailure()
@@ -393,8 +377,8 @@ class Sampler:
                 token_ids=token_ids,
                 seeds=seeds,
                 max_tokens=max_tokens,
-                stop_token_ids=self._stop_token_ids,
-                weights_digest=self._weights_digest,
+                stop_token_ids=self._log.header.stop_token_ids,
+                weights_digest=self._log.header.weights_digest,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,

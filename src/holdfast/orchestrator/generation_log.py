@@ -85,8 +85,7 @@ class GenerationLog:
     ) -> None:
         self._vocab_size = vocab_size
         self.path = run_dir.generations(step)
-        self._step = step
-        self._header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
+        self.header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
         self._found: dict[tuple[str, Sampling, int, int], Completion] = {}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
         try:
@@ -97,7 +96,7 @@ class GenerationLog:
         # A new log, or one of something else, which was cut to nothing.
         if valid_bytes == 0:
             try:
-                self._append(self._header)
+                self._append(self.header)
             except RunDirError:
                 self._records.close()
                 raise
@@ -132,7 +131,7 @@ class GenerationLog:
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
-            f"finished generations of batch {self._step} cannot be kept in {self.path}: {error.strerror or error}. "
+            f"generations of batch {self.header.step} cannot be kept in {self.path}: {error.strerror or error}. "
             "Mend that and start again: the run goes on behind what is there."
         )
 
@@ -149,7 +148,7 @@ class GenerationLog:
         if damages and damages[0].record == 0:
             _log.warning("%s has lost its header; its batch is sampled anew", self.path)
             return 0
-        if payloads[0] != self._encoder.encode(self._header):
+        if payloads[0] != self._encoder.encode(self.header):
             _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
             return 0
         problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
@@ -182,7 +181,7 @@ class GenerationLog:
     def _problem(self, completion: Completion, max_tokens: int) -> str | None:
         if max_tokens == 0:
             return problem_of_logprobs("logprobs", completion.logprobs)
-        stops = self._header.stop_token_ids
+        stops = self.header.stop_token_ids
         return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
 
 

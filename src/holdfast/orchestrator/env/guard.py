@@ -50,12 +50,12 @@ class PromptTooLong(DataError):
 
 
 def prompt_ids_of(
-    task: Any, tokenizer: Tokenizer, *, what: str, room: int, tools: Sequence[Any] | None = None
+    task: Any, tokenizer: Tokenizer, *, what: str, seq_len: int, tools: Sequence[Any] | None = None
 ) -> list[int]:
     """Return the token ids of a task's prompt; `tools` are the schemas that the policy sees.
 
-    Raises PromptTooLong if its text is too long for `room` tokens; EnvironmentFailure if it is not a `Task`, its prompt
-    or answer is of the wrong type, or the template refuses it.
+    Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if it is not a `Task`,
+    its prompt or answer is of the wrong type, or the template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
@@ -67,9 +67,9 @@ def prompt_ids_of(
     try:
         prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
         characters = len(prompt) if isinstance(prompt, str) else num_characters(prompt)
-        if tokenizer.is_too_long(characters, room=room):
+        if tokenizer.is_too_long(characters, room=seq_len - 1):
             raise PromptTooLong(
-                f"{what}: the prompt has {characters} characters, more than {room} tokens can stand for. "
+                f"{what}: the prompt has {characters} characters, more than {seq_len - 1} tokens can stand for. "
                 "Raise seq_len or shorten the prompts."
             )
         if isinstance(prompt, str):
@@ -77,12 +77,19 @@ def prompt_ids_of(
                 raise TypeError(
                     "an environment with tools needs messages, in which the chat template shows them; got text"
                 )
-            return tokenizer.text_prompt(prompt)
-        return tokenizer.prompt(prompt, tools=tools)
+            token_ids = tokenizer.text_prompt(prompt)
+        else:
+            token_ids = tokenizer.prompt(prompt, tools=tools)
     except PromptTooLong:
         raise
     except (TypeError, ValueError, DataError) as error:
         raise EnvironmentFailure(f"{what}: the prompt of its task: {error}") from None
+    if not 1 <= len(token_ids) < seq_len:
+        raise PromptTooLong(
+            f"{what}: the prompt has {len(token_ids)} tokens; allowed are 1 to {seq_len - 1}, so that one sampled "
+            f"token fits into seq_len = {seq_len}. Raise seq_len or shorten the prompts."
+        )
+    return token_ids
 
 
 def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:

@@ -337,15 +337,14 @@ class PolicyEvaluation:
         directory = self.run_dir.evaluation(weights.version)
         policy: dict[str, object] = {"kind": "weights", "digest": weights.digest, "version": weights.version}
         self._clear_others(directory, policy)
-        stops = self.tokenizer.stop_token_ids
         log = GenerationLog(
             RunDir(directory),
             weights.version,
             weights_digest=weights.digest,
-            stop_token_ids=stops,
+            stop_token_ids=self.tokenizer.stop_token_ids,
             vocab_size=self.client.vocab_size,
         )
-        sampler = Sampler(self.client, log, weights_digest=weights.digest, stop_token_ids=stops)
+        sampler = Sampler(self.client, log)
         try:
             summary = await evaluate(
                 self.tasks,

@@ -106,7 +106,7 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             stop_token_ids=tokenizer.stop_token_ids,
             vocab_size=vocab_size,
         )
-        sampler = Sampler(client, log, weights_digest=digest, stop_token_ids=tokenizer.stop_token_ids)
+        sampler = Sampler(client, log)
         identity = tokenizer.identity()
         if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
             identity += template_date().date().isoformat()
