@@ -39,7 +39,7 @@ from holdfast.orchestrator.state import (
 from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
 from holdfast.orchestrator.weight_sync import PublishedWeights
-from holdfast.orchestrator.workers import Workers, play_group
+from holdfast.orchestrator.workers import GroupPlayer, Workers
 from holdfast.protocol.rollouts import Dropped, Rollout, Signal, has_signal
 from holdfast.run.journal import Counts, dropped_by_reason
 from holdfast.run.run_dir import RunDir
@@ -154,19 +154,13 @@ class BatchMaker:
             vocab_size=self.client.vocab_size,
         )
         sampler = Sampler(self.client, log)
+        player = GroupPlayer(self.config, self.tokenizer, sampler, self.workers)
         most = self.config.client.max_concurrency * len(self.client.engines)
         slots = SessionSlots(max(most, self.config.largest_group))
 
         async def run_one(problem: Problem) -> Outcome:
             async with slots.taking(self.config.rollouts_of(problem.settings).group_size):
-                outcome = await play_group(
-                    problem,
-                    step,
-                    config=self.config,
-                    tokenizer=self.tokenizer,
-                    sampler=sampler,
-                    workers=self.workers,
-                )
+                outcome = await player.play(problem, step)
             if teacher is not None and not isinstance(outcome, Dropped):
                 affinity = Affinity()
                 await run_all(teacher.judge(rollout, log, affinity=affinity) for rollout in outcome)
@@ -207,12 +201,10 @@ class BatchMaker:
             )
         num_equal = sum(not has_signal(group, self.config.signal) for group in selection.groups)
         if self.config.dynamic_sampling and num_equal:
+            num_groups, num_drawn = len(selection.groups), len(selection.groups) + len(dropped)
             _log.warning(
-                "batch %d: %d of its %d groups have no signal after %d problems, the most that may be drawn for it",
-                step,
-                num_equal,
-                len(selection.groups),
-                len(selection.groups) + len(dropped),
+                f"batch {step}: {num_equal} of its {num_groups} groups have no signal after {num_drawn} problems, the "
+                "most that may be drawn for it"
             )
 
     def _choose_problems(self, state: OrchestratorState, number: int) -> list[Problem]:
@@ -256,9 +248,8 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
             for level in found.levels:
                 level.rewards, level.variances = [], []
             _log.warning(
-                "the levels of environment '%s' changed since the checkpoint: it goes on at level %d, judged anew",
-                section.label,
-                found.level,
+                f"the levels of environment '{section.label}' changed since the checkpoint: it goes on at level "
+                f"{found.level}, judged anew"
             )
             found.digest = digest
         # Those of levels that are gone stay, should they come back.
@@ -321,11 +312,8 @@ def _pass_gates(state: CurriculumState, settings: CurriculumConfig, *, name: str
     if by_reward or by_mastered:
         state.level += 1
         _log.info(
-            "environment '%s': level %d from the next batch on; mean reward %.4g, share of groups mastered %.4g",
-            name,
-            state.level,
-            reward,
-            mastered,
+            f"environment '{name}': level {state.level} from the next batch on; mean reward {reward:.4g}, "
+            f"share of groups mastered {mastered:.4g}"
         )
 
 

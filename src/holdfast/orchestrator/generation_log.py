@@ -154,11 +154,8 @@ class GenerationLog:
         problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
         if problems:
             _log.warning(
-                "%s: %d of %d answers cannot be right and are asked for again; the first: %s",
-                self.path,
-                len(problems),
-                len(payloads) - 1,
-                problems[0],
+                f"{self.path}: {len(problems)} of {len(payloads) - 1} answers cannot be right and are asked for again; "
+                f"the first: {problems[0]}"
             )
         # Damage in the middle stays: cutting there would lose the whole answers behind it.
         return whole_bytes(self.path, damages)

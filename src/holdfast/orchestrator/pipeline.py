@@ -169,14 +169,9 @@ class BatchPipeline:
         # The state after this batch, in the same rename as the batch.
         await self.publisher.submit(batch, self.maker.state.encode())
         _log.info(
-            "batch %d by version %d: reward %.4f, %.1f tokens, %d groups dropped, %.2f s (waited %.2f s for weights)",
-            step,
-            weights.version,
-            metrics["reward/mean"],
-            metrics["rollout/tokens_mean"],
-            len(selection.dropped),
-            times.period,
-            times.wait_for_weights,
+            f"batch {step} by version {weights.version}: reward {metrics['reward/mean']:.4f}, "
+            f"{metrics['rollout/tokens_mean']:.1f} tokens, {len(selection.dropped)} groups dropped, "
+            f"{times.period:.2f} s (waited {times.wait_for_weights:.2f} s for weights)"
         )
 
     async def _evaluate(self, weights: PublishedWeights) -> dict[str, float]:
@@ -214,12 +209,8 @@ def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: i
     if wanted >= trainer_step or is_committed(run_dir.weights_of(wanted)):
         return wanted
     _log.warning(
-        "batch %d: policy version %d is no longer in %s, so version %d samples it: from here on this run differs "
-        "from an uninterrupted one",
-        step,
-        wanted,
-        run_dir.weights,
-        trainer_step,
+        f"batch {step}: policy version {wanted} is no longer in {run_dir.weights}, so version {trainer_step} samples "
+        "it: from here on this run differs from an uninterrupted one"
     )
     return trainer_step
 

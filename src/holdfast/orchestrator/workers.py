@@ -467,22 +467,22 @@ async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str
         yield {one.name: await stack.enter_async_context(one) for one in workers}
 
 
-async def play_group(
-    problem: Problem,
-    step: int,
-    *,
-    config: OrchestratorConfig,
-    tokenizer: Tokenizer,
-    sampler: TurnSampler,
-    workers: Mapping[str, Workers],
-) -> Outcome:
-    """Return what `run_group` does, played by the workers of its environment if it has some, else here."""
-    there = workers.get(problem.name)
-    if there is not None:
-        outcome = await there.play(problem, step, sampler=sampler)
-    else:
-        outcome = await play_here(problem, step, config=config, tokenizer=tokenizer, sampler=sampler)
-    for rollout in [] if isinstance(outcome, Dropped) else outcome:
-        # Here, since workers only know for how long is sampled.
-        rollout.sampling = config.rollouts_of(problem.settings).sampling
-    return outcome
+@dataclass(frozen=True)
+class GroupPlayer:
+    """Plays groups, by the workers of their environment if it has some, else here."""
+
+    config: OrchestratorConfig
+    tokenizer: Tokenizer
+    sampler: TurnSampler
+    workers: Mapping[str, Workers]
+
+    async def play(self, problem: Problem, step: int) -> Outcome:
+        """Return what `run_group` does."""
+        if (there := self.workers.get(problem.name)) is not None:
+            outcome = await there.play(problem, step, sampler=self.sampler)
+        else:
+            outcome = await play_here(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=self.sampler)
+        for rollout in [] if isinstance(outcome, Dropped) else outcome:
+            # Here, since workers only know for how long is sampled.
+            rollout.sampling = self.config.rollouts_of(problem.settings).sampling
+        return outcome

@@ -38,7 +38,7 @@ from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.orchestrator.tasks import run_all
 from holdfast.orchestrator.weight_sync import PublishedWeights
-from holdfast.orchestrator.workers import Workers, play_group, starting_workers
+from holdfast.orchestrator.workers import GroupPlayer, Workers, starting_workers
 from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
@@ -242,6 +242,7 @@ async def evaluate(
     """
     settings = {section.label: section for section in tasks.config.environments}
     seeds = tasks.seeds()
+    player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
     try:
         results = ResultsFile(directory, identity_of(policy, tasks), samples_per_task=tasks.config.group_size)
         try:
@@ -254,14 +255,7 @@ async def evaluate(
                 section = settings[seed.environment]
                 problem = Problem(tasks.environments.get(seed.environment), section, seed)
                 async with slots:
-                    outcome = await play_group(
-                        problem,
-                        0,
-                        config=tasks.config,
-                        tokenizer=tokenizer,
-                        sampler=sampler,
-                        workers=tasks.workers,
-                    )
+                    outcome = await player.play(problem, 0)
                 await results.append(_lines(outcome, section, tokenizer))
                 moved()
                 done = len(results.tasks)
