@@ -28,13 +28,13 @@ from holdfast.orchestrator.env.guard import (
     PromptTooLong,
     calling,
     checked_scores,
+    pausing_clock,
     prompt_ids_of,
     require_sound,
     result_of,
     step_rewards,
     traceback_of,
 )
-from holdfast.orchestrator.env.guard import sampling as waiting_for_sample
 from holdfast.orchestrator.env.harness import HarnessEnvironment, request_metrics
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.env.judge import JudgeFailure
@@ -214,7 +214,7 @@ def sample_turn_of(
 
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
-        with waiting_for_sample():
+        with pausing_clock():
             return await sampler.sample(
                 token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=problem.affinity
             )

@@ -25,7 +25,7 @@ import msgspec
 from holdfast.errors import HoldfastError, RunDirError, printable
 from holdfast.orchestrator.client.http import Unavailable, retry_after_s
 from holdfast.orchestrator.client.pool import EngineLost, RetryPolicy, asked_pause_s
-from holdfast.orchestrator.env.guard import sampling
+from holdfast.orchestrator.env.guard import pausing_clock
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
 from holdfast.orchestrator.tasks import FirstFailure
 from holdfast.process.events import report
@@ -286,7 +286,7 @@ class JudgeClient:
         if key not in self._asking:
             asking = self._asking[key] = asyncio.create_task(self._ask(request, key))
             asking.add_done_callback(lambda done: self._end(key, done))
-        with sampling():
+        with pausing_clock():
             # Shielded: whoever asked may be gone, such as a worker that is killed, and the reply is kept all the same.
             return await asyncio.shield(self._asking[key])
 

@@ -28,7 +28,7 @@ from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, ProcessKilled
 from holdfast.orchestrator.client.client import Affinity
-from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, sampling, watching_calls
+from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, pausing_clock, watching_calls
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeFailureReason, JudgeRequest
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
@@ -258,7 +258,7 @@ class Worker:
         waiting = self._judging[number] = asyncio.get_running_loop().create_future()
         self._send(AskJudge(_GROUP.get(), number, request))
         try:
-            with sampling():
+            with pausing_clock():
                 return await waiting
         finally:
             self._judging.pop(number, None)

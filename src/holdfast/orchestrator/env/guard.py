@@ -252,7 +252,7 @@ _CURRENT: ContextVar[Call] = ContextVar("environment call")
 
 
 @contextmanager
-def sampling() -> Iterator[None]:
+def pausing_clock() -> Iterator[None]:
     """Stop the clock of the current call, if any, while the engine, or a judge, works for it."""
     call = _CURRENT.get(None)
     if call is None:
