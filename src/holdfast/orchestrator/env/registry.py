@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import pydantic
@@ -217,11 +217,16 @@ def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dic
     missing = [name for name, item in parameters.items() if item.default is item.empty and name not in args]
     if missing:
         raise ConfigError(f"{key}.args: {cls.__name__} needs {', '.join(missing)}. Allowed: {allowed}.")
+    return {name: _converted(value, _annotation(cls, name), f"{key}.args.{name}") for name, value in args.items()}
+
+
+def _annotation(cls: type[Environment], name: str) -> Any:
+    constructor = cls.__init__
+    one = SimpleNamespace(__annotations__={name: getattr(constructor, "__annotations__", {}).get(name, Any)})
     try:
-        annotations = get_type_hints(cls.__init__)
-    except Exception:  # noqa: BLE001 - of the user's, such as names that are imported `if TYPE_CHECKING`
-        annotations = {}
-    return {name: _converted(value, annotations.get(name, Any), f"{key}.args.{name}") for name, value in args.items()}
+        return get_type_hints(one, globalns=getattr(constructor, "__globals__", {}))[name]
+    except Exception:  # noqa: BLE001 - of the user's, such as a name that is imported `if TYPE_CHECKING`
+        return Any
 
 
 def _converted(value: Any, annotation: Any, key: str) -> Any:
