@@ -66,7 +66,7 @@ class Selection:
 def select(outcomes: Sequence[Outcome], *, num_groups: int, signal: Signal) -> Selection:
     """Return at most `num_groups` groups: those with signal first, then the earliest of the others."""
     candidates = [place for place, outcome in enumerate(outcomes) if not isinstance(outcome, Dropped)]
-    # sorted is stable: among equals the order of the draw stays.
+    # sorted is stable: equals keep the order of the draw.
     chosen = set(sorted(candidates, key=lambda place: not has_signal(outcomes[place], signal))[:num_groups])
     groups: list[list[Rollout]] = []
     unused: list[list[Rollout]] = []
@@ -220,7 +220,7 @@ class BatchMaker:
     def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
         """Return the seed of the environment's next task, and its position among all tasks; moves `position` on."""
         task_id, seed = position.next_task, self.config.seed
-        # Moved on by every draw, also of groups that are dropped: no task comes twice.
+        # Also for groups that are dropped later: no task comes twice.
         position.next_task += 1
         settings = self._settings[name].curriculum
         if settings is None or position.curriculum is None:
@@ -240,7 +240,7 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
     for section in config.environments:
         position, settings = state.environments[section.label], section.curriculum
         if settings is None:
-            continue  # what is there stays, should the curriculum come back
+            continue  # keep its state: the curriculum may come back
         digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode([section.args, settings.levels], order="sorted"))
         found = position.curriculum or CurriculumState(digest=digest)
         if found.digest != digest:
@@ -252,7 +252,7 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
                 f"{found.level}, judged anew"
             )
             found.digest = digest
-        # Those of levels that are gone stay, should they come back.
+        # Removed levels keep their state: they may come back.
         found.levels += [LevelState() for _ in range(len(settings.levels) - len(found.levels))]
         position.curriculum = found
 
@@ -262,7 +262,7 @@ def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: i
     if settings.choice == "gates":
         return state.level
     shares = level_shares(state, settings)
-    # Exact: which level it is must not depend on how a sum of floats rounds.
+    # Exact: the level must not depend on how a sum of floats rounds.
     drawn = Fraction(stable_seed("level", seed, name, task_id), 2**63)
     passed = Fraction(0)
     for level, share in enumerate(shares):
@@ -387,7 +387,7 @@ def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
         state.environments[section.label].group_size = config.rollouts_of(section).group_size
     for name, position in state.environments.items():
         if name not in integers:
-            # Kept at its place: it goes on there should it come back.
+            # Keep its position: the environment may come back.
             position.weight = 0
     if before and before != {name: position.weight for name, position in state.environments.items()}:
         _log.warning("the mix of environments changed since the checkpoint: was %s, is %s", before, integers)
@@ -404,7 +404,7 @@ def next_environment(state: OrchestratorState) -> str:
     positions = {name: position for name, position in state.environments.items() if position.weight}
     for position in positions.values():
         position.credit += position.weight
-    # Ties go to the environment that stands first in the state, which keeps its order.
+    # Ties go to the first environment of the state, which keeps its order.
     chosen = max(positions, key=lambda name: positions[name].credit)
     positions[chosen].credit -= sum(position.weight for position in positions.values())
     return chosen

@@ -134,7 +134,7 @@ async def run_group(
         await _play_all(sessions, task, problem)
         scores = await score_sessions(sessions, task, problem)
     except (EnvironmentFailure, PromptTooLong) as failure:
-        # An engine that failed may have been turned into an error of the environment by its code.
+        # The code of the environment may have turned the failure of an engine into its own.
         sampler.check()
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
@@ -233,7 +233,7 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
             return failure
         return None
 
-    # The first in the order of samples, not of time.
+    # The first failure in the order of samples, not of time.
     for failure in await run_all(play(session) for session in sessions):
         if failure is not None:
             raise failure
@@ -302,7 +302,7 @@ def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     return merged
 
 
-# Whose sessions they are, distribution, most tokens, prompt: those that agree on these can share a request.
+# Affinity, distribution, most tokens, prompt: turns with equal keys can share a request.
 _Key = tuple[Affinity, Sampling, int, tuple[int, ...]]
 
 _T = TypeVar("_T")
@@ -338,7 +338,7 @@ class Sampler:
     ) -> Completion:
         """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
         if self._failure:
-            await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
+            await asyncio.sleep(0)  # an environment that asks in a loop must not block others
             self.check()
         found = self._log.find(token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed)
         if found is not None:
@@ -349,7 +349,7 @@ class Sampler:
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
-            # At the end of this turn of the loop: who asks until then shares the request.
+            # At the end of this turn of the event loop: turns that are asked for until then share the request.
             loop.call_soon(self._send, key)
         waiting[seed] = loop.create_future()
         return await waiting[seed]
@@ -358,7 +358,7 @@ class Sampler:
         """Cancel what is still in flight, and close the log of generations."""
         for request in self._requests:
             request.cancel()
-        # Before the log closes: what is in flight appends to it.
+        # Before the log closes: requests in flight append to it.
         await asyncio.gather(*self._requests, return_exceptions=True)
         self._log.close()
 
@@ -386,7 +386,7 @@ class Sampler:
             )
             choices = await self._client.generate(request, affinity=affinity)
             moved()
-            # Kept before any session sees it: what an environment acted on is found again after a kill.
+            # Before any session sees it: a killed run must find every answer that an environment acted on.
             self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             if isinstance(error, Exception):

@@ -93,7 +93,7 @@ class GenerationLog:
             self._records = RecordLog(self.path, valid_bytes=valid_bytes)
         except OSError as error:
             raise self._unwritable(error) from error
-        # A new log, or one of something else, which was cut to nothing.
+        # A new log, or the log of something else, which was emptied.
         if valid_bytes == 0:
             try:
                 self._append(self.header)
@@ -157,7 +157,7 @@ class GenerationLog:
                 f"{self.path}: {len(problems)} of {len(payloads) - 1} answers cannot be right and are asked for again; "
                 f"the first: {problems[0]}"
             )
-        # Damage in the middle stays: cutting there would lose the whole answers behind it.
+        # Damage in the middle stays: a cut would lose the answers after it.
         return whole_bytes(self.path, damages)
 
     def _index(self, payload: bytes) -> str | None:

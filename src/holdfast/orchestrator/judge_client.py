@@ -156,7 +156,7 @@ class JudgeQueue:
             attempts, failing_since = RetryPolicy(request.retry_for_s, key="retry_for_s"), math.inf
             while True:
                 await self._take_turn()
-                # Others have tried for as long as this one may, while it waited for its turn.
+                # Other requests have given up on this judge since this one was queued.
                 if self._given_up is not None and self._given_up[0] > queued_at:
                     raise self._given_up[1]
                 began_at = awake_s()
@@ -187,10 +187,10 @@ class JudgeQueue:
             attempts.count(failure, url=request.url)
         except EngineLost as lost:
             gone = JudgeFailure(f"judge at {lost}", reason="judge_away")
-            if self._answered_at < since:  # it is not this request alone
+            if self._answered_at < since:  # no other request was answered meanwhile
                 self._given_up = (awake_s(), gone)
             raise gone from None
-        # A server that asks for a pause asks everybody.
+        # The pause holds for all requests to this judge.
         self._next_at = max(self._next_at, awake_s() + asked_pause_s(failure))
         await attempts.pause(failure)
 
@@ -287,7 +287,7 @@ class JudgeClient:
             asking = self._asking[key] = asyncio.create_task(self._ask(request, key))
             asking.add_done_callback(lambda done: self._end(key, done))
         with pausing_clock():
-            # Shielded: whoever asked may be gone, such as a worker that is killed, and the reply is kept all the same.
+            # Shielded: the reply is kept even if the asker, such as a killed worker, is gone.
             return await asyncio.shield(self._asking[key])
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -306,7 +306,7 @@ class JudgeClient:
         try:
             reply = await self._queue(request).ask(request)
             moved()
-            # Kept before anybody sees it: what was scored is scored alike after a kill.
+            # Before anybody sees it: after a kill the same reply scores again.
             self._log.append(key, reply)
         except (JudgeDenied, RunDirError) as error:
             self._failure.set(error)
@@ -324,7 +324,7 @@ class JudgeClient:
     def _end(self, key: str, done: asyncio.Task[ChatReply]) -> None:
         del self._asking[key]
         if not done.cancelled():
-            done.exception()  # known to all who wait, if anybody does
+            done.exception()  # so that asyncio does not report it as never retrieved
 
 
 @asynccontextmanager

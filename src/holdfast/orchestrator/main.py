@@ -133,7 +133,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
                 if step == first:
                     await pipeline.begin(step, version=version)
                 await pipeline.produce(step, version=version)
-            # Before the engines are given back: a batch that does not land must be made again.
+            # Before the release of the engines: a batch that cannot be written must be made again.
             await publisher.settle()
         await client.lease.release()
     events.report("finished", step=config.max_steps)

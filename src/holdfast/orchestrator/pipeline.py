@@ -89,7 +89,7 @@ class BatchPublisher:
                 journal.publish_batch(self._run_dir, batch, state)
         except OSError as error:
             raise RunDirError(f"batch {batch.step} cannot be written to {self._run_dir.rollouts}: {error}") from error
-        # After the batch is durable: until then they are all that is left of it.
+        # After the batch is durable: until then only the log has its answers.
         discard_generations(self._run_dir, up_to=batch.step)
 
 
@@ -313,7 +313,7 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
     name = settings.label
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [rollout.reward for rollout in rollouts]
-    # Quantiles of a single reward are refused; those of the same one twice are that reward.
+    # `quantiles` needs two values.
     deciles = statistics.quantiles(rewards if len(rewards) > 1 else rewards * 2, n=10, method="inclusive")
     metrics = {
         f"reward/{name}/mean": statistics.fmean(rewards),

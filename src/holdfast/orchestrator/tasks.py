@@ -37,7 +37,7 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
             first = first.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    # Outside of `except`: else the group would be its context, and be printed with it.
+    # Outside of `except`: else the traceback would show the group, too.
     raise first
 
 
@@ -53,7 +53,7 @@ class SessionSlots:
         """Wait for room for a group of `size` sessions, at most `most`; the end of the context gives it back."""
         taken = 0
         try:
-            # One group at a time takes slots: two that each hold some could wait for one another.
+            # One group at a time takes slots: else two groups could wait for each other.
             async with self._turn:
                 while taken < size:
                     await self._slots.acquire()
@@ -88,12 +88,12 @@ class FirstFailure:
         working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
         try:
             await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            # First: the failure counts for more than what the work made of it.
+            # First: the failure counts more than the result of the work.
             self.check()
             return working.result()
         finally:
             for one in (working, failing):
-                # Cancelled and awaited: nothing of it may go on behind.
+                # Cancelled and awaited: nothing of it may continue.
                 one.cancel()
             await asyncio.gather(working, failing, return_exceptions=True)
 
@@ -114,7 +114,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
     try:
         await working
     except asyncio.CancelledError:
-        # Cancelled by somebody else: that is no clean end.
+        # Cancelled by somebody else: not a clean end.
         if not stopped:
             raise
         report("stopped")

@@ -53,7 +53,7 @@ async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
     return expected
 
 
-# How a judgement is told from a sampled answer in the log of generations.
+# They mark log-probabilities of the teacher in the log of generations.
 _JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
 
 
@@ -69,12 +69,12 @@ class Teacher:
 
         Raises InferenceError if a server failed, or serves something else by now.
         """
-        # One branch after the other: the servers keep what the next begins with.
+        # One branch after the other: the servers have cached the start of the next one.
         judged = Logprobs()
         for branch in rollout.branches:
             judged.extend(await self._judged(rollout.token_ids[branch].tolist(), log, affinity=affinity))
         pairs = zip(judged, rollout.loss_mask, strict=True)
-        # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
+        # 0 for tokens that were not sampled, as in `logprobs`: no loss uses them.
         rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
 
     async def _judged(self, token_ids: list[int], log: GenerationLog, *, affinity: Affinity) -> Logprobs:
@@ -121,10 +121,10 @@ async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIt
         yield None
         return
     events.report("waiting for the teacher", urls=",".join(config.teacher.urls))
-    # What a teacher samples the policy must have tokens for. A judge's one sampled token is thrown away.
+    # The policy must have the tokens that a teacher samples.
     vocab_size = load_vocab_size(config.model.name) if config.is_sampled_by_teacher else None
     async with InferenceClient(config.teacher, key="teacher", vocab_size=vocab_size) as client:
-        # The one token that is sampled behind a session needs room.
+        # A request for log-probabilities samples one token after the session.
         room = config.seq_len + (config.teacher.mode == "logprobs")
         with phase("waiting for the teacher"):
             await client.wait_until_ready(model=config.teacher.model, seq_len=room)

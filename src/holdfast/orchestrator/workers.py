@@ -441,7 +441,7 @@ class Workers:
         worker = self._worker(slot)
         ended = await worker.play(problem, step, sampler)
         if _is_out_of_memory(ended):
-            await self._close(worker)  # what it holds on to, it would not give back
+            await self._close(worker)  # it would not free its memory
         return ended
 
     async def _play_alone(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:

@@ -90,7 +90,7 @@ class InferenceClient:
         self._ready_timeout_s, self._key = config.ready_timeout_s, key
         self._version: int | None = None
         self._busy = BusyClock()
-        # Those that wait for room on an engine, in their order.
+        # Requests that wait for room on an engine, in their order.
         self._queue = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -100,7 +100,7 @@ class InferenceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.pool.close()
-        # Before the transport that its signs of life go by.
+        # Before the transport, which sends the heartbeats.
         await self.lease.close()
         await self._transport.close()
 
@@ -141,21 +141,21 @@ class InferenceClient:
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
         failed: Counter[Engine] = Counter()
         while True:
-            # Lost once, it may be back and well; for one that failed twice nobody shall pass by those that are full.
+            # An engine that failed once may be well again. If it failed twice, rather wait for a full one.
             failing = [engine for engine, times in failed.items() if times > 1]
             async with self._queue:
                 there = await self.pool.wait_for_room(len(request.seeds), but=failing)
                 engine = choose([engine for engine in there if engine not in failed] or there, affinity)
-            # Of before the request: whoever finds the engine lost meanwhile has done so for us as well.
+            # The epoch before the request: if others report the loss first, ours is the same loss.
             epoch = engine.epoch
             try:
-                # It counts as in flight before anybody else has a turn, and sees the room that there was.
+                # No await between the check for room and the count of sequences in flight.
                 return await self.ask(engine, request)
             except Unavailable as failure:
                 self.pool.lose(engine, epoch=epoch, failure=failure)
                 attempts.count(failure, url=engine.url)
                 failed[engine] += 1
-                # Another engine is asked at once; it is the same one again that must be left alone for a while.
+                # Another engine is asked at once; pause only before the same one is asked again.
                 if failed.keys() >= set(self.pool.there()):
                     await attempts.pause(failure)
                     failed.clear()
@@ -187,5 +187,5 @@ class InferenceClient:
                 raise Unavailable(
                     f"tokens were sampled by policy version {span.version} with digest {span.digest:.80}, asked for "
                     f"was {'the digest' if version is None else f'version {version} with digest'} {digest}",
-                    retry_for_s=0.0,  # weights that are pushed again and still differ do not come right with time
+                    retry_for_s=0.0,  # waiting does not help
                 )

@@ -61,9 +61,9 @@ _OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_SYNCNT, 2),
 ]
 _BUSY = (429, 502, 503, 504)
-# A server that fails itself may be asked again as well, but not for as long as one that is only busy.
+# A failing server (500) is asked again for a shorter time than a busy one.
 _RETRY_FAILING_S = 120.0
-# Of an answer to anything but a generation, and of any error.
+# For all answers except generations.
 _MOST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
@@ -96,7 +96,7 @@ class HttpTransport:
         token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
-        # Of each server by itself: one that takes no connections holds up no other.
+        # One per server: a server that accepts no connections delays no other.
         self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
 
     async def close(self) -> None:
@@ -167,7 +167,7 @@ class HttpTransport:
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
         if _code(content) == UNREADABLE:
-            # The run waits for its storage then, rather than end.
+            # Then the run waits for its storage.
             refused.exit_code = STORAGE_FAILED
         raise refused
 
@@ -209,17 +209,17 @@ class HttpTransport:
                         f"and is not well: {error}"
                     ) from None
                 _log.warning("%s takes longer than %g s; the server is well: waiting on", what, waited_s)
-                moved()  # whoever waits for us shall do so, too
+                moved()  # progress for those who wait for this process
             return task.result()
         finally:
-            task.cancel()  # also where we are cancelled ourselves: wait leaves its tasks running
+            task.cancel()  # asyncio.wait leaves its tasks running
 
 
 def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
     """Return the answer of the server at `url` as a `kind`. Raises InferenceError if it is not one."""
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
-    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
+    except (ValueError, RecursionError) as error:  # msgspec and broken text raise ValueErrors
         raise InferenceError(
             f"{url} gave an answer that is no {kind.__name__}: {error}. Is it holdfast's inference server?"
         ) from None
@@ -301,7 +301,7 @@ def _code(content: bytes) -> str:
 def retry_after_s(value: str) -> float:
     """Return for how many seconds a `Retry-After` (seconds or a date) asks to be left alone; 0 if empty."""
     if value.isascii() and value.isdecimal():
-        return float(value[:9])  # not for ever, whatever stands there
+        return float(value[:9])  # at most 30 years
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:

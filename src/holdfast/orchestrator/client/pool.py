@@ -41,9 +41,9 @@ _log = logging.getLogger("orchestrator")
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 5.0
-# As often a server is asked again however long that took.
+# A server gets so many attempts, however long they take.
 _ATTEMPTS = 5
-# A server that asks for a longer pause is asked earlier, and may say it again.
+# Longer pauses that a server asks for are cut to this.
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -220,7 +220,7 @@ class Engine:
 
 _CANCEL_AGAIN_S = 0.1
 
-# Done with one engine; raises `Unavailable` where it is lost meanwhile.
+# Work with one engine; raises `Unavailable` if the engine is lost meanwhile.
 Work = Callable[[Engine], Awaitable[object]]
 
 
@@ -234,7 +234,7 @@ class EnginePool:
         self._changes = 0
         self._failure: BaseException | None = None
         self._recoveries: dict[Engine, asyncio.Task[None]] = {}
-        # Set while somebody can be asked, or it is known that nobody ever can.
+        # Set while an engine is there, or it is known that none will come.
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._has_changed = asyncio.Event()
@@ -314,7 +314,7 @@ class EnginePool:
         if engine.epoch != epoch or not engine.is_there:
             return
         engine.is_there = False
-        engine.failures += engine.is_checked  # at the start it is only not there yet
+        engine.failures += engine.is_checked  # at the start it has never been there
         self._recover(engine, failure)
         self._note_change()
 
@@ -328,7 +328,7 @@ class EnginePool:
         await asyncio.sleep(asked_pause_s(failure))
         while not await self._has_entered(engine):
             engine.is_missed = True
-        # At once: until somebody else has a turn, it has what it should have.
+        # Without an await since the last check: the engine still has the right weights.
         engine.epoch += 1
         engine.is_there, engine.is_missed = True, False
         self._note_change()
@@ -363,8 +363,8 @@ class EnginePool:
                 except HoldfastError:
                     if changes == self._changes:
                         raise
-                    continue  # of what it should have had, which nobody wants any more
-                if changes == self._changes:  # else it has, by now, what it should have had
+                    continue  # the failed weights are not wanted any more
+                if changes == self._changes:  # else other weights are wanted by now
                     return True
         except EngineLost as lost:
             if all(other.is_missed for other in self.engines if other is not engine):
@@ -412,7 +412,7 @@ class Lease:
         assert self._run_dir is not None, "a run claims its engines"
         owner = self._owner = owner_of(self._run_dir)
         self._transport.run_id = owner.run_id
-        # One that is away is claimed by a sign of life, or by the weights that it is given.
+        # A heartbeat, or the first weights, will claim an engine that is away.
         await self._pool.attend(lambda engine: engine.claim(owner))
         self._heartbeat = asyncio.create_task(self._send_heartbeats(owner))
         return owner

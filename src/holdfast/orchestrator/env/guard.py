@@ -422,7 +422,7 @@ class _Watch(threading.Thread):
             return None
         innermost = sys._current_frames().get(self._thread_id)
         call = _call_in(innermost)
-        if call is not self._blocking:  # another one in the same turn of the loop: the time before was not its
+        if call is not self._blocking:  # a new call: its time starts now
             self._blocking, self._asked_at = call, awake_s()
         if call is None or innermost is None:
             return None
@@ -453,7 +453,7 @@ class _Watch(threading.Thread):
             f"{call.what}: {call.method}() has blocked the event loop for longer than {call.timeout_s:g} s "
             f"(timeout_s), at {place_of_frame(frame)}. What takes long must be awaited: `await asyncio.to_thread(...)`"
         )
-        # Nothing else can end this process in order: its main thread is where the environment is stuck.
+        # The main thread is stuck in the environment, so nothing else can end this process.
         sys.stderr.write(f"error: {failure}\n")
         sys.stderr.flush()
         os._exit(STUCK)

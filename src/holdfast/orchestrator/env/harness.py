@@ -228,7 +228,7 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
     return {
         "id": f"chatcmpl-{len(session.texts)}",
         "object": "chat.completion",
-        "created": 0,  # no harness shall go otherwise at another hour
+        "created": 0,  # the time of day must not change what a harness does
         "model": model,
         "choices": [
             {
@@ -403,7 +403,7 @@ class HarnessEnvironment(Environment):
         except Exception:
             if not endpoint.is_full:
                 raise
-            return self.reward_of_full  # as what the policy said left no room: no failure of the environment
+            return self.reward_of_full  # the answers of the policy left no room: the environment did not fail
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         results = [session.state[RESULT] for session in sessions]
@@ -416,7 +416,7 @@ class _Rollout:
     def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
-        # Of the call that plays it: its clock stands while the policy is sampled.
+        # The context of the call that plays it, whose clock stands while the policy is sampled.
         self._context = contextvars.copy_context()
         self._counts = session.request_counts = Counter()
         self._said: list[dict[str, Any]] = []
@@ -444,7 +444,7 @@ class _Rollout:
     async def end(self) -> None:
         if self._turn is not None:
             self._turn.cancel()
-            await asyncio.gather(self._turn, return_exceptions=True)  # who asked is gone, or was told
+            await asyncio.gather(self._turn, return_exceptions=True)  # its error was raised already, or nobody waits
 
     async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
         """Return the answer to a request; the same answer to a retry, which had none.
@@ -456,7 +456,7 @@ class _Rollout:
                 return await asyncio.shield(self._turn)
             request = read_request(body, model=MODEL)
             if self._turn is not None and self._num_replayed == len(self._answered):
-                await asyncio.wait([self._turn])  # what the one that died has asked last
+                await asyncio.wait([self._turn])  # the last request of the harness that died
             if (known := self._replayed(request)) is not None:
                 return known
             if self.is_answering:

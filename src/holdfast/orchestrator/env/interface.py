@@ -174,14 +174,14 @@ class Session:
         self.versions: list[VersionSpan] = []
         self.texts: list[str] = []
         self.truncated = False
-        # What an environment cannot reach by accident.
+        # Copies that an environment cannot change by accident.
         self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
         self._kept_versions: list[VersionSpan] = []
         self._at_end: list[Callable[[], None]] = []
         self._turn_ends: list[int] = []
         self._last_turn: Sequence[int] = ()
         self._raw_text: str | None = None
-        self._is_turn_open = True  # nothing was said in the policy's turn
+        self._is_turn_open = True  # nothing was sampled in the policy's turn
         self._is_sampling = False
         self._is_over = False
         self._tokenizer = tokenizer
@@ -193,13 +193,13 @@ class Session:
         self.tool_counts: Counter[str] = Counter()
         self.request_counts: Counter[str] | None = None
         self._tool_use = tool_use
-        # Of the chat template, for which they are the same in every turn.
+        # For the chat template, the same in every turn.
         self._schemas = tool_use.schemas if tool_use else None
         self._branch_starts = [0]
         self._max_branches = max_branches
-        # The chat of `begin`; None where the session began with its task.
+        # The chat of `begin`; None if the session began with its task.
         self._begun_with: list[Message | ChatMessage] | None = None
-        # The chat behind the prompt, to see whether the template would rewrite it; None where it need not be seen.
+        # The chat after the prompt, to see whether the template would rewrite it; None if that does not matter.
         self._said: list[ChatMessage] | None = None if keeps_history else []
 
     @property
@@ -256,7 +256,7 @@ class Session:
             turn = await self._sample_turn(seen, len(self.texts), most)
         finally:
             self._is_sampling = False
-        # A turn that a limit has cut, and that is sampled on, is one turn.
+        # A turn that a limit has cut continues as the same turn.
         is_same_turn = not self._is_turn_open and self.token_ids[-1] not in self._tokenizer.stop_token_ids
         self._is_turn_open = False
         start = len(self.token_ids)
@@ -368,7 +368,7 @@ class Session:
         self._require_room(len(as_text(text)), self.room)
         self._append(self._tokenizer.encode_after(text))
         self._is_turn_open = False
-        self._said = None  # no longer a chat that a template could write
+        self._said = None  # not a chat any more
 
     @property
     def has_tools(self) -> bool:

@@ -121,7 +121,7 @@ class Judge:
 
     def request(self, fields: Mapping[str, str]) -> JudgeRequest:
         config = self._config
-        # In one pass: what a completion has in braces is not replaced.
+        # In one pass: braces in a completion are not replaced.
         prompt = _FIELD.sub(lambda match: fields[match[1]], config.prompt)
         messages = [{"role": "system", "content": config.system}] if config.system is not None else []
         messages.append({"role": "user", "content": prompt.encode("utf-8", "backslashreplace").decode()})

@@ -68,7 +68,7 @@ class MathAnswers:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            # From the thread of the event loop: the kernel kills the process when that thread ends.
             command = [sys.executable, "-m", "holdfast.orchestrator.env.math_answers", str(self._cpu_s)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process = self._process
@@ -99,7 +99,7 @@ class MathAnswers:
             return
         process.kill()
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # what it was to be asked goes nowhere
+        with contextlib.suppress(BrokenPipeError):  # an unsent line
             process.stdin.close()
         process.stdout.close()
         process.wait()
@@ -126,7 +126,7 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
     # Without these marks a fraction in LaTeX would be read as its last number.
     is_marked = "$" in answer or "\\boxed" in answer
     right = parse(answer if is_marked else f"${answer}$") or parse(answer)
-    if all(isinstance(one, str) for one in right):  # what it cannot read is handed on as text
+    if all(isinstance(one, str) for one in right):  # math_verify returns text that it cannot parse as it is
         return {"error": f"the right answer {answer[:80]!r} is no mathematics"}
     return {"equal": bool(verify(right, parse(completion)))}
 
@@ -166,7 +166,7 @@ def _main() -> None:
     begin = _data_bytes()
     most_bytes = begin + _KEPT_SHARE * (_limit(resource.RLIMIT_DATA, begin + _MEMORY_BYTES) - begin)
     for line in sys.stdin.buffer:
-        # From here on: what earlier answers have cost must not decide this one.
+        # Limits count from here: earlier answers must not matter.
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(sys.argv[-1])))
         _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
         said = _compare(*json.loads(line))

@@ -199,7 +199,7 @@ class _Connection:
         return self._ending is not None and self._ending.is_from_outside()
 
     async def _see(self, response: Any) -> None:
-        # As the protocol has it; the library tells it by a message, which some servers have in words of their own.
+        # As the protocol defines it; the library only has a message, whose text depends on the server.
         asked = response.request
         if response.status_code == 404 and asked.method == "POST" and "mcp-session-id" in asked.headers:
             self.is_forgotten = True
@@ -234,7 +234,7 @@ async def _connect(
     from mcp import Client, StdioServerParameters, stdio_client
 
     if config.command is not None:
-        # The kernel ends it with this process: it is in no group of ours, which could be killed.
+        # The kernel kills it with this process: it is not in our process group.
         assert ending is not None
         command = ending.command(config.command, *config.args)
         names = ["PYTHONPATH", *config.env]

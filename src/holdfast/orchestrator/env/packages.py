@@ -140,7 +140,7 @@ class _Player:
             self._loop, self._link, self._starting = loop, None, None
             self._alone = asyncio.Lock()
         if self._starting is None or self._starting.done():
-            # In a context of its own, and not ended with whoever asks first: it is for all rollouts.
+            # In a context of its own, and not cancelled with the first rollout: it serves all.
             self._starting = contextvars.Context().run(asyncio.create_task, self._start_again())
         return await asyncio.shield(self._starting)
 
@@ -149,7 +149,7 @@ class _Player:
         process = self._process  # None: it could not be started again the last time
         if process is None or process.poll() is not None or (self._link is not None and self._link.is_over):
             self.close()
-            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            # From the thread of the event loop: the kernel kills the process when that thread ends.
             self._spawn()
             try:
                 if await asyncio.to_thread(self._load, self._socket) != self.num_tasks:
@@ -165,7 +165,7 @@ class _Player:
     def _spawn(self) -> None:
         self._socket, theirs = socket.socketpair()
         try:
-            # Without the directory of the script on the path, whose modules have names of others'.
+            # -P: modules beside the script would hide others of the same name.
             command = [self._python, "-P", str(_PLAYER), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__, pass_fds=[theirs.fileno()]
@@ -220,7 +220,7 @@ class _Link:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.is_over = False
-        # In a context of its own: it reads for all rollouts.
+        # In a context of its own: it serves all rollouts.
         self._reading = contextvars.Context().run(asyncio.create_task, self._read())
 
     @classmethod
@@ -317,7 +317,7 @@ class ReasoningGym(Environment):  # untested: needs reasoning-gym
 
     def make_task(self, seed: TaskSeed) -> GeneratedTask:
         """Return the only entry of the generator that the seed's number seeds."""
-        # One for each task: some make all their entries at once, or allow no index beyond their size.
+        # A data set for each task: some make all entries at once, or allow no index beyond their size.
         entry = self._make(seed=_seed_of(seed.number))[0]
         messages = [Message("user", entry["question"])]
         if self._system_prompt is not None:

@@ -87,7 +87,7 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
 
 def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
     """Return the environment of every level of a curriculum, or the only one; see `load_environment`."""
-    find_class(config.id, key=key)  # it is not of a level, if there is none
+    find_class(config.id, key=key)  # first, so that the error does not name a level
     return [load_environment(one, key=own_key) for own_key, one in config.at_levels(key).items()]
 
 
@@ -232,11 +232,11 @@ def _annotation(cls: type[Environment], name: str) -> Any:
 def _converted(value: Any, annotation: Any, key: str) -> Any:
     try:
         return pydantic.TypeAdapter(annotation).validate_python(value)
-    except pydantic.PydanticUserError:  # a class that it does not know, or half: the constructor takes it as it is
+    except pydantic.PydanticUserError:  # pydantic does not know the class
         return value
     except pydantic.ValidationError as error:
         reasons = "; ".join(
             f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" if entry["loc"] else f"{entry['msg']}; got {value!r}"
-            for entry in error.errors()  # of a section nothing is repeated: it may hold a password
+            for entry in error.errors()  # without the values of a section, which may hold a password
         )
         raise ConfigError(f"{key}: {reasons}") from None

@@ -87,7 +87,7 @@ class ToolUse:
         arguments = tool.arguments_of_texts(call.arguments) if call.has_texts else call.arguments
         try:
             if isinstance(tool, McpTool):
-                await tool.connect(session)  # a server that starts takes none of the time of the call
+                await tool.connect(session)  # the start of a server does not count
             with _interrupting(self.timeout_s):
                 value = tool.call(arguments, session)
             if inspect.isawaitable(value):
@@ -104,7 +104,7 @@ class ToolUse:
             raise
         except (_TimeUp, TimeoutError):
             raise _Failed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
-        except (Exception, SystemExit) as error:  # what reads command lines ends the process where it cannot
+        except (Exception, SystemExit) as error:  # argparse raises SystemExit
             raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
 
 
@@ -117,7 +117,7 @@ def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer
     if kept is not None and kept[0] is tokenizer and kept[1] is settings:
         return kept[2]
     use = _make(environment, settings, tokenizer)
-    # Also of a frozen dataclass.
+    # Works for frozen dataclasses, too.
     object.__setattr__(environment, "_tool_use", (tokenizer, settings, use))
     return use
 
@@ -212,7 +212,7 @@ def _interrupting(seconds: float) -> Iterator[None]:
     began = awake_s()
 
     def ring(*_: object) -> None:
-        if (left := seconds - (awake_s() - began)) > 0.01:  # the process was frozen: that is not the tool's
+        if (left := seconds - (awake_s() - began)) > 0.01:  # the process was frozen, which does not count
             signal.setitimer(signal.ITIMER_REAL, left)
         else:
             raise _TimeUp
@@ -226,5 +226,5 @@ def _interrupting(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
             signal.signal(signal.SIGALRM, previous)
-            if alarm_s:  # somebody else's, which rings when it would have
+            if alarm_s:  # restore somebody else's alarm
                 signal.setitimer(signal.ITIMER_REAL, max(1e-3, alarm_s - (awake_s() - began)))

@@ -183,7 +183,7 @@ def _plain(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     first = {"type": schema["type"]} if isinstance(schema.get("type"), str) else {}
-    # Under `properties` the keys are names of the user's, of which one may be `title`.
+    # Under `properties` the keys are names of the user, which may be `title`.
     return first | {
         key: {name: _plain(entry) for name, entry in value.items()} if key in ("properties", "$defs") else _plain(value)
         for key, value in schema.items()
@@ -259,7 +259,7 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
             calls.append(ToolCall("", error="there is no <function=name> in the call"))
             continue
         body = found[2]
-        # Behind the last end there is none to look for, once for each beginning there.
+        # Without this, each beginning after the last end would be searched to the end of the text.
         last = body.rfind(_PARAMETER_END) + len(_PARAMETER_END) if _PARAMETER_END in body else 0
         arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body[:last])}
         rest = (_PARAMETER.sub("", body[:last]) + body[last:]).strip()
@@ -286,7 +286,7 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
 
 
 _MISTRAL = "[TOOL_CALLS]"
-# Possessive: white space without an end is divided among the parts in one way, not in all.
+# Possessive quantifiers: no backtracking over long white space.
 _MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
 
 

@@ -53,7 +53,7 @@ from holdfast.run.settings import files_of_model
 
 async def run(config: EvaluateConfig) -> None:
     """Play the tasks that are not done yet, and write the summary."""
-    if DATE_ENV not in os.environ:  # else it is the date of the run beside which this evaluates
+    if DATE_ENV not in os.environ:  # a run that evaluates beside its training sets its own date
         keep_date(RunDir(config.run or config.output_dir).created_unix_s())
     allow_connections(config.max_concurrency, key="max_concurrency")
     async with (
@@ -112,7 +112,7 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             identity += template_date().date().isoformat()
         asked_by = xxhash.xxh3_128_hexdigest(identity.encode())
         policy: dict[str, object] = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
-        if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
+        if model.fp32_lm_head:  # older evaluations have no such key
             policy["fp32_lm_head"] = True
         if config.inference.engine.args:  # they may replace parts of the model
             policy["engine"] = config.inference.engine.args

@@ -130,7 +130,7 @@ class ResultsFile:
         try:
             atomic.write_all(self._descriptor, data)
         except OSError:
-            # Of a full disk: another task may be just behind, for whose fewer bytes there is room.
+            # The disk may be full, but have room for the shorter lines of another task.
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += len(data)
@@ -201,7 +201,7 @@ def read_identity(directory: Path) -> dict[str, Any]:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return what differs between two identities: the dotted key, and both values as text."""
-    # An empty table is none: its settings are told one by one.
+    # Empty tables do not count: their settings are compared one by one.
     old, new = ({key: value for key, value in flat_settings(table).items() if value != {}} for table in (one, other))
     keys = [key for key in old | new if old.get(key) != new.get(key)]
     old, new = without_secrets(old), without_secrets(new)
@@ -217,8 +217,8 @@ def read_tasks(path: Path, *, samples_per_task: int) -> FoundTasks:
     found = FoundTasks()
     group: list[EvaluatedRollout] = []
     position = start = 0
-    is_lost = False  # the beginning of the task whose lines come
-    # Not `splitlines`, which a damaged byte can be a line break for. Behind the last one is what was cut off.
+    is_lost = False  # the first lines of the current task are damaged
+    # Not `splitlines`, which takes some damaged bytes for line breaks. The last part has no line break: it was cut off.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         begins, position = position, position + len(line) + 1
         try:

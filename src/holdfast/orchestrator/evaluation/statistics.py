@@ -95,7 +95,7 @@ def wilson(share: float, trials: int, *, confidence: float) -> tuple[float, floa
     scale = 1 + z * z / trials
     center = (share + z * z / (2 * trials)) / scale
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / scale
-    # At the ends the two terms are equal but for rounding.
+    # At the ends the two terms are equal up to rounding.
     low = 0.0 if share == 0 else max(0.0, center - half)
     high = 1.0 if share == 1 else min(1.0, center + half)
     return low, high
@@ -109,7 +109,7 @@ def without_skewness(values: Sequence[float], *, confidence: float) -> tuple[flo
     """
     number, mean = len(values), math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1))
-    if std**3 == 0:  # also of values that are as good as equal
+    if std**3 == 0:  # also for values that are equal up to rounding
         return mean, mean
     skewness = math.fsum((value - mean) ** 3 for value in values) / number / std**3
     third, quantile = skewness / 3, student_quantile(number - 1, confidence=confidence) / math.sqrt(number)
@@ -305,7 +305,7 @@ def summary_in(directory: Path) -> Summary:
         return msgspec.convert(checked.decode(path.read_bytes()), Summary)
     except FileNotFoundError:
         raise DataError(f"{directory} holds no finished evaluation: it has no {SUMMARY_NAME}") from None
-    except ValueError as error:  # those of msgspec are such
+    except ValueError as error:  # msgspec raises ValueErrors, too
         raise DataError(f"{path} is damaged: {error}") from None
 
 
@@ -338,7 +338,7 @@ def _of_environment(
             name: mean_over_tasks(values, confidence=confidence)
             for name, values in estimates_of(groups, samples).items()
         },
-        # Not every rollout need have each.
+        # A rollout may lack a metric.
         metrics={name: fmean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
         truncated=fmean([rollout.truncated for rollout in rollouts]),
         sampled_tokens=fmean(lengths),
