@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast import TaskSeed
 from holdfast.chat.messages import as_dict
-from holdfast.orchestrator.env.interface import Task
+from holdfast.orchestrator.env.interface import Task, as_messages
 from holdfast.orchestrator.env.jsonl import lcs
 from holdfast.orchestrator.env.reverse_text import ReverseText
-from holdfast.orchestrator.env.session import as_messages
 
 # A seed that no run of the benchmark has, so the strings are fresh.
 _SEED = 12345

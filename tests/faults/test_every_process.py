@@ -42,14 +42,14 @@ _STARTS_OF = {"subprocess.run", "subprocess.call", "multiprocessing.Process", "m
 HERE = "test_every_process.py::test_a_process_that_is_killed_costs_nothing_or_a_message"
 PLACES: dict[str, tuple[str, ...]] = {
     # Those that play.
-    "orchestrator/workers.py _Running.begin": (HERE,),
+    "orchestrator/workers.py _Running._begin": (HERE,),
     "orchestrator/worker.py _end_group_with_this_process": (
         "test_workers.py::test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestrator",
     ),
     "orchestrator/env/math_answers.py MathAnswers._ask": (HERE,),
     "orchestrator/env/mcp.py _connect": (HERE,),
     "process/noted_end.py _run": (HERE,),
-    "orchestrator/env/verifiers.py _Player._spawn": (
+    "orchestrator/env/packages.py _Player._spawn": (
         "test_verifiers.py::test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed",
     ),
     "examples/environments/python_code.py require_sandbox.tried": (

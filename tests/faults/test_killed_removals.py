@@ -33,8 +33,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside, set_aside_after, set_aside_damaged
 from holdfast.orchestrator.episodes import Sampler
-from holdfast.orchestrator.evaluation.evaluator import EvaluatedPolicy, HeldOutTasks, evaluate, identity_of
-from holdfast.orchestrator.evaluation.online import PolicyEvaluation
+from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate, identity_of
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout, ResultsFile
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
 from holdfast.remote.checkpoints import RemoteCheckpoints
@@ -85,11 +84,10 @@ REMOVALS: dict[str, str] = {
     "launcher/resume/resume_step.py set_aside_after": "later steps",
     "launcher/resume/resume_step.py set_aside_damaged": "later steps",
     "orchestrator/evaluation/evaluator.py evaluate": "an evaluation that has ended",
-    "orchestrator/evaluation/online.py PolicyEvaluation._clear_others": "an evaluation of other weights",
+    "orchestrator/evaluation/evaluator.py PolicyEvaluation._clear_others": "an evaluation of other weights",
     "orchestrator/evaluation/results.py ResultsFile._load": ONE_CALL,
     "orchestrator/evaluation/results.py ResultsFile._write": ONE_CALL,
     "orchestrator/generation_log.py discard_generations": "generations",
-    "orchestrator/workers.py _Running.begin": OWN,
     "process/heartbeat.py Heartbeat._write": OWN,
     "process/heartbeat.py Heartbeat.end": OWN,
     "process/scratch.py _remove": OWN,
@@ -284,7 +282,7 @@ def _tasks(case: Path) -> HeldOutTasks:
     config = OrchestratorConfig.model_validate(
         {"output_dir": case, "model": _EVALUATION["model"], "environments": [section], "group_size": 1}
     )
-    return HeldOutTasks(config, {}, {}, {"reverse_text": 2}, seed=0, sampling=config.sampling)
+    return HeldOutTasks(config, {}, {}, {"reverse_text": 2}, seed=0)
 
 
 _POLICY: dict[str, Any] = {"kind": "weights", "digest": "d", "version": 2}
@@ -292,7 +290,8 @@ _POLICY: dict[str, Any] = {"kind": "weights", "digest": "d", "version": 2}
 
 def _played(case: Path) -> None:
     async def play() -> None:
-        with closing(ResultsFile(case, identity_of(_POLICY, _tasks(case)), samples_per_task=1)) as results:
+        identity = identity_of(_POLICY, _tasks(case))
+        with closing(ResultsFile(case, identity, samples_per_task=1)) as results:
             for task in range(2):
                 await results.append([EvaluatedRollout(environment="reverse_text", task=task)])
 
@@ -302,15 +301,18 @@ def _played(case: Path) -> None:
 
 def _summarize(case: Path) -> None:
     log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3], vocab_size=None)
-    sampler = Sampler(cast(Any, None), log, weights_digest="d", stop_token_ids=[3])  # all is sampled
-    policy = EvaluatedPolicy(_POLICY, cast(Any, None))
-    asyncio.run(evaluate(_tasks(case), policy, sampler, directory=case, max_concurrency=1, tells=False))
+    sampler = Sampler(cast(Any, None), log)  # all is sampled
+    asyncio.run(
+        evaluate(
+            _tasks(case), _POLICY, sampler, tokenizer=cast(Any, None), directory=case, max_concurrency=1, tells=False
+        )
+    )
 
 
 def _clear_others(case: Path) -> None:
     tasks, nobody = _tasks(case), cast(Any, None)
     online = PolicyEvaluation(tasks, nobody, interval=1, run_dir=RunDir(case), tokenizer=nobody, max_concurrency=1)
-    online._clear_others(RunDir(case).evaluation(2), EvaluatedPolicy({**_POLICY, "digest": "another"}, nobody))
+    online._clear_others(RunDir(case).evaluation(2), {**_POLICY, "digest": "another"})
 
 
 _OLD = ("logs", "configs")

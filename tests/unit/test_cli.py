@@ -64,7 +64,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_no_process_of_a_run_imports_what_only_some_runs_need() -> None:
     processes = ["launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.trackers.process"]
     code = (
-        "import importlib, sys, holdfast.orchestrator.check_environments\n"
+        "import importlib, sys, holdfast.orchestrator.check\n"
         "assert 'aiohttp' not in sys.modules\n"  # nothing is asked for yet
         "for name in sys.argv[1:]:\n    importlib.import_module(f'holdfast.{name}')\n"
         "some = {*'torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil'.split()}\n"

@@ -106,17 +106,16 @@ def _positive(text: str) -> int:
 def listing() -> Report:
     """Return every environment that has a name; what cannot be used says why, and stops nothing."""
     # Not at the top: `--help` would wait for them.
-    from holdfast.orchestrator.env.reasoning_gym import PREFIX
-    from holdfast.orchestrator.env.registry import BUILT_IN, find_plugins
-    from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
+    from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS
+    from holdfast.orchestrator.env.registry import BUILT_IN, find_plugins, package_of
     from holdfast.view.tables import Grid, Report
 
     rows = [(name, "holdfast", *_about(name)) for name in BUILT_IN]
     missing = "" if importlib.util.find_spec("reasoning_gym") else "not installed: the extra 'reasoning-gym' has it"
-    rows.append((f"{PREFIX}NAME", "holdfast", *_about(f"{PREFIX}NAME")[:1], missing))
+    rows.append((f"{REASONING_GYM}NAME", "holdfast", *_about(f"{REASONING_GYM}NAME")[:1], missing))
     rows.append((f"{VERIFIERS}ID", "holdfast", *_about(f"{VERIFIERS}ID")[:1], ""))
     for name, plugins in find_plugins().items():
-        rows += [(name, plugin.package, *_about(name)) for plugin in plugins]
+        rows += [(name, package_of(plugin), *_about(name)) for plugin in plugins]
     entries = [dict(zip(("id", "from", "about", "error"), row, strict=True)) for row in rows]
     shown = [
         (name, origin, " ".join(filter(None, (about, f"({error})" if error else ""))))
@@ -127,11 +126,10 @@ def listing() -> Report:
 
 def _about(name: str) -> tuple[str, str]:
     """Return the first line of the docstring, and why the environment cannot be used, empty where it can."""
-    from holdfast.orchestrator.env.reasoning_gym import PREFIX
+    from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS
     from holdfast.orchestrator.env.registry import find_class
-    from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
 
-    if ":" in name and not name.startswith((PREFIX, VERIFIERS)):
+    if ":" in name and not name.startswith((REASONING_GYM, VERIFIERS)):
         return "", "a name with ':' is read as module:Class"
     try:
         cls = find_class(name, key="environments[0]")

@@ -29,9 +29,8 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, text_of
 from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import PromptTooLong, result_of
-from holdfast.orchestrator.env.interface import Environment, Score, Session, Task
+from holdfast.orchestrator.env.interface import Environment, HistoryRewritten, Score, Session, Task, as_messages
 from holdfast.orchestrator.env.registry import load_environment
-from holdfast.orchestrator.env.session import HistoryRewritten, as_messages
 from holdfast.orchestrator.env.tool_loop import ToolUse, tool_use_of
 from holdfast.orchestrator.episodes import (
     Problem,

@@ -293,7 +293,7 @@ def check_servable(config: EvaluateConfig) -> None:
         raise ConfigError(str(error)) from None
     if config.model is not None:
         check_max_len(config.inference, config.model.name, key="inference.model")
-    check_in_child("holdfast.orchestrator.evaluation.check", config)
+    check_in_child("holdfast.orchestrator.check", config, "evaluation")
 
 
 def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:

@@ -90,8 +90,9 @@ def check_evaluations(config: TrainingCommand) -> None:
     asked = config.eval.following(config.output_dir, config.output_dir)
     model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
     check_in_child(
-        "holdfast.orchestrator.evaluation.check",
+        "holdfast.orchestrator.check",
         asked.model_copy(update={"run": None, "follow": False, "interval": None, "model": model}),
+        "evaluation",
     )
 
 

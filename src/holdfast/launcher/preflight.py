@@ -103,7 +103,7 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
         ConfigError, DataError: one is not, or does not; or the admin token is none.
     """
     read_admin_token(config.client.admin_token_env)
-    check_in_child("holdfast.orchestrator.check_environments", config)
+    check_in_child("holdfast.orchestrator.check", config, "environments")
 
 
 def check_inference(config: InferenceConfig) -> None:

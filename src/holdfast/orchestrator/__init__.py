@@ -1,13 +1,13 @@
 """The orchestrator: turns environments and inference servers into batches of scored rollouts.
 
     main                                    the program, from the settings to the last batch
-    pipeline, batch_maker, curriculum       one batch after another: its policy version, its groups, its tasks
-    episodes, worker, workers               plays and scores one prompt group, here or in worker processes
+    pipeline, batch_maker                   one batch after another: its policy version, its tasks, its groups
+    episodes, worker, workers               play and score one prompt group, here or in worker processes
     generation_log, state                   what the orchestrator keeps to resume exactly
-    weight_sync, teacher, judge_client      brings weights to the engines; a teacher; judges
+    weight_sync, teacher, judge_client      weights for the engines; a teacher; judges
     client                                  asks the inference servers, and copes with lost ones
     env                                     what users write, what is built in, and calls of either
-    evaluation                              the policy on held-out tasks
+    evaluation, check                       the policy on held-out tasks; environments before a start
 
 The orchestrator never imports torch, the trainer or the inference server.
 """

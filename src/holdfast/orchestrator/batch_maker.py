@@ -1,26 +1,45 @@
-"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, advances the counters."""
+"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, advances the counters.
+
+The mix chooses the environment of a task, and the curriculum its level. The choice for batch N follows only from the
+state after batch N - 1, which follows from the groups of earlier batches, in the order of their draw. So timing,
+workers and kills cannot change the choice, and it resumes from counters.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from fractions import Fraction
+from math import gcd, lcm
+from statistics import fmean
+
+import msgspec
+import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.environments import CurriculumConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import EnvironmentFailure
 from holdfast.orchestrator.client.client import Affinity, InferenceClient
-from holdfast.orchestrator.curriculum import advance, curriculum_metrics, draw_level, next_environment
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler
 from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.judge_client import guarded
-from holdfast.orchestrator.state import EnvironmentState, OrchestratorState, TaskSeed
+from holdfast.orchestrator.state import (
+    CurriculumState,
+    EnvironmentState,
+    LevelState,
+    OrchestratorState,
+    TaskSeed,
+    stable_seed,
+)
 from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
 from holdfast.orchestrator.weight_sync import PublishedWeights
-from holdfast.orchestrator.workers import Workers, play_group
+from holdfast.orchestrator.workers import GroupPlayer, Workers
 from holdfast.protocol.rollouts import Dropped, Rollout, Signal, has_signal
 from holdfast.run.journal import Counts, dropped_by_reason
 from holdfast.run.run_dir import RunDir
@@ -30,12 +49,9 @@ _log = logging.getLogger("orchestrator")
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of a batch, and what was drawn besides.
+    """The groups of a batch; `unused` groups without signal; one `dropped` entry per problem that is not in the batch.
 
-    Attributes:
-        groups: those of the batch, in the order of the draw.
-        unused: groups without signal that are not in the batch.
-        dropped: one entry per problem that is not in the batch, in the order of the draw.
+    All are in the order of the draw.
     """
 
     groups: list[list[Rollout]]
@@ -44,14 +60,13 @@ class Selection:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The rollouts of the batch, problem by problem."""
         return [rollout for group in self.groups for rollout in group]
 
 
 def select(outcomes: Sequence[Outcome], *, num_groups: int, signal: Signal) -> Selection:
     """Return at most `num_groups` groups: those with signal first, then the earliest of the others."""
     candidates = [place for place, outcome in enumerate(outcomes) if not isinstance(outcome, Dropped)]
-    # sorted is stable: among equals the order of the draw stays.
+    # sorted is stable: equals keep the order of the draw.
     chosen = set(sorted(candidates, key=lambda place: not has_signal(outcomes[place], signal))[:num_groups])
     groups: list[list[Rollout]] = []
     unused: list[list[Rollout]] = []
@@ -89,69 +104,63 @@ def count(state: OrchestratorState, step: int, selection: Selection) -> None:
         state.dropped[reason] = state.dropped.get(reason, Counts()) + counts
 
 
+@dataclass(eq=False)
 class BatchMaker:
     """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
 
     Args:
-        client: of the servers that sample: those of the policy, or of the teacher.
-        environments: by name, those that are played in this process, each at every level of its curriculum.
-        workers: by the name of their environment, those that play the others.
+        client: of the servers that sample, which are the policy's or the teacher's.
+        environments: those that are played in this process, by name, each at every level of its curriculum.
+        workers: of the other environments, by name.
     """
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        client: InferenceClient,
-        *,
-        run_dir: RunDir,
-        tokenizer: Tokenizer,
-        environments: Mapping[str, Sequence[Environment]],
-        state: OrchestratorState,
-        teacher: Teacher | None = None,
-        workers: Mapping[str, Workers] | None = None,
-    ) -> None:
-        self._config = config
-        self._workers = workers or {}
-        self._client = client
-        self._teacher = teacher
-        self._run_dir = run_dir
-        self._tokenizer = tokenizer
-        self._environments = environments
-        self._settings = {section.label: section for section in config.environments}
-        self.state = state
-        self.num_reused = 0
-        self.curriculum_metrics: dict[str, float] = {}
+    config: OrchestratorConfig
+    client: InferenceClient
+    _: KW_ONLY
+    run_dir: RunDir
+    tokenizer: Tokenizer
+    environments: Mapping[str, Sequence[Environment]]
+    state: OrchestratorState
+    teacher: Teacher | None = None
+    workers: Mapping[str, Workers] = field(default_factory=dict)
+    num_reused: int = field(default=0, init=False)
+    curriculum_metrics: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._settings = {section.label: section for section in self.config.environments}
 
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
-        """Return the groups of batch `step`, sampled by `weights`, and what was drawn besides.
+        """Return the groups of batch `step`, sampled by `weights`.
 
-        Problems are drawn in rounds. The first is the batch; with dynamic sampling each later one is as
-        large as the number of groups that still miss a signal, until there are enough or the most that
-        may be drawn. A round begins when the one before has ended, so which problems are drawn depends
-        on rewards alone, never on timing. Groups without signal fill what is missing in the end.
+        Problems are drawn in rounds. The first round is the batch. With dynamic sampling each later round has as many
+        problems as groups still miss a signal, until there are enough, or the limit of draws is reached; groups without
+        signal fill the rest. A round begins when the round before has ended, so the draw depends on rewards, never on
+        timing.
 
-        Raises:
-            EnvironmentFailure: an environment raised or broke its contract, and may not; or no group is left.
-            InferenceError: an engine failed, or another version answered.
+        Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
+        if an engine failed.
         """
         # A copy: a batch that fails leaves the state after the last whole one.
         state = self.state.copy()
-        log = self._open_log(step, weights)
-        sampler = self._sampler(log, weights)
-        teacher = None if self._config.is_sampled_by_teacher else self._teacher
-        most = self._config.client.max_concurrency * len(self._client.engines)
-        slots = SessionSlots(max(most, self._config.largest_group))
+        teacher, digest = self.teacher, weights.digest
+        if self.config.is_sampled_by_teacher and teacher is not None:
+            teacher, digest = None, teacher.digest
+        log = GenerationLog(
+            self.run_dir,
+            step,
+            weights_digest=digest,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            teacher_digest=self.teacher.digest if self.teacher else "",
+            vocab_size=self.client.vocab_size,
+        )
+        sampler = Sampler(self.client, log)
+        player = GroupPlayer(self.config, self.tokenizer, sampler, self.workers)
+        most = self.config.client.max_concurrency * len(self.client.engines)
+        slots = SessionSlots(max(most, self.config.largest_group))
 
         async def run_one(problem: Problem) -> Outcome:
-            async with slots.taking(self._config.rollouts_of(problem.settings).group_size):
-                outcome = await play_group(
-                    problem,
-                    step,
-                    config=self._config,
-                    tokenizer=self._tokenizer,
-                    sampler=sampler,
-                    workers=self._workers,
-                )
+            async with slots.taking(self.config.rollouts_of(problem.settings).group_size):
+                outcome = await player.play(problem, step)
             if teacher is not None and not isinstance(outcome, Dropped):
                 affinity = Affinity()
                 await run_all(teacher.judge(rollout, log, affinity=affinity) for rollout in outcome)
@@ -159,27 +168,26 @@ class BatchMaker:
 
         outcomes: list[Outcome] = []
         try:
-            while missing := self._num_missing(outcomes):
-                problems = self._choose_problems(state, missing)
+            while number := self._num_to_draw(outcomes):
+                problems = self._choose_problems(state, number)
                 # In the order of the draw, whichever group ends first.
                 outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
         finally:
             await sampler.close()
-        selection = select(outcomes, num_groups=self._config.problems_per_step, signal=self._config.signal)
+        selection = select(outcomes, num_groups=self.config.problems_per_step, signal=self.config.signal)
         self._check(step, selection)
         count(state, step, selection)
-        # Behind the draw of the whole batch, dropped groups too, so that a level changes between batches alone.
-        advance(state, self._config, outcomes)
+        # After the draw of the whole batch, so that levels only change between batches.
+        advance(state, self.config, outcomes)
         scored = [outcome for outcome in outcomes if not isinstance(outcome, Dropped)]
-        self.curriculum_metrics = curriculum_metrics(state, self._config, scored)
+        self.curriculum_metrics = curriculum_metrics(state, self.config, scored)
         self.state = state
         self.num_reused = sampler.num_reused
         return selection
 
-    def _num_missing(self, outcomes: Sequence[Outcome]) -> int:
-        """Return how many problems to draw next."""
-        missing = self._config.problems_per_step - sum(has_signal(one, self._config.signal) for one in outcomes)
-        return min(missing, self._config.max_problems_per_step - len(outcomes))
+    def _num_to_draw(self, outcomes: Sequence[Outcome]) -> int:
+        missing = self.config.problems_per_step - sum(has_signal(one, self.config.signal) for one in outcomes)
+        return min(missing, self.config.max_problems_per_step - len(outcomes))
 
     def _check(self, step: int, selection: Selection) -> None:
         dropped = selection.dropped
@@ -191,31 +199,28 @@ class BatchMaker:
                 f"batch {step}: all {len(dropped)} groups were dropped ({reasons}), so there is nothing to train on. "
                 f"The first: {dropped[0].detail}"
             )
-        num_equal = sum(not has_signal(group, self._config.signal) for group in selection.groups)
-        if self._config.dynamic_sampling and num_equal:
+        num_equal = sum(not has_signal(group, self.config.signal) for group in selection.groups)
+        if self.config.dynamic_sampling and num_equal:
+            num_groups, num_drawn = len(selection.groups), len(selection.groups) + len(dropped)
             _log.warning(
-                "batch %d: %d of its %d groups have no signal after %d problems, the most that may be drawn for it",
-                step,
-                num_equal,
-                len(selection.groups),
-                len(selection.groups) + len(dropped),
+                f"batch {step}: {num_equal} of its {num_groups} groups have no signal after {num_drawn} problems, the "
+                "most that may be drawn for it"
             )
 
     def _choose_problems(self, state: OrchestratorState, number: int) -> list[Problem]:
-        """Draw `number` problems; moves `state` on."""
         problems = []
         for _ in range(number):
             name = next_environment(state)
             seed, task_id = self._next_task(state.environments[name], name)
-            levels = self._environments.get(name)
+            levels = self.environments.get(name)
             environment = levels[seed.level or 0] if levels is not None else None
             problems.append(Problem(environment, self._settings[name], seed, number=task_id))
         return problems
 
     def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
         """Return the seed of the environment's next task, and its position among all tasks; moves `position` on."""
-        task_id, seed = position.next_task, self._config.seed
-        # Moved on by every draw, also of groups that are dropped: no task comes twice.
+        task_id, seed = position.next_task, self.config.seed
+        # Also for groups that are dropped later: no task comes twice.
         position.next_task += 1
         settings = self._settings[name].curriculum
         if settings is None or position.curriculum is None:
@@ -225,26 +230,181 @@ class BatchMaker:
         level.next_task += 1
         return TaskSeed(seed, name, level.next_task - 1, level=number), task_id
 
-    def _open_log(self, step: int, weights: PublishedWeights) -> GenerationLog:
-        return GenerationLog(
-            self._run_dir,
-            step,
-            weights_digest=self._sampling_digest(weights),
-            stop_token_ids=self._tokenizer.stop_token_ids,
-            teacher_digest=self._teacher.digest if self._teacher else "",
-            vocab_size=self._client.vocab_size,
+
+def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> None:
+    """Make `state` fit the curricula of `config`, and log what changed since the checkpoint.
+
+    Other gates, windows and shares judge what the state holds. Other levels or arguments are judged from scratch, at
+    the level with the old number, or the last one; their tasks continue, so that none comes twice.
+    """
+    for section in config.environments:
+        position, settings = state.environments[section.label], section.curriculum
+        if settings is None:
+            continue  # keep its state: the curriculum may come back
+        digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode([section.args, settings.levels], order="sorted"))
+        found = position.curriculum or CurriculumState(digest=digest)
+        if found.digest != digest:
+            found.level = min(found.level, len(settings.levels) - 1)
+            for level in found.levels:
+                level.rewards, level.variances = [], []
+            _log.warning(
+                f"the levels of environment '{section.label}' changed since the checkpoint: it goes on at level "
+                f"{found.level}, judged anew"
+            )
+            found.digest = digest
+        # Removed levels keep their state: they may come back.
+        found.levels += [LevelState() for _ in range(len(settings.levels) - len(found.levels))]
+        position.curriculum = found
+
+
+def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: int, seed: int, name: str) -> int:
+    """Return the level of the environment's next task, `task_id`; `seed` is the run's."""
+    if settings.choice == "gates":
+        return state.level
+    shares = level_shares(state, settings)
+    # Exact: the level must not depend on how a sum of floats rounds.
+    drawn = Fraction(stable_seed("level", seed, name, task_id), 2**63)
+    passed = Fraction(0)
+    for level, share in enumerate(shares):
+        passed += Fraction(share)
+        if drawn < passed:
+            return level
+    return len(shares) - 1
+
+
+def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[float]:
+    """Return the share of tasks that each level gets with `choice = "variance"`.
+
+    All get `uniform_share` alike; the rest is in proportion to the mean variance of the rewards in the latest groups. A
+    level without groups counts as the level with the most.
+    """
+    known = [fmean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
+    most = max((value for value in known if value is not None), default=0.0)
+    values = [most if value is None else value for value in known]
+    total = math.fsum(values)
+    if total == 0:
+        return [1 / len(values)] * len(values)
+    return [settings.uniform_share / len(values) + (1 - settings.uniform_share) * value / total for value in values]
+
+
+def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequence[Outcome]) -> None:
+    """Take the groups of a whole batch, in the order of their draw, into the curricula, and raise levels."""
+    for section in config.environments:
+        settings, position = section.curriculum, state.environments[section.label]
+        if settings is None or position.curriculum is None:
+            continue
+        for level, group in _leveled(outcomes, section.label):
+            found = position.curriculum.levels[level]
+            rewards = [_total(rollout) for rollout in group]
+            found.rewards = [*found.rewards, fmean(rewards)][-settings.window :]
+            found.variances = [*found.variances, _variance(rewards)][-settings.window :]
+        if settings.choice == "gates":
+            _pass_gates(position.curriculum, settings, name=section.label)
+
+
+def _pass_gates(state: CurriculumState, settings: CurriculumConfig, *, name: str) -> None:
+    latest = state.levels[state.level]
+    if state.level + 1 >= len(settings.levels) or len(latest.rewards) < settings.window:
+        return
+    reward, mastered = fmean(latest.rewards), mastered_share(latest)
+    by_reward = settings.advance_reward is not None and reward >= settings.advance_reward
+    by_mastered = settings.advance_mastered is not None and mastered >= settings.advance_mastered
+    if by_reward or by_mastered:
+        state.level += 1
+        _log.info(
+            f"environment '{name}': level {state.level} from the next batch on; mean reward {reward:.4g}, "
+            f"share of groups mastered {mastered:.4g}"
         )
 
-    def _sampler(self, log: GenerationLog, weights: PublishedWeights) -> Sampler:
-        return Sampler(
-            self._client,
-            log,
-            weights_digest=self._sampling_digest(weights),
-            stop_token_ids=self._tokenizer.stop_token_ids,
-        )
 
-    def _sampling_digest(self, weights: PublishedWeights) -> str:
-        """Return the digest of what samples a batch: `weights`, or a teacher in their place."""
-        if self._config.is_sampled_by_teacher and self._teacher is not None:
-            return self._teacher.digest
-        return weights.digest
+def mastered_share(level: LevelState) -> float:
+    """Return the share of the latest groups whose rewards are all equal, and above 0."""
+    pairs = zip(level.rewards, level.variances, strict=True)
+    return fmean([variance == 0 and reward > 0 for reward, variance in pairs])
+
+
+def curriculum_metrics(
+    state: OrchestratorState, config: OrchestratorConfig, groups: Sequence[list[Rollout]]
+) -> dict[str, float]:
+    """Return, by name, how a batch was spread over levels, and what their latest groups came to; `state` is after
+    it."""
+    metrics: dict[str, float] = {}
+    for section in config.environments:
+        position, own = state.environments[section.label], _leveled(groups, section.label)
+        if section.curriculum is None or position.curriculum is None or not own:
+            continue
+        levels = [level for level, _ in own]
+        latest = [position.curriculum.levels[level] for level in sorted(set(levels))]
+        prefix = f"curriculum/{section.label}"
+        metrics[f"{prefix}/level"] = fmean(levels)
+        metrics[f"{prefix}/reward"] = fmean([reward for level in latest for reward in level.rewards])
+        metrics[f"{prefix}/variance"] = fmean([variance for level in latest for variance in level.variances])
+        metrics[f"{prefix}/mastered"] = fmean([mastered_share(level) for level in latest])
+    return metrics
+
+
+def _leveled(outcomes: Sequence[Outcome], name: str) -> list[tuple[int, list[Rollout]]]:
+    """Return the scored groups of an environment with the levels that they were drawn from."""
+    return [
+        (outcome[0].level, outcome)
+        for outcome in outcomes
+        if isinstance(outcome, list) and outcome[0].environment == name and outcome[0].level is not None
+    ]
+
+
+def _total(rollout: Rollout) -> float:
+    return math.fsum([rollout.reward, *(rollout.step_rewards.rewards if rollout.step_rewards else ())])
+
+
+def _variance(rewards: Sequence[float]) -> float:
+    """Return the population variance; exactly 0 of equal rewards, whose mean may round."""
+    if min(rewards) == max(rewards):
+        return 0.0
+    mean = fmean(rewards)
+    return fmean([(reward - mean) ** 2 for reward in rewards])
+
+
+def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return the smallest integers in the ratio of the decimal numbers `weights`: 0.1 counts as 1/10."""
+    fractions = {name: Fraction(repr(weight)) for name, weight in weights.items()}
+    denominator = lcm(*(fraction.denominator for fraction in fractions.values()))
+    scaled = {name: int(fraction * denominator) for name, fraction in fractions.items()}
+    divisor = gcd(*scaled.values())
+    return {name: value // divisor for name, value in scaled.items()}
+
+
+def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
+    """Make `state` fit the environments of `config`: positions stay, new environments begin at 0.
+
+    Credits count in units of the old weights, so a changed mix starts them anew, with a warning.
+    """
+    integers = integer_weights({section.label: section.weight for section in config.environments})
+    before = {name: position.weight for name, position in state.environments.items()}
+    for name, weight in integers.items():
+        position = state.environments.setdefault(name, EnvironmentState())
+        position.weight = weight
+    for section in config.environments:
+        state.environments[section.label].group_size = config.rollouts_of(section).group_size
+    for name, position in state.environments.items():
+        if name not in integers:
+            # Keep its position: the environment may come back.
+            position.weight = 0
+    if before and before != {name: position.weight for name, position in state.environments.items()}:
+        _log.warning("the mix of environments changed since the checkpoint: was %s, is %s", before, integers)
+        for position in state.environments.values():
+            position.credit = 0
+
+
+def next_environment(state: OrchestratorState) -> str:
+    """Return the environment of the next problem, and move `state` on.
+
+    Smooth weighted round-robin (nginx's): each earns its weight, the richest pays the total. So over any stretch the
+    shares are as near to the weights as whole problems allow.
+    """
+    positions = {name: position for name, position in state.environments.items() if position.weight}
+    for position in positions.values():
+        position.credit += position.weight
+    # Ties go to the first environment of the state, which keeps its order.
+    chosen = max(positions, key=lambda name: positions[name].credit)
+    positions[chosen].credit -= sum(position.weight for position in positions.values())
+    return chosen

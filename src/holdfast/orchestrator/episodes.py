@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -27,13 +28,13 @@ from holdfast.orchestrator.env.guard import (
     PromptTooLong,
     calling,
     checked_scores,
+    pausing_clock,
     prompt_ids_of,
     require_sound,
     result_of,
     step_rewards,
     traceback_of,
 )
-from holdfast.orchestrator.env.guard import sampling as waiting_for_sample
 from holdfast.orchestrator.env.harness import HarnessEnvironment, request_metrics
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.env.judge import JudgeFailure
@@ -52,10 +53,10 @@ Outcome = list[Rollout] | Dropped
 
 
 class TurnSampler(Protocol):
-    """What samples the turns of sessions: a `Sampler`, or one in another process."""
+    """Samples the turns of sessions: a `Sampler`, or one in another process."""
 
     def check(self) -> None:
-        """Raise what it has failed with, if it has."""
+        """Raise the failure of an engine or of the log, if there is one."""
         ...
 
     async def sample(
@@ -71,10 +72,10 @@ class WorkerCrashed(EnvironmentFailure):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a batch; `affinity` is that of its group, whose sessions begin alike.
+    """One problem of a batch; `affinity` is its group's, whose sessions begin alike.
 
     `environment` is None in a process that leaves it to workers. `number` is the position among all tasks of the
-    environment, where its levels count tasks of their own.
+    environment, of which each level counts its own.
     """
 
     environment: Environment | None
@@ -85,33 +86,28 @@ class Problem:
 
     @property
     def here(self) -> Environment:
-        """The environment, in the process that plays it."""
         assert self.environment is not None
         return self.environment
 
     @property
     def name(self) -> str:
-        """Name of the environment."""
         return self.settings.label
 
     @property
     def task_id(self) -> int:
-        """Position among the tasks of the environment."""
         return self.seed.index if self.number is None else self.number
 
 
 async def run_group(
     problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
 ) -> Outcome:
-    """Return the scored rollouts of `problem` for batch `step`, as many as `config` says, or why there are none.
+    """Return the scored rollouts of `problem` for batch `step`, or why there are none.
 
-    Where a failure may drop the group, its other sessions are played to their end all the same, so that
-    what is counted does not depend on timing.
+    If a failure may drop the group, its other sessions are played to their end all the same, so that the counts do not
+    depend on timing.
 
-    Raises:
-        EnvironmentFailure: the environment raised, broke its contract or took too long, and `on_error` is `stop`.
-        PromptTooLong: the prompt leaves no room within `seq_len`, and `on_error` is `stop`.
-        InferenceError, RunDirError: an engine or the log of generations failed, and the environment let that pass.
+    Raises EnvironmentFailure or PromptTooLong if `on_error` is `stop`; InferenceError or RunDirError if an engine or
+    the log of generations failed, and the environment let that pass.
     """
     sessions: list[Session] = []
     settings = config.rollouts_of(problem.settings)
@@ -138,7 +134,7 @@ async def run_group(
         await _play_all(sessions, task, problem)
         scores = await score_sessions(sessions, task, problem)
     except (EnvironmentFailure, PromptTooLong) as failure:
-        # An engine that failed may have been turned into an error of the environment by its code.
+        # The code of the environment may have turned the failure of an engine into its own.
         sampler.check()
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
@@ -160,7 +156,7 @@ def is_solved(rollout: Rollout, success_reward: float | None) -> bool | None:
 
 
 def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, num_tokens: int = 0) -> Dropped:
-    """Return that a group is left out for `failure`, after `num_sessions` were begun with `num_tokens` in them."""
+    """Return that a group is left out for `failure`."""
     reasons: dict[type[HoldfastError], DropReason] = {
         PromptTooLong: "prompt_too_long",
         CallTimeout: "timeout",
@@ -201,23 +197,14 @@ def _to_rollout(
 def prompt_ids_for(
     task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
 ) -> list[int]:
-    """Return the token ids of the prompt of `task`; none where a harness is to bring it.
+    """Return the token ids of the prompt of `task`; none if a harness brings it.
 
-    Raises:
-        PromptTooLong: it leaves no room for a sampled token within `seq_len`.
-        EnvironmentFailure: it is no task, or no prompt that the chat template takes.
+    Raises PromptTooLong if no sampled token fits after it, EnvironmentFailure if the chat template refuses it.
     """
     if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
         return []
     schemas = tool_use.schemas if tool_use else None
-    token_ids = prompt_ids_of(task, tokenizer, what=context_of(problem), room=seq_len - 1, tools=schemas)
-    if not 1 <= len(token_ids) < seq_len:
-        raise PromptTooLong(
-            f"environment '{problem.name}', task {problem.task_id}: the prompt has {len(token_ids)} tokens; allowed "
-            f"are 1 to {seq_len - 1}, so that one sampled token fits into seq_len = {seq_len}. "
-            "Raise seq_len or shorten the prompts."
-        )
-    return token_ids
+    return prompt_ids_of(task, tokenizer, what=context_of(problem), seq_len=seq_len, tools=schemas)
 
 
 def sample_turn_of(
@@ -227,7 +214,7 @@ def sample_turn_of(
 
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
-        with waiting_for_sample():
+        with pausing_clock():
             return await sampler.sample(
                 token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=problem.affinity
             )
@@ -236,7 +223,6 @@ def sample_turn_of(
 
 
 async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
-    """Play the sessions of a group; a failure is raised at once if it ends the run, else when all have ended."""
 
     async def play(session: Session) -> EnvironmentFailure | None:
         try:
@@ -247,18 +233,14 @@ async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -
             return failure
         return None
 
-    # The first in the order of samples, not of time.
+    # The first failure in the order of samples, not of time.
     for failure in await run_all(play(session) for session in sessions):
         if failure is not None:
             raise failure
 
 
 async def play_session(session: Session, task: Task, problem: Problem) -> None:
-    """Play one session to its end.
-
-    Raises:
-        EnvironmentFailure: `run` raised, sampled nothing, or took too long.
-    """
+    """Play one session to its end. Raises EnvironmentFailure if `run` raised, sampled nothing, or took too long."""
     async with calling_of(problem, "run"):
         try:
             await result_of(problem.here.run(session, task))
@@ -275,10 +257,9 @@ async def play_session(session: Session, task: Task, problem: Problem) -> None:
 
 
 async def score_sessions(sessions: Sequence[Session], task: Task, problem: Problem) -> list[Score]:
-    """Return one checked score for each session of a group; nothing is sampled in them after that.
+    """Return one checked score for each session of a group, which are over then.
 
-    Raises:
-        EnvironmentFailure: `score` raised, took too long, or gave something else.
+    Raises EnvironmentFailure if `score` raised, took too long, or returned something else.
     """
     async with calling_of(problem, "score"):
         found = await result_of(problem.here.score(task, tuple(sessions)))
@@ -297,7 +278,6 @@ def _require_ended(session: Session, problem: Problem, method: str) -> None:
 
 
 def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
-    """Return what a call of a method of the environment is made in."""
     return calling(
         context_of(problem),
         name=f"environment '{problem.name}', task {problem.task_id}",
@@ -308,12 +288,11 @@ def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[Non
 
 
 def context_of(problem: Problem) -> str:
-    """Return how failures of a problem begin."""
+    """Return how the failures of a problem begin."""
     return f"environment '{problem.name}' failed on task {problem.task_id} (seed {problem.seed.number})"
 
 
 def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Join neighbouring spans of one version."""
     merged: list[VersionSpan] = []
     for span in spans:
         if merged and merged[-1].version == span.version and merged[-1].end == span.start:
@@ -323,62 +302,43 @@ def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     return merged
 
 
-# Whose sessions they are, distribution, most tokens, prompt: those that agree on these can share a request.
+# Affinity, distribution, most tokens, prompt: turns with equal keys can share a request.
 _Key = tuple[Affinity, Sampling, int, tuple[int, ...]]
 
 _T = TypeVar("_T")
 
 
 class Sampler:
-    """Samples turns for the sessions of one batch, all by the same weights, those with `weights_digest`.
+    """Samples turns for the sessions of one batch, all by the weights of its log.
 
-    Sessions of a group begin with the same prompt. Those that ask in the same turn of the event loop
-    become one request with one seed each, which the engine prefills once. Which sessions share a
-    request changes nothing in what is sampled, since every sample has its own seed.
-
-    A failure ends the batch, whatever the environment that it was raised in makes of it: see `guard`.
+    Equal prompts that are asked for in the same turn of the event loop become one request with one seed each, which the
+    engine prefills once. Which sessions share a request changes nothing, since every sample has its own seed. A failure
+    ends the batch, whatever the environment makes of it: see `guard`.
     """
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        log: GenerationLog,
-        *,
-        weights_digest: str,
-        stop_token_ids: list[int],
-    ) -> None:
+    def __init__(self, client: InferenceClient, log: GenerationLog) -> None:
         self._client = client
         self._log = log
-        self._weights_digest = weights_digest
-        self._stop_token_ids = stop_token_ids
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
         self._failure = FirstFailure()
         self.num_reused = 0
 
     def check(self) -> None:
-        """Raise what engine or log have failed with, if they have."""
+        """Raise the failure of an engine or of the log, if there is one."""
         self._failure.check()
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, which samples here; cancelled as soon as engine or log have failed.
-
-        Raises:
-            InferenceError, RunDirError: what they failed with; or whatever `work` raises.
-        """
+        """Return the result of `work`, which samples here; cancelled, and the failure raised, if an engine or the log
+        fails."""
         return await self._failure.guard(work)
 
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`.
-
-        Raises:
-            InferenceError: an engine refused, all failed, or they serve other weights again and again.
-            RunDirError: what it sampled cannot be kept.
-        """
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
         if self._failure:
-            await asyncio.sleep(0)  # an environment that asks again and again shall block nobody
+            await asyncio.sleep(0)  # an environment that asks in a loop must not block others
             self.check()
         found = self._log.find(token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed)
         if found is not None:
@@ -389,7 +349,7 @@ class Sampler:
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
-            # At the end of this turn of the loop: who asks until then shares the request.
+            # At the end of this turn of the event loop: turns that are asked for until then share the request.
             loop.call_soon(self._send, key)
         waiting[seed] = loop.create_future()
         return await waiting[seed]
@@ -398,7 +358,7 @@ class Sampler:
         """Cancel what is still in flight, and close the log of generations."""
         for request in self._requests:
             request.cancel()
-        # Before the log closes: what is in flight appends to it.
+        # Before the log closes: requests in flight append to it.
         await asyncio.gather(*self._requests, return_exceptions=True)
         self._log.close()
 
@@ -417,8 +377,8 @@ class Sampler:
                 token_ids=token_ids,
                 seeds=seeds,
                 max_tokens=max_tokens,
-                stop_token_ids=self._stop_token_ids,
-                weights_digest=self._weights_digest,
+                stop_token_ids=self._log.header.stop_token_ids,
+                weights_digest=self._log.header.weights_digest,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -426,7 +386,7 @@ class Sampler:
             )
             choices = await self._client.generate(request, affinity=affinity)
             moved()
-            # Kept before any session sees it: what an environment acted on is found again after a kill.
+            # Before any session sees it: a killed run must find every answer that an environment acted on.
             self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             if isinstance(error, Exception):
@@ -450,21 +410,22 @@ async def play_here(
     problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
 ) -> Outcome:
     """Return what `run_group` does, which is called again if a process of the environment's own was killed."""
-    remembering, killed = Remembering(sampler), Killed(problem)
+    remembering = Remembering(sampler)
     try:
-        while True:
+        for num_killed in itertools.count(1):
             try:
                 return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=remembering)
             except ProcessKilled as error:
                 sampler.check()
-                if (failure := killed.count(str(error))) is not None:
-                    return fail(problem, failure)
+                if given_up := play_again(problem, num_killed, str(error)):
+                    return given_up
+        raise AssertionError("the loop has no end")
     finally:
         remembering.close()
 
 
 class Remembering:
-    """Samples each turn of a group once, however often the group is played; also one that is asked for at a death."""
+    """Samples each turn of a group once, however often the group is played."""
 
     def __init__(self, sampler: TurnSampler) -> None:
         self._sampler = sampler
@@ -474,7 +435,6 @@ class Remembering:
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return one continuation of `token_ids`."""
         key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
         if key not in self._turns:
             asked = self._sampler.sample(
@@ -484,30 +444,21 @@ class Remembering:
         return await asyncio.shield(self._turns[key])
 
     def check(self) -> None:
-        """Raise what an engine has failed with, if one has."""
         self._sampler.check()
 
     def close(self) -> None:
-        """Let nothing more be sampled for the group."""
+        """Sample nothing more for the group."""
         for turn in self._turns.values():
             if not turn.cancel() and not turn.cancelled():
                 turn.exception()  # known to the sampler
 
 
-class Killed:
-    """How often a process of an environment's own was killed from outside while `problem` was played."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._number = 0
-
-    def count(self, told: str) -> EnvironmentFailure | None:
-        """Say that the group is played again; return a failure if that has been in vain too often."""
-        self._number += 1
-        if self._number > MOST_KILLED:
-            return EnvironmentFailure(f"{told}, {self._number} times in a row")
-        _log.warning("%s: the group is played again", told)
-        return None
+def play_again(problem: Problem, num_killed: int, told: str) -> Outcome | None:
+    """Say that a group is played again after a kill from outside; drop it, or raise, if that has been in vain."""
+    if num_killed > MOST_KILLED:
+        return fail(problem, EnvironmentFailure(f"{told}, {num_killed} times in a row"))
+    _log.warning("%s: the group is played again", told)
+    return None
 
 
 def fail(problem: Problem, failure: EnvironmentFailure) -> Dropped:

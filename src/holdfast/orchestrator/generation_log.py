@@ -1,17 +1,14 @@
 """What the engines sampled for the batch in progress, kept so that a killed orchestrator asks for nothing twice.
 
-One log per batch beside the journal, `rollouts/generations_N.log`, one record per answer: see
-`holdfast.run.record_log` for the frame and docs/files.md for a program that reads one. The first record is a
-header, the others are answers; both are msgpack maps whose keys are the attributes of `Header` and
-`Answer`. An answer is found again by everything that a sampled token depends on (digest of the weights,
-prompt, seed, distribution, limits), and by nothing else: after a restart the environments run again, with whatever
-code they have then, and get the same answers.
+The log of a batch is `rollouts/generations_N.log`, one record per answer: see `holdfast.run.record_log` for the frame
+and docs/files.md for a program that reads it. The records are msgpack maps with the attributes of `Header` and
+`Answer`. The key of an answer is everything that a sampled token depends on (digest of the weights, prompt, seed,
+distribution, limits): after a restart the environments run again, and get the same answers.
 
-When an answer counts as finished: as soon as it is in the page cache, before it is durable. A killed
-process loses nothing then. A power cut may lose the answers of the last moments, and nothing that is
-durable can depend on one of them: batch N becomes visible only with all its rollouts in it and
-synced by itself, and a later turn is found again only behind the very tokens that its prompt holds. So a
-lost answer costs sampling it again with the same seed, and nobody needs to wait for the disk.
+An answer counts as soon as it is in the page cache, so a killed process loses nothing. A power cut may lose the last
+answers, and nothing durable depends on one: batch N becomes visible only with all its rollouts in it, and the prompt of
+a later turn holds the tokens of the earlier ones. So a lost answer costs sampling it again with the same seed, and
+nobody needs to wait for the disk.
 """
 
 from __future__ import annotations
@@ -36,15 +33,7 @@ _FORMAT = 5
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """First record: what all answers of the log were sampled with.
-
-    Attributes:
-        format: of the log.
-        step: of the batch.
-        weights_digest: of the policy.
-        stop_token_ids: what ends a turn.
-        teacher_digest: of the teacher whose judgements the log holds.
-    """
+    """First record: what all answers of the log were sampled with."""
 
     format: int
     step: int
@@ -54,14 +43,12 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct):
-    """One answer of an engine, or the judgement of a teacher.
+    """One answer of an engine, or the log-probabilities of a teacher.
 
     Attributes:
         prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
-        sampling: the distribution that was sampled from; of a judgement, that of which the log-probabilities are.
-        max_tokens: most tokens that were asked for; 0 for a judgement, whose one completion has no tokens, and
-            as `logprobs` those of the prompt.
-        seeds: of the samples.
+        max_tokens: the limit of the request; 0 for a teacher, whose one completion has no tokens, and as `logprobs`
+            those of the prompt.
         completions: one per seed.
     """
 
@@ -76,22 +63,14 @@ _decode = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed).decode
 
 
 def decode_answer(payload: bytes) -> Answer:
-    """Return the answer in a record of a log, any but the first.
-
-    Raises:
-        msgspec.DecodeError: it is no answer.
-    """
+    """Return the answer in a record of a log, any but the first. Raises msgspec.DecodeError."""
     return _decode(payload)
 
 
 class GenerationLog:
     """Append-only log of finished generations of one batch, indexed in memory.
 
-    Args:
-        vocab_size: how many token ids the model has; None where that is not known.
-
-    Raises:
-        RunDirError: the file cannot be read or written.
+    Raises RunDirError if the file cannot be read or written.
     """
 
     def __init__(
@@ -106,8 +85,7 @@ class GenerationLog:
     ) -> None:
         self._vocab_size = vocab_size
         self.path = run_dir.generations(step)
-        self._step = step
-        self._header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
+        self.header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
         self._found: dict[tuple[str, Sampling, int, int], Completion] = {}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
         try:
@@ -115,10 +93,10 @@ class GenerationLog:
             self._records = RecordLog(self.path, valid_bytes=valid_bytes)
         except OSError as error:
             raise self._unwritable(error) from error
-        # A new log, or one of something else, which was cut to nothing.
+        # A new log, or the log of something else, which was emptied.
         if valid_bytes == 0:
             try:
-                self._append(self._header)
+                self._append(self.header)
             except RunDirError:
                 self._records.close()
                 raise
@@ -138,11 +116,7 @@ class GenerationLog:
         seeds: Sequence[int],
         completions: Sequence[Completion],
     ) -> None:
-        """Keep an answer. A few kilobytes into the page cache, so this may run on the event loop.
-
-        Raises:
-            RunDirError: it cannot be written, such as to a full disk.
-        """
+        """Keep an answer: a few kilobytes into the page cache. Raises RunDirError if it cannot be written."""
         self._append(Answer(_prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
 
     def close(self) -> None:
@@ -157,12 +131,12 @@ class GenerationLog:
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
-            f"finished generations of batch {self._step} cannot be kept in {self.path}: {error.strerror or error}. "
+            f"generations of batch {self.header.step} cannot be kept in {self.path}: {error.strerror or error}. "
             "Mend that and start again: the run goes on behind what is there."
         )
 
     def _load(self) -> int:
-        """Index the whole records of the file; return where they end. A log of something else counts as empty."""
+        """Index the records of the file; return where they end. A log of something else counts as empty."""
         if not self.path.exists():
             return 0
         payloads, damages = read_records(self.path)
@@ -174,19 +148,16 @@ class GenerationLog:
         if damages and damages[0].record == 0:
             _log.warning("%s has lost its header; its batch is sampled anew", self.path)
             return 0
-        if payloads[0] != self._encoder.encode(self._header):
+        if payloads[0] != self._encoder.encode(self.header):
             _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
             return 0
         problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
         if problems:
             _log.warning(
-                "%s: %d of %d answers cannot be right and are asked for again; the first: %s",
-                self.path,
-                len(problems),
-                len(payloads) - 1,
-                problems[0],
+                f"{self.path}: {len(problems)} of {len(payloads) - 1} answers cannot be right and are asked for again; "
+                f"the first: {problems[0]}"
             )
-        # Damage in the middle stays: cutting there would lose the whole answers behind it.
+        # Damage in the middle stays: a cut would lose the answers after it.
         return whole_bytes(self.path, damages)
 
     def _index(self, payload: bytes) -> str | None:
@@ -207,7 +178,7 @@ class GenerationLog:
     def _problem(self, completion: Completion, max_tokens: int) -> str | None:
         if max_tokens == 0:
             return problem_of_logprobs("logprobs", completion.logprobs)
-        stops = self._header.stop_token_ids
+        stops = self.header.stop_token_ids
         return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
 
 

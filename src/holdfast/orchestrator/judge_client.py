@@ -1,13 +1,13 @@
 """Asks judges for the environments of a process and of all its workers, and keeps every reply.
 
-One `Desk` per process returns a kept reply, or else asks the judge once. So two environments that ask the same thing at
-the same time cause one request, and a limit of requests per minute holds for the run. See
-docs/decisions.md. `JudgeQueue` holds the limits of one judge.
+One `JudgeClient` per process returns a kept reply, or else asks the judge once: two environments that ask the same
+thing at the same time cause one request, and limits per minute hold for the run. `JudgeQueue` has the limits of one
+judge.
 
-`ReplyLog` stores replies by request: `judgements.log` of a run, `answers.log` of an evaluation. The file has a header
-and one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. Every later attempt finds a reply by
-its request alone, at any step, so nobody pays for a reply twice. A reply is in the page cache before anything uses it,
-so a killed process loses none. A power cut may lose the replies of the last moments; the run asks for them again.
+`ReplyLog` stores replies by request in `judgements.log` of a run or an evaluation. The file
+has one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. A later attempt finds a reply by its
+request, at any step, so nobody pays twice. A reply is in the page cache before anything uses it, so a killed process
+loses none; after a power cut the run may ask for the last ones again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import msgspec
 from holdfast.errors import HoldfastError, RunDirError, printable
 from holdfast.orchestrator.client.http import Unavailable, retry_after_s
 from holdfast.orchestrator.client.pool import EngineLost, RetryPolicy, asked_pause_s
-from holdfast.orchestrator.env.guard import sampling
+from holdfast.orchestrator.env.guard import pausing_clock
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
 from holdfast.orchestrator.tasks import FirstFailure
 from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, moved
-from holdfast.protocol.inference import ChatCall, ChatReply, read_key
+from holdfast.protocol.inference import ChatReply, read_key
 from holdfast.run.record_log import RecordLog, read_records, whole_bytes
 
 if TYPE_CHECKING:
@@ -42,25 +42,8 @@ _MOST_BYTES = 1 << 24
 """Of an answer: what is longer is no chat completion that anybody asked for."""
 
 
-class ChatRefused(Exception):
-    """A server refuses a request; asking again does not help."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-class NoChatCompletion(Exception):
-    """A server answered with something else."""
-
-
-class _Call(msgspec.Struct):
-    function: ChatCall
-
-
 class _Message(msgspec.Struct):
     content: str | None = None
-    tool_calls: list[_Call] | None = None
 
 
 class _ReplyChoice(msgspec.Struct):
@@ -72,90 +55,84 @@ class _ChatCompletion(msgspec.Struct):
     choices: list[_ReplyChoice]
 
 
-class ChatClient:
-    """Asks any number of servers, without a limit of its own to how many requests at once."""
-
-    def __init__(self) -> None:
-        import httpx  # takes 0.1 s, and most runs ask no judge
-
-        # The time is that of a whole answer, of which httpx bounds each piece only.
-        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._client.aclose()
-
-    async def ask(self, url: str, body: bytes, *, key: str | None, timeout_s: float) -> ChatReply:
-        """Return what the server says to a request.
-
-        Args:
-            url: with `/chat/completions` at its end.
-            key: sent with it, and not repeated in any message; None: none is.
-            timeout_s: within which the whole answer must come.
-
-        Raises:
-            Unavailable: the server is busy, fails or cannot be reached: asking again may help.
-            ChatRefused: it refuses.
-            NoChatCompletion: it was reached, and what it sent cannot be read.
-        """
-        import httpx
-
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        what = f"POST {url}"
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream("POST", url, content=body, headers=headers) as answer,
-            ):
-                content = await _read(answer, what)
-        except TimeoutError:
-            raise Unavailable(f"{what} had no answer within {timeout_s:g} s (timeout_s)") from None
-        except httpx.TransportError as error:
-            raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
-        except httpx.RequestError as error:
-            raise NoChatCompletion(f"{what}: {type(error).__name__} {error}".rstrip()) from None
-        if answer.is_success:
-            return _decode(content, what)
-        told = content.decode(errors="backslashreplace")
-        told = printable(told.replace(key, "...") if key else told)[:500]  # some repeat the key
-        reason = f"{what} was answered {answer.status_code}: {told}"
-        if answer.status_code in (408, 429) or answer.status_code >= 500:
-            raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
-        raise ChatRefused(reason, answer.status_code)
+class JudgeDenied(HoldfastError):
+    """A judge lets nobody in: its key is wrong, or there is no such model. The run ends."""
 
 
-async def _read(answer: httpx.Response, what: str) -> bytes:
+def new_client() -> httpx.AsyncClient:
+    """Return a client for any number of requests at once."""
+    import httpx  # takes 0.1 s, and most runs ask no judge
+
+    # httpx only bounds each piece of an answer.
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+
+
+async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatReply:
+    """Return the reply to a request; `timeout_s` bounds the whole answer, and the key is in no message.
+
+    Raises:
+        Unavailable: the judge is busy, fails or cannot be reached.
+        JudgeFailure: it refuses, or its answer is not a chat completion.
+        JudgeDenied: the key is wrong, or there is no such model.
+    """
+    import httpx
+
+    what = f"judge: POST {request.url}"
+    key = read_key(request.api_key_env) if request.api_key_env else None
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     content = bytearray()
-    async for piece in answer.aiter_bytes():
-        content += piece
-        if len(content) > _MOST_BYTES:
-            raise NoChatCompletion(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
-    return bytes(content)
+    try:
+        async with (
+            asyncio.timeout(request.timeout_s),
+            client.stream("POST", request.url, content=request.body, headers=headers) as answer,
+        ):
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > _MOST_BYTES:
+                    raise _unreadable(f"{what} was answered with more than {_MOST_BYTES} bytes; the rest is not read")
+    except TimeoutError:
+        raise Unavailable(f"{what} had no answer within {request.timeout_s:g} s (timeout_s)") from None
+    except httpx.TransportError as error:
+        raise Unavailable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+    except httpx.RequestError as error:
+        raise _unreadable(f"{what}: {type(error).__name__} {error}".rstrip()) from None
+    if answer.is_success:
+        return _decode(bytes(content), what)
+    told = content.decode(errors="backslashreplace")
+    told = printable(told.replace(key, "...") if key else told)[:500]  # some repeat the key
+    status, reason = answer.status_code, f"{what} was answered {answer.status_code}: {told}"
+    if status in (408, 429) or status >= 500:
+        raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
+    if status in (401, 403):
+        hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
+        raise JudgeDenied(f"{reason}. {hint}")
+    if status == 404:
+        raise JudgeDenied(f"{reason}. Check `model`, and that `url` is what comes before /chat/completions")
+    raise JudgeFailure(reason, reason="judge_refused")
+
+
+def _unreadable(message: str) -> JudgeFailure:
+    return JudgeFailure(message, reason="judge_unreadable")
 
 
 def _decode(content: bytes, what: str) -> ChatReply:
     try:
         found = msgspec.json.decode(content, type=_ChatCompletion)
     except (ValueError, RecursionError) as error:
-        raise NoChatCompletion(f"{what} was answered with what is no chat completion: {error}") from None
+        raise _unreadable(f"{what} was answered with what is no chat completion: {error}") from None
     if len(found.choices) != 1:
-        raise NoChatCompletion(f"{what} was answered with {len(found.choices)} choices, asked for was one")
+        raise _unreadable(f"{what} was answered with {len(found.choices)} choices, asked for was one")
     [choice] = found.choices
-    calls = tuple(call.function for call in choice.message.tool_calls or ())
-    return ChatReply(choice.message.content or "", choice.finish_reason or "stop", calls)
+    return ChatReply(choice.message.content or "", choice.finish_reason or "stop")
 
 
 _TELL_AGAIN_S = 30.0
 
 
-class JudgeDenied(HoldfastError):
-    """A judge lets nobody in: its key is wrong, or there is no such model. Nothing can be scored, so the run ends."""
-
-
 class JudgeQueue:
-    """Asks one judge; the limits are those of the request that it is made for, and of all that share it."""
+    """Asks one judge, within the limits of the request that it is made for."""
 
-    def __init__(self, client: ChatClient, request: JudgeRequest) -> None:
+    def __init__(self, client: httpx.AsyncClient, request: JudgeRequest) -> None:
         self._client = client
         self._slots = asyncio.Semaphore(request.max_concurrency)
         self._between_s = 60.0 / request.requests_per_minute if request.requests_per_minute else 0.0
@@ -166,27 +143,25 @@ class JudgeQueue:
 
     @staticmethod
     def name_of(request: JudgeRequest) -> tuple[object, ...]:
-        """Return what requests of one queue have alike: the server, and its limits."""
+        """Return what requests of one queue have in common: the server, and its limits."""
         return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, asked again while the judge is busy or away.
 
-        Raises:
-            JudgeFailure: it is so for too long, refuses, or gives no chat completion.
-            JudgeDenied: the key is wrong, or there is no such model.
+        Raises JudgeFailure if it is so for too long, refuses, or gives no chat completion; JudgeDenied.
         """
         queued_at = awake_s()
         async with self._slots:
             attempts, failing_since = RetryPolicy(request.retry_for_s, key="retry_for_s"), math.inf
             while True:
                 await self._take_turn()
-                # Others have tried for as long as this one may, while it waited for its turn.
+                # Other requests have given up on this judge since this one was queued.
                 if self._given_up is not None and self._given_up[0] > queued_at:
                     raise self._given_up[1]
                 began_at = awake_s()
                 try:
-                    reply = await self._ask_once(request)
+                    reply = await ask_once(self._client, request)
                 except Unavailable as failure:
                     failing_since = min(failing_since, began_at)
                     await self._wait(failure, attempts, request, since=failing_since)
@@ -212,104 +187,55 @@ class JudgeQueue:
             attempts.count(failure, url=request.url)
         except EngineLost as lost:
             gone = JudgeFailure(f"judge at {lost}", reason="judge_away")
-            if self._answered_at < since:  # it is not this request alone
+            if self._answered_at < since:  # no other request was answered meanwhile
                 self._given_up = (awake_s(), gone)
             raise gone from None
-        # A server that asks for a pause asks everybody.
+        # The pause holds for all requests to this judge.
         self._next_at = max(self._next_at, awake_s() + asked_pause_s(failure))
         await attempts.pause(failure)
 
-    async def _ask_once(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply.
 
-        Raises:
-            Unavailable: the judge is busy, fails or cannot be reached.
-            JudgeFailure, JudgeDenied: as `ask`.
-        """
-        key = read_key(request.api_key_env) if request.api_key_env else None
-        try:
-            return await self._client.ask(request.url, request.body, key=key, timeout_s=request.timeout_s)
-        except NoChatCompletion as error:
-            raise JudgeFailure(f"judge: {error}", reason="judge_unreadable") from None
-        except ChatRefused as refusal:
-            if refusal.status in (401, 403):
-                hint = f"Is the key in {request.api_key_env} right?" if key else "Name its key with api_key_env."
-                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
-            if refusal.status == 404:
-                hint = "Check `model`, and that `url` is what comes before /chat/completions"
-                raise JudgeDenied(f"judge: {refusal}. {hint}") from None
-            raise JudgeFailure(f"judge: {refusal}", reason="judge_refused") from None
-
-
-_FORMAT = 1
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """First record of the file."""
-
-    format: int
-
-
-class Replied(msgspec.Struct, frozen=True):
-    """Any other record.
-
-    Attributes:
-        request: a hash of all that decides the reply.
-        reply: to it.
-    """
+class Replied(msgspec.Struct, frozen=True, tag="reply_1"):
+    """One record; `request` is a hash of everything that decides the reply. The tag is the version of the format."""
 
     request: str
     reply: ChatReply
 
 
 class ReplyLog:
-    """Replies by request: in memory, and in a file if there is one.
+    """Replies by request: in memory, and in a file, which the first reply makes; `path` None: no file.
 
-    Args:
-        begins: make the file at once, not with the first reply.
-
-    Raises:
-        RunDirError: the file cannot be read or written, or is of another format.
+    Raises RunDirError if the file cannot be read or written.
     """
 
-    def __init__(self, path: Path | None, *, begins: bool = False) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._replies: dict[str, ChatReply] = {}
         self._records: RecordLog | None = None
         try:
-            if path is not None and (begins or path.exists()):
-                self._open(path, self._load(path) if path.exists() else 0)
+            if path is not None and path.exists():
+                self._records = RecordLog(path, valid_bytes=self._load(path))
         except OSError as error:
             raise self._unwritable(error) from error
 
     def find(self, request: str) -> ChatReply | None:
-        """Return the reply to a request, or None."""
         return self._replies.get(request)
 
     def append(self, request: str, reply: ChatReply) -> None:
-        """Keep a reply.
-
-        Raises:
-            RunDirError: it cannot be written, such as to a full disk.
-        """
+        """Keep a reply. Raises RunDirError if it cannot be written."""
         try:
             if self._records is None and self._path is not None:
-                self._open(self._path, 0)
+                self._records = RecordLog(self._path, valid_bytes=0)
             if self._records is not None:
                 self._records.append(msgspec.msgpack.encode(Replied(request, reply)))
         except OSError as error:
             raise self._unwritable(error) from error
         self._replies[request] = reply
 
-    def close(self, *, wait: bool = False) -> None:
-        """Close the file; a thread makes the rest of it durable, which `wait` waits for."""
+    def close(self) -> None:
+        """Close the file; a thread makes the rest of it durable."""
         if self._records is not None:
-            self._records.close(wait=wait)
-
-    def _open(self, path: Path, valid_bytes: int) -> None:
-        self._records = RecordLog(path, valid_bytes=valid_bytes)
-        if valid_bytes == 0:
-            self._records.append(msgspec.msgpack.encode(_Header(_FORMAT)))
+            self._records.close()
 
     def _load(self, path: Path) -> int:
         """Index the file; return how much of it is whole."""
@@ -317,10 +243,7 @@ class ReplyLog:
         for damage in damages:
             _log.warning("%s: %s; what it held is asked for again", path, damage)
         num_unknown = 0
-        for number, payload in enumerate(payloads):
-            if number == 0 and not (damages and damages[0].record == 0):
-                self._require_format(path, payload)
-                continue
+        for payload in payloads:
             try:
                 replied = msgspec.msgpack.decode(payload, type=Replied)
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -330,14 +253,6 @@ class ReplyLog:
         if num_unknown:
             _log.warning("%s: %d records are no replies; what they held is asked for again", path, num_unknown)
         return whole_bytes(path, damages) if payloads else 0
-
-    def _require_format(self, path: Path, payload: bytes) -> None:
-        try:
-            found = msgspec.msgpack.decode(payload, type=_Header).format
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RunDirError(f"{path} is no log of replies ({error}): move it away") from None
-        if found != _FORMAT:
-            raise RunDirError(f"{path} has format {found}, this version reads {_FORMAT}: move it away, or start anew")
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
@@ -349,29 +264,20 @@ class ReplyLog:
 _T = TypeVar("_T")
 
 
-class Desk:
-    """Asks judges and keeps what they say.
-
-    Args:
-        path: of the log; None: replies are kept in memory, for as long as the desk is there.
-
-    Raises:
-        RunDirError: the log cannot be read or written.
-    """
+class JudgeClient:
+    """Asks judges and keeps their replies in the log at `path`; None: in memory."""
 
     def __init__(self, path: Path | None) -> None:
         self._log = ReplyLog(path)
         self._asking: dict[str, asyncio.Task[ChatReply]] = {}
         self._queues: dict[tuple[object, ...], JudgeQueue] = {}
-        self._client: ChatClient | None = None
+        self._client: httpx.AsyncClient | None = None
         self._failure = FirstFailure()
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`; the clock of the environment's call stands meanwhile.
 
-        Raises:
-            JudgeFailure: there is none.
-            JudgeDenied, RunDirError: nothing can be asked, or kept.
+        Raises JudgeFailure if there is none; JudgeDenied or RunDirError if nothing can be asked, or kept.
         """
         self._failure.check()
         key = request.key
@@ -380,32 +286,27 @@ class Desk:
         if key not in self._asking:
             asking = self._asking[key] = asyncio.create_task(self._ask(request, key))
             asking.add_done_callback(lambda done: self._end(key, done))
-        with sampling():
-            # Shielded: whoever asked may be gone, such as a worker that is killed, and the reply is kept all the same.
+        with pausing_clock():
+            # Shielded: the reply is kept even if the asker, such as a killed worker, is gone.
             return await asyncio.shield(self._asking[key])
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, whose environments ask here; cancelled as soon as nothing can be asked or kept.
-
-        Raises:
-            JudgeDenied, RunDirError: why; or whatever `work` raises.
-        """
+        """Return the result of `work`; cancelled, and the reason raised, as soon as nothing can be asked or kept."""
         return await self._failure.guard(work)
 
     async def close(self) -> None:
-        """Ask no more."""
         for asking in (waiting := list(self._asking.values())):
             asking.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         if self._client is not None:
-            await self._client.close()
+            await self._client.aclose()
         self._log.close()
 
     async def _ask(self, request: JudgeRequest, key: str) -> ChatReply:
         try:
             reply = await self._queue(request).ask(request)
             moved()
-            # Kept before anybody sees it: what was scored is scored alike after a kill.
+            # Before anybody sees it: after a kill the same reply scores again.
             self._log.append(key, reply)
         except (JudgeDenied, RunDirError) as error:
             self._failure.set(error)
@@ -414,7 +315,7 @@ class Desk:
 
     def _queue(self, request: JudgeRequest) -> JudgeQueue:
         if self._client is None:
-            self._client = ChatClient()
+            self._client = new_client()
         name = JudgeQueue.name_of(request)
         if name not in self._queues:
             self._queues[name] = JudgeQueue(self._client, request)
@@ -423,33 +324,22 @@ class Desk:
     def _end(self, key: str, done: asyncio.Task[ChatReply]) -> None:
         del self._asking[key]
         if not done.cancelled():
-            done.exception()  # known to all who wait, if anybody does
+            done.exception()  # so that asyncio does not report it as never retrieved
 
 
 @asynccontextmanager
-async def judging(path: Path | None = None) -> AsyncIterator[Desk]:
-    """Let environments ask judges outside a run: `async with judging(): ...`.
-
-    Args:
-        path: the file that keeps replies. None: they are kept in memory.
-
-    Raises:
-        RunDirError: the file cannot be read or written.
-    """
-    desk = Desk(path)
-    token = JUDGES.set(desk)
+async def judging(path: Path | None = None) -> AsyncIterator[JudgeClient]:
+    """Let the environments of this context ask judges; replies are kept in the log at `path`, or in memory."""
+    judges = JudgeClient(path)
+    token = JUDGES.set(judges)
     try:
-        yield desk
+        yield judges
     finally:
         JUDGES.reset(token)
-        await desk.close()
+        await judges.close()
 
 
 async def guarded(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`; where judges are asked, it ends as soon as nothing can be asked or kept.
-
-    Raises:
-        JudgeDenied, RunDirError: why; or whatever `work` raises.
-    """
-    desk = JUDGES.get(None)
-    return await (desk.guard(work) if isinstance(desk, Desk) else work)
+    """Return the result of `work`; if judges are asked, it ends as soon as nothing can be asked or kept."""
+    judges = JUDGES.get(None)
+    return await (judges.guard(work) if isinstance(judges, JudgeClient) else work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -21,13 +21,7 @@ STATE_FORMAT = 1
 
 
 class LevelState(msgspec.Struct, kw_only=True):
-    """One level of a curriculum.
-
-    Attributes:
-        next_task: index of the level's task that comes next.
-        rewards: mean reward of each of its latest groups.
-        variances: population variance of the rewards within each of them.
-    """
+    """One level of a curriculum: mean rewards of its latest groups, and population variances within them."""
 
     next_task: int = 0
     rewards: list[float] = []
@@ -35,13 +29,7 @@ class LevelState(msgspec.Struct, kw_only=True):
 
 
 class CurriculumState(msgspec.Struct, kw_only=True):
-    """Where a curriculum is.
-
-    Attributes:
-        digest: of the environment's arguments, and those of the levels.
-        level: which of them tasks are drawn from behind gates.
-        levels: what is known of each.
-    """
+    """Where a curriculum is; `digest` is of the arguments of the environment and its levels."""
 
     digest: str
     level: int = 0
@@ -52,11 +40,10 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
     """Position in one environment.
 
     Attributes:
-        next_task: index of the task that comes next.
         weight: integer share of the mix that `credit` counts in.
         credit: what the mix owes this environment, in units of one over the sum of weights.
         group_size: rollouts of each problem of the last batch.
-        curriculum: where its curriculum is, or was when it had one; None if it never had.
+        curriculum: None if it never had one.
     """
 
     next_task: int = 0
@@ -67,18 +54,14 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):
-    """The orchestrator's state after it produced batch `step`.
+    """The state after batch `step` (0 before the first); counters are since the start of the run.
 
     Attributes:
-        step: the batch that was produced last; 0 before the first.
-        problems: problems that were drawn since the start of the run, those of dropped groups too.
-        rollouts: their rollouts.
-        tokens: tokens of those, prompts included.
+        problems: problems that were drawn, also those of dropped groups; `rollouts` and `tokens` are theirs.
         sampled_tokens: tokens of the batches that the policy sampled.
         teacher_digest: of the teacher's weights; empty without a teacher.
         dropped: what of problems, rollouts and tokens is in no batch, by reason.
-        environments: position in every environment, by name.
-        evaluated_version: the policy version whose evaluation came with a batch last; -1: none did.
+        evaluated_version: the policy version that was evaluated last; -1: none.
     """
 
     format: int = STATE_FORMAT
@@ -102,11 +85,8 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
 
 
 def read_state(path: Path, *, step: int) -> OrchestratorState:
-    """Return the state in `path`, which must be the one after batch `step`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another format, or of another step.
-    """
+    """Return the state in `path`, which must be after batch `step`. Raises CheckpointError if it is not, or is
+    damaged."""
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
     except FileNotFoundError:
@@ -133,14 +113,14 @@ def stable_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class TaskSeed:
-    """The seed of one task of an environment.
+    """Names one task of an environment's endless sequence, and seeds it.
 
     Attributes:
-        run_seed: the run's setting `seed`.
-        environment: the environment's name. Two environments of one class get different seeds.
-        index: the task's number, from 0.
-        held_out: whether the task is of an evaluation. Its seed is 2**63 or above, and seeds of training are below.
-        level: the level of the environment's curriculum. Each level has its own tasks. None without a curriculum.
+        run_seed: `seed` of the run.
+        environment: its name, so that two of a kind differ.
+        index: position in the sequence, from 0.
+        held_out: a task of an evaluation, whose seeds no training has.
+        level: of the environment's curriculum, each of which has a sequence of its own. None without one.
     """
 
     run_seed: int
@@ -151,11 +131,11 @@ class TaskSeed:
 
     @property
     def number(self) -> int:
-        """An integer for other generators: below 2**63 in training, from 2**63 to 2**64 - 1 in evaluations."""
+        """The seed of this task: below 2**63 in training, from there on and below 2**64 if it is held out."""
         return self._number("task", self.index)
 
     def random(self) -> random.Random:
-        """Return the random generator of this task. Each call returns the same object."""
+        """Return the generator of this seed, the same at every call: draws go on after the last one."""
         return self._generator
 
     @cached_property
@@ -168,8 +148,13 @@ class TaskSeed:
         return replace(self)
 
     def shared(self, *parts: int | str) -> int:
-        """Return a number that all tasks of this environment share, such as one for each epoch."""
+        """Return a seed that all tasks of this environment share, such as one for each epoch."""
         return self._number("shared", *parts)
+
+    def row(self, num_rows: int) -> int:
+        """Return which of `num_rows` rows this task is: each comes once per epoch, in a new order each time."""
+        epoch, position = divmod(self.index, num_rows)
+        return _order_of_rows(self.shared("epoch", epoch), num_rows)[position]
 
     def _number(self, kind: str, *parts: int | str) -> int:
         if self.level is not None:
@@ -177,6 +162,13 @@ class TaskSeed:
         if self.held_out:
             return _HELD_OUT + stable_seed(f"held-out {kind}", self.run_seed, self.environment, *parts)
         return stable_seed(kind, self.run_seed, self.environment, *parts)
+
+
+@lru_cache(maxsize=16)
+def _order_of_rows(seed: int, num_rows: int) -> list[int]:
+    order = list(range(num_rows))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def request_seed(task: TaskSeed, *, step: int, sample_index: int, turn: int) -> int:

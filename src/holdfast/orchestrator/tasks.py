@@ -23,7 +23,6 @@ class FreezeTolerantLoop(asyncio.SelectorEventLoop):
     """An event loop whose deadlines stand still while the process is frozen: nobody could have met them."""
 
     def time(self) -> float:
-        """Return the time that `call_later` and `asyncio.timeout` go by."""
         return awake_s()
 
 
@@ -33,19 +32,17 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(item) for item in work]
     except BaseExceptionGroup as failures:
-        first = _first(failures)
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    # Outside of `except`: else the group would be its context, and be printed with it.
+    # Outside of `except`: else the traceback would show the group, too.
     raise first
 
 
 class SessionSlots:
-    """Lets whole groups through while their sessions have room, in the order in which they came.
-
-    Args:
-        most: sessions in flight at once; no group may be larger.
-    """
+    """Lets whole groups through while their sessions have room, in the order in which they came."""
 
     def __init__(self, most: int) -> None:
         self._slots = asyncio.Semaphore(most)
@@ -53,10 +50,10 @@ class SessionSlots:
 
     @asynccontextmanager
     async def taking(self, size: int) -> AsyncIterator[None]:
-        """Wait for room for a group of `size` sessions, which is given back at the end of the context."""
+        """Wait for room for a group of `size` sessions, at most `most`; the end of the context gives it back."""
         taken = 0
         try:
-            # One group at a time takes slots: two that each hold some could wait for one another.
+            # One group at a time takes slots: else two groups could wait for each other.
             async with self._turn:
                 while taken < size:
                     await self._slots.acquire()
@@ -68,24 +65,21 @@ class SessionSlots:
 
 
 class FirstFailure:
-    """The first failure of what some work uses: it ends that work, whatever the work makes of it."""
+    """The first failure of something that work depends on: it ends that work, whatever the work makes of it."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
         self._has_failed = asyncio.Event()
 
     def set(self, failure: Exception) -> None:
-        """Note a failure, unless there is one."""
         if self._failure is None:
             self._failure = failure
             self._has_failed.set()
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise it, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -94,12 +88,12 @@ class FirstFailure:
         working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
         try:
             await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            # First: the failure counts for more than what the work made of it.
+            # First: the failure counts more than the result of the work.
             self.check()
             return working.result()
         finally:
             for one in (working, failing):
-                # Cancelled and awaited: nothing of it may go on behind.
+                # Cancelled and awaited: nothing of it may continue.
                 one.cancel()
             await asyncio.gather(working, failing, return_exceptions=True)
 
@@ -120,27 +114,15 @@ async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
     try:
         await working
     except asyncio.CancelledError:
-        # Cancelled by somebody else: that is no clean end.
+        # Cancelled by somebody else: not a clean end.
         if not stopped:
             raise
         report("stopped")
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    failure: BaseException = failures
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
-
-
 @contextmanager
 def phase(name: str, *, version: int | None = None) -> Iterator[None]:
-    """Have an `InferenceError` say in which phase of the orchestrator it came.
-
-    Args:
-        name: of the phase, such as `waiting for weights`.
-        version: the policy version that it is about; None while there is none.
-    """
+    """Have an `InferenceError` name the phase of the orchestrator, and the policy version that it is about."""
     moved(doing=name)
     try:
         yield

@@ -18,13 +18,9 @@ from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Rollout, TokenI
 
 
 async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
-    """Take what all servers that are there serve as what all must always serve, and return its digest.
+    """Return the digest of the weights that all servers serve, and accept nothing else from now on.
 
-    Args:
-        key: of their section in the orchestrator's configuration, for errors.
-
-    Raises:
-        InferenceError: a server has no weights, or two serve different ones.
+    Raises InferenceError, with the section `key` of the servers, if one has no weights, or two serve different ones.
     """
     found: dict[Engine, ServedWeights] = {}
 
@@ -57,39 +53,28 @@ async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
     return expected
 
 
-# How a judgement is told from a sampled answer in the log of generations.
+# They mark log-probabilities of the teacher in the log of generations.
 _JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
 
 
 class Teacher:
-    """A model whose weights stay the same as long as the run lasts.
-
-    Attributes:
-        client: of its servers.
-        digest: of its weights, which every answer must be by.
-    """
+    """A model whose weights, with the digest `digest`, stay the same as long as the run lasts."""
 
     def __init__(self, client: InferenceClient, *, digest: str) -> None:
         self.client = client
         self.digest = digest
 
     async def judge(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
-        """Fill in the `reference_logprobs` of `rollout`. What `log` holds is not asked for again.
+        """Fill in the `reference_logprobs` of a finished rollout; what `log` has is not asked for again.
 
-        Args:
-            rollout: a finished one.
-            log: of its batch.
-            affinity: of its group.
-
-        Raises:
-            InferenceError: a server failed, or serves something else by now.
+        Raises InferenceError if a server failed, or serves something else by now.
         """
-        # One branch after the other: the servers keep what the next begins with.
+        # One branch after the other: the servers have cached the start of the next one.
         judged = Logprobs()
         for branch in rollout.branches:
             judged.extend(await self._judged(rollout.token_ids[branch].tolist(), log, affinity=affinity))
         pairs = zip(judged, rollout.loss_mask, strict=True)
-        # 0 where nothing was sampled, as in `logprobs`: no loss looks there.
+        # 0 for tokens that were not sampled, as in `logprobs`: no loss uses them.
         rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
 
     async def _judged(self, token_ids: list[int], log: GenerationLog, *, affinity: Affinity) -> Logprobs:
@@ -128,24 +113,18 @@ class Teacher:
 
 @asynccontextmanager
 async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIterator[Teacher | None]:
-    """Wait for the teacher's servers and give the teacher that they serve; None where the run has none.
-
-    Args:
-        digest: of the weights of the teacher that the batches so far were made with; empty before the first.
-
-    Raises:
-        InferenceError: a server does not answer, serves another model, or none.
-        ConfigError: a server's longest session is too short.
-        CheckpointError: the batches so far were made with another teacher.
-    """
+    """Wait for the teacher's servers and give the teacher; None if the run has none. Raises InferenceError if a server
+    does not answer, or serves another model or none; ConfigError if a server's longest session is too short;
+    CheckpointError if the batches so far were made with a teacher of another `digest` (empty before the first
+    batch)."""
     if config.teacher is None:
         yield None
         return
     events.report("waiting for the teacher", urls=",".join(config.teacher.urls))
-    # What a teacher samples the policy must have tokens for. A judge's one sampled token is thrown away.
+    # The policy must have the tokens that a teacher samples.
     vocab_size = load_vocab_size(config.model.name) if config.is_sampled_by_teacher else None
     async with InferenceClient(config.teacher, key="teacher", vocab_size=vocab_size) as client:
-        # The one token that is sampled behind a session needs room.
+        # A request for log-probabilities samples one token after the session.
         room = config.seq_len + (config.teacher.mode == "logprobs")
         with phase("waiting for the teacher"):
             await client.wait_until_ready(model=config.teacher.model, seq_len=room)

@@ -1,10 +1,10 @@
-"""A worker of an environment: a process that plays whole groups.
+"""A worker of an environment: a process that plays whole groups, and its messages with the orchestrator.
 
-    python -m holdfast.orchestrator.worker <pid of the orchestrator> <socket> <shared memory>
+    python -m holdfast.orchestrator.worker <pid of the orchestrator> <socket>
 
-It has the environment and the tokenizer, and asks the orchestrator for what the policy samples. What a group depends on
-comes with it, so which worker plays it changes nothing; and whoever plays a group again gets what was sampled for it
-already. The worker dies with the orchestrator.
+The worker has the environment and the tokenizer, and asks the orchestrator for what the policy samples and what judges
+reply. Everything that a group depends on comes with it, so which worker plays it changes nothing. The worker dies with
+the orchestrator. Messages are msgpack behind their length, over a pair of sockets.
 """
 
 from __future__ import annotations
@@ -15,56 +15,161 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
-from collections.abc import Coroutine, Generator
 from contextlib import suppress
 from contextvars import ContextVar
-from types import FrameType
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, ProcessKilled
 from holdfast.orchestrator.client.client import Affinity
-from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, sampling, watching_calls
-from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeRequest
+from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, pausing_clock, watching_calls
+from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeFailureReason, JudgeRequest
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.episodes import Problem, run_group
+from holdfast.orchestrator.state import TaskSeed
 from holdfast.orchestrator.tasks import FreezeTolerantLoop
-from holdfast.orchestrator.worker_protocol import (
-    Ask,
-    AskJudge,
-    Asks,
-    Cancel,
-    Failed,
-    FailureKind,
-    FromWorker,
-    Judged,
-    Play,
-    Played,
-    Ready,
-    Sampled,
-    SharedPosition,
-    StartWorker,
-    frame,
-    read_to_worker,
-)
 from holdfast.process.child import die_with_parent, run_reporting_errors, set_up_logging
 from holdfast.protocol.inference import ChatReply, Completion
-from holdfast.protocol.rollouts import Dropped, Sampling, TokenIds
+from holdfast.protocol.rollouts import Dropped, Rollout, Sampling, TokenIds, decode_packed, encode_packed
+
+FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeout", "memory", "killed"]
+
+
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
+    """First message to a worker: `OrchestratorConfig` as JSON, and which of its environments is played."""
+
+    config: str
+    environment: str
+
+
+class Play(msgspec.Struct, frozen=True, tag=True):
+    """Play group `group`, of task `task_id`, which `seed` makes, for batch `step`."""
+
+    group: int
+    task_id: int
+    seed: TaskSeed
+    step: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for group `group` any more."""
+
+    group: int
+
+
+class Sampled(msgspec.Struct, frozen=True, tag=True):
+    """The answer to request `request`."""
+
+    request: int
+    completion: Completion
+
+
+class Judged(msgspec.Struct, frozen=True, tag=True):
+    """The result of request `request` to a judge: its reply, or why there is none."""
+
+    request: int
+    reply: ChatReply | None = None
+    failure: str = ""
+    reason: JudgeFailureReason = "judge_away"
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The environment is loaded, and has `num_tasks` tasks; None: any number."""
+
+    num_tasks: int | None = None
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The worker's event loop is alive."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One turn to sample."""
+
+    group: int
+    request: int
+    token_ids: TokenIds
+    max_tokens: int
+    seed: int
+
+
+class Asks(msgspec.Struct, frozen=True, tag=True):
+    """Turns that were asked for in one turn of the event loop: equal prompts can share a request."""
+
+    asks: list[Ask]
+
+
+class AskJudge(msgspec.Struct, frozen=True, tag=True):
+    """Request `request` of group `group` to a judge."""
+
+    group: int
+    request: int
+    body: JudgeRequest
+
+
+class Played(msgspec.Struct, frozen=True, tag=True):
+    """The result of a group: its rollouts, or why there are none."""
+
+    group: int
+    rollouts: list[Rollout]
+    dropped: Dropped | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Group `group` failed in a way that ends the run; group 0: the environment could not be loaded."""
+
+    group: int
+    kind: FailureKind
+    message: str
+
+
+ToWorker = StartWorker | Play | Cancel | Sampled | Judged
+FromWorker = Ready | Alive | Asks | AskJudge | Played | Failed
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
+_decode_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_packed).decode
+_decode_from_worker = msgspec.msgpack.Decoder(FromWorker, dec_hook=decode_packed).decode
+_LENGTH = struct.Struct("<Q")
+
+
+def frame(message: ToWorker | FromWorker) -> bytes:
+    """Return the bytes of a message with its length before it."""
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def read_to_worker(reader: asyncio.StreamReader) -> ToWorker:
+    """Return the orchestrator's next message. Raises EOFError or ConnectionError if it is gone."""
+    return _decode_to_worker(await _read(reader))
+
+
+async def read_from_worker(reader: asyncio.StreamReader) -> FromWorker:
+    """Return a worker's next message. Raises EOFError or ConnectionError if it is gone."""
+    return _decode_from_worker(await _read(reader))
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(length)
+
 
 _BEAT_S = 0.5
-_GROUP: ContextVar[int] = ContextVar("group", default=0)
+_GROUP: ContextVar[int] = ContextVar("group")
 
 
 class Worker:
-    """Plays the groups that it is told to, any number at a time."""
+    """Plays the groups that it is told to, any number at a time. It also is what judges are asked through."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: SharedPosition) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._place = place
         self._numbers = itertools.count(1)
         self._asked: list[Ask] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
@@ -88,20 +193,19 @@ class Worker:
             await self._writer.drain()
             return
         if settings.worker_memory_gb is not None:
-            # Of what is written to and nobody else's, so neither the libraries nor their stacks count.
+            # Private memory that is written to: neither the libraries nor their stacks count.
             most = int(settings.worker_memory_gb * 2**30)
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        JUDGES.set(_AskingJudges(self))
-        asyncio.get_running_loop().set_task_factory(self._new_task)
-        beating = asyncio.create_task(self._beat())
+        JUDGES.set(self)
         self._send(Ready(environments[0].num_tasks))
+        beating = asyncio.create_task(self._beat())
         with watching_calls():
             while True:
                 match await read_to_worker(self._reader):
                     case Play() as play:
                         seed = play.seed
                         problem = Problem(environments[seed.level or 0], settings, seed, number=play.task_id)
-                        self._play(play, problem, config, tokenizer)
+                        self._groups[play.group] = asyncio.create_task(self._play(play, problem, config, tokenizer))
                     case Cancel(group=group):
                         if group in self._groups:
                             self._groups[group].cancel()
@@ -118,34 +222,23 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            self._place.beat()
+            self._send(Alive())
             await asyncio.sleep(_BEAT_S)
 
-    def _play(self, play: Play, problem: Problem, config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
-        async def play_it() -> None:
-            try:
-                outcome = await run_group(problem, play.step, config=config, tokenizer=tokenizer, sampler=sampler)
-                found = outcome if isinstance(outcome, list) else []
-                self._send(Played(play.group, found, outcome if isinstance(outcome, Dropped) else None))
-            except HoldfastError as error:
-                self._send(Failed(play.group, _kind_of(error), str(error)))
-            finally:
-                del self._groups[play.group]
-
+    async def _play(self, play: Play, problem: Problem, config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
+        _GROUP.set(play.group)
         sampler = _Asking(self, play.group)
-        token = _GROUP.set(play.group)
         try:
-            self._groups[play.group] = asyncio.create_task(play_it())
+            outcome = await run_group(problem, play.step, config=config, tokenizer=tokenizer, sampler=sampler)
+            is_dropped = isinstance(outcome, Dropped)
+            self._send(Played(play.group, [] if is_dropped else outcome, outcome if is_dropped else None))
+        except HoldfastError as error:
+            self._send(Failed(play.group, _kind_of(error), str(error)))
         finally:
-            _GROUP.reset(token)
+            del self._groups[play.group]
 
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """Make a task whose steps are marked as those of the group that it is started by."""
-        group = _GROUP.get()
-        return asyncio.Task(_Marked(coroutine, group, self._place) if group else coroutine, loop=loop, **options)
-
-    async def ask(self, group: int, token_ids: list[int], *, max_tokens: int, seed: int) -> Completion:
-        """Return what the policy samples behind `token_ids`."""
+    async def sample(self, group: int, token_ids: list[int], *, max_tokens: int, seed: int) -> Completion:
+        """Return what the policy samples after `token_ids`."""
         request = next(self._numbers)
         if not self._asked:
             asyncio.get_running_loop().call_soon(self._send_asked)
@@ -156,22 +249,22 @@ class Worker:
         finally:
             self._waiting.pop(request, None)
 
-    async def ask_judge(self, request: JudgeRequest) -> ChatReply:
-        """Return what a judge replies, from the orchestrator.
+    async def ask(self, request: JudgeRequest) -> ChatReply:
+        """Return a judge's reply, from the orchestrator; the clock of the environment's call stands meanwhile.
 
-        Raises:
-            JudgeFailure: there is no reply.
+        Raises JudgeFailure if there is no reply.
         """
         number = next(self._numbers)
         waiting = self._judging[number] = asyncio.get_running_loop().create_future()
         self._send(AskJudge(_GROUP.get(), number, request))
         try:
-            return await waiting
+            with pausing_clock():
+                return await waiting
         finally:
             self._judging.pop(number, None)
 
     def _take_judged(self, judged: Judged) -> None:
-        waiting = self._judging.pop(judged.number, None)
+        waiting = self._judging.pop(judged.request, None)
         if waiting is None or waiting.done():
             return
         if judged.reply is not None:
@@ -187,66 +280,20 @@ class Worker:
         self._writer.write(frame(message))
 
 
+@dataclass(eq=False)
 class _Asking:
-    """Samples for the sessions of one group by asking the orchestrator."""
+    """Samples for the sessions of one group; the orchestrator knows distribution and affinity of the group."""
 
-    def __init__(self, worker: Worker, group: int) -> None:
-        self._worker = worker
-        self._group = group
+    worker: Worker
+    group: int
 
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return one continuation of `token_ids`; distribution and affinity of the group the orchestrator knows."""
-        return await self._worker.ask(self._group, token_ids, max_tokens=max_tokens, seed=seed)
+        return await self.worker.sample(self.group, token_ids, max_tokens=max_tokens, seed=seed)
 
     def check(self) -> None:
         """Raise nothing: when an engine fails, the orchestrator ends the groups."""
-
-
-class _AskingJudges:
-    """The desk of a worker: the orchestrator asks."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    async def ask(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply; the clock of the environment's call stands meanwhile."""
-        with sampling():
-            return await self._worker.ask_judge(request)
-
-
-class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine that says of every step of its that it is one of its group."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], group: int, place: SharedPosition) -> None:
-        self._coroutine = coroutine
-        self._group = group
-        self._place = place
-
-    def send(self, value: Any, /) -> Any:
-        with self._place.within(self._group):
-            return self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        with self._place.within(self._group):
-            return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        raise AssertionError("a task drives it")
-
-    @property
-    def cr_frame(self) -> FrameType | None:
-        """What tells where a task is reads these of a coroutine."""
-        return getattr(self._coroutine, "cr_frame", None)
-
-    @property
-    def cr_await(self) -> Any:
-        """As above."""
-        return getattr(self._coroutine, "cr_await", None)
 
 
 def _kind_of(error: HoldfastError) -> FailureKind:
@@ -262,17 +309,18 @@ def _kind_of(error: HoldfastError) -> FailureKind:
     return kinds.get(type(error), "environment")
 
 
-async def _serve(connection: socket.socket, place: SharedPosition) -> None:
+async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    try:
-        await Worker(reader, writer, place).work()
-    except (EOFError, ConnectionError):
-        return  # the orchestrator has no more work
+    with suppress(EOFError, ConnectionError):  # the orchestrator has no more work
+        await Worker(reader, writer).work()
 
 
 def _end_group_with_this_process() -> None:
-    """Have all that the environment starts killed when this process has died, of whatever: also with the orchestrator,
-    which kills it otherwise. A process beside it waits for that, outside of its group and with none of its files."""
+    """Have everything that the environment starts killed when this process has died, whatever the reason.
+
+    The orchestrator kills it otherwise, but it may die too. A process outside of the group waits for that, with none of
+    its files.
+    """
     worker = os.getpid()
     if os.fork():
         return
@@ -288,15 +336,14 @@ def _end_group_with_this_process() -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    parent, connection, memory = map(int, arguments)
+    parent, connection = map(int, arguments)
     die_with_parent(parent=parent)
     _end_group_with_this_process()
     set_up_logging("worker")
-    place = SharedPosition(memory)
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
-            runner.run(_serve(socket.socket(fileno=connection), place))
+            runner.run(_serve(socket.socket(fileno=connection)))
 
     run_reporting_errors(serve)
 

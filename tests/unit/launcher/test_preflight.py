@@ -19,7 +19,7 @@ from holdfast.config import InferenceConfig, OrchestratorConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inference.main import run as serve
 from holdfast.launcher import preflight
-from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.check import check_environments
 from holdfast.process.gpus import require_vllm, vllm_device
 from holdfast.run.inputs import check_cache_directory
 from tests.builders.toy import TOY

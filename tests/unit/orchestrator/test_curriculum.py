@@ -12,8 +12,7 @@ from holdfast import TaskSeed
 from holdfast.config.environments import CurriculumConfig
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.errors import ConfigError
-from holdfast.orchestrator.check_environments import check_environments
-from holdfast.orchestrator.curriculum import (
+from holdfast.orchestrator.batch_maker import (
     adopt_curricula,
     adopt_mix,
     advance,
@@ -21,6 +20,7 @@ from holdfast.orchestrator.curriculum import (
     draw_level,
     level_shares,
 )
+from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.state import CurriculumState, LevelState, OrchestratorState, read_state, request_seed
 from holdfast.protocol.rollouts import Dropped, Rewards, StepRewards, TokenIds
@@ -126,7 +126,7 @@ def test_levels_are_drawn_by_the_variance_of_their_groups() -> None:
 def test_shares_that_round_below_one_leave_no_task_without_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CurriculumConfig(levels=LEVELS, choice="variance")
     state = CurriculumState(digest="", levels=[LevelState() for _ in LEVELS])
-    monkeypatch.setattr("holdfast.orchestrator.curriculum.stable_seed", lambda *_: 2**63 - 1)
+    monkeypatch.setattr("holdfast.orchestrator.batch_maker.stable_seed", lambda *_: 2**63 - 1)
     assert draw_level(state, settings, task_id=0, seed=0, name="graded") == 2
 
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.orchestrator.evaluation import main
-from holdfast.orchestrator.judge_client import Desk, JudgeDenied
+from holdfast.orchestrator.judge_client import JudgeClient, JudgeDenied
 from holdfast.protocol.rollouts import Batch
 from holdfast.run.run_dir import RunDir
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
@@ -43,7 +43,7 @@ def test_what_nobody_expects_at_the_desk_ends_the_run_and_leaves_no_worker_waiti
     async def fail(*_: object) -> None:
         raise ValueError("of a library")
 
-    monkeypatch.setattr(Desk, "ask", fail)
+    monkeypatch.setattr(JudgeClient, "ask", fail)
     with pytest.raises(ValueError, match="of a library"):
         run(tmp_path, fake, workers=1)
 

@@ -16,21 +16,17 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.orchestrator import main
-from holdfast.orchestrator.batch_maker import select
+from holdfast.orchestrator.batch_maker import adopt_mix, next_environment, select
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
-from holdfast.orchestrator.curriculum import adopt_mix, next_environment
 from holdfast.orchestrator.env.guard import place_of, place_of_task
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
-from holdfast.orchestrator.main import RunStart, find_start
-from holdfast.orchestrator.metrics import BatchTimes, batch_metrics
-from holdfast.orchestrator.pipeline import BatchPublisher
+from holdfast.orchestrator.main import find_start
+from holdfast.orchestrator.pipeline import BatchPublisher, BatchTimes, batch_metrics
 from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
 from holdfast.orchestrator.tasks import SessionSlots
 from holdfast.orchestrator.weight_sync import (
-    DirectoryTransport,
-    PublishedDirectory,
     PublishedWeights,
     WeightPusher,
     describe_weights,
@@ -125,7 +121,7 @@ def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion],
     async def use() -> tuple[list[Completion], float]:
         async with InferenceClient(config, run_dir=run_dir) as client:
             weights = describe_weights(run_dir, 0)
-            pusher = WeightPusher(client, DirectoryTransport(run_dir, timeout_s=HANG_S), seq_len=64)
+            pusher = WeightPusher(client, run_dir, timeout_s=HANG_S, seq_len=64)
             await pusher.serve(weights, check=lambda: None)
             return await generate(client, weights), client.busy_s
 
@@ -206,7 +202,7 @@ def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")
 
-    def take_away(run_dir: RunDir, version: int) -> PublishedDirectory:
+    def take_away(run_dir: RunDir, version: int) -> PublishedWeights:
         monkeypatch.undo()
         atomic.remove_directory(run_dir.weights_of(version))
         return describe_weights(run_dir, version)
@@ -239,18 +235,18 @@ def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
         publish_weights(run_dir, step, b"weights")
         journal.publish_batch(run_dir, make_batch(step), msgspec.json.encode(OrchestratorState(step=step)))
     commit_checkpoint(run_dir, 1)
-    start_after = main._start_after
+    start_after = main._state_after
 
-    def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> RunStart:
+    def overtake(run_dir: RunDir, trainer_step: int, published: set[int]) -> OrchestratorState:
         monkeypatch.undo()
         commit_checkpoint(run_dir, 3)
         for step in (2, 3):
             atomic.remove_directory(run_dir.batch(step))
         return start_after(run_dir, trainer_step, published)
 
-    monkeypatch.setattr(main, "_start_after", overtake)
-    start = find_start(run_dir, 1)
-    assert (start.trainer_step, start.state.step) == (3, 3)
+    monkeypatch.setattr(main, "_state_after", overtake)
+    trainer_step, state = find_start(run_dir, 1)
+    assert (trainer_step, state.step) == (3, 3)
 
 
 def test_a_start_without_the_state_of_its_step_is_refused(tmp_path: Path) -> None:

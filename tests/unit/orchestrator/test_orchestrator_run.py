@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import STORAGE_FAILED, CheckpointError, ConfigError, InferenceError, is_storage_failure
 from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.orchestrator.env.interface import Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.main import _read_config as read_config
 from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.state import OrchestratorState, read_state
 from holdfast.orchestrator.weight_sync import describe_weights
@@ -266,18 +264,9 @@ def test_an_attempt_that_finds_all_made_gives_the_servers_back(tmp_path: Path, e
     assert engine.owner is None and len(engine.requests) == requests
 
 
-def test_configurations_that_are_none_of_the_orchestrator(tmp_path: Path, engine: FakeEngine) -> None:
+def test_a_resume_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ckpt\.resume_step = latest: .*needs the number that the launcher resolved"):
         asyncio.run(orchestrate(make_config(tmp_path, ckpt={"resume_step": "latest"}, client={})))
-    resolved = tmp_path / "resolved.toml"
-    resolved.write_text("max_steps = 0")
-    for arguments, said in (
-        ([], r"usage: python -m holdfast\.orchestrator\.main <resolved\.toml>"),
-        ([str(resolved)], r"resolved\.toml.*max_steps"),
-        ([str(tmp_path / "no.toml")], r"no\.toml: there is no such file"),
-    ):
-        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
-            read_config(arguments)
 
 
 def test_weights_of_another_version_are_refused(tmp_path: Path, engine: FakeEngine) -> None:

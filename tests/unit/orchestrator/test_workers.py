@@ -15,7 +15,6 @@ import pytest
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator import episodes, workers
-from holdfast.orchestrator import workers as worker_link
 from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import played
@@ -62,8 +61,8 @@ def test_every_fault_costs_its_own_group_and_is_counted_by_reason(
 
 @pytest.mark.launch
 def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_link, "_GRACE_S", 1.0)
-    monkeypatch.setattr(worker_link, "_LOOK_S", 0.2)
+    monkeypatch.setattr(workers, "_GRACE_S", 1.0)
+    monkeypatch.setattr(workers, "_LOOK_S", 0.2)
     batches = run(tmp_path, {"1": "holds", "4": "stopped once", "6": "detached once"}, workers=2, **DROPS)
     assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(1, "timeout")]
     assert "made no progress for 4 s, and was killed" in batches[0].dropped[0].detail
@@ -87,8 +86,8 @@ def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: 
         run(tmp_path / "exits", {"1": "exits"}, workers=1)
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
-    monkeypatch.setattr(workers, "MOST_KILLED", 2)
-    with pytest.raises(EnvironmentFailure, match=r"3 workers in a row ended .* somebody killed it \(SIGKILL\)"):
+    monkeypatch.setattr(episodes, "MOST_KILLED", 2)
+    with pytest.raises(EnvironmentFailure, match=r"on task 0 .* somebody killed it \(SIGKILL\).*, 3 times in a row"):
         run(tmp_path / "killed", {"0": "killed"}, workers=1)
 
 

@@ -17,9 +17,8 @@ from holdfast.errors import ReadError, RunDirError, is_storage_failure
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged
 from holdfast.orchestrator.main import find_start
-from holdfast.orchestrator.pipeline import StrictSchedule
+from holdfast.orchestrator.pipeline import version_for
 from holdfast.orchestrator.state import OrchestratorState
-from holdfast.orchestrator.weight_sync import DirectoryTransport
 from holdfast.protocol.rollouts import Batch
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import atomic, journal
@@ -106,17 +105,16 @@ def test_an_unreadable_file_is_told_of_a_step(three: RunDir, run_command: Callab
 
 def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:
     write_weights(run_dir, 3)
-    schedule = StrictSchedule(DirectoryTransport(run_dir, timeout_s=1), async_level=1, trainer_step=4)
     with unreadable(run_dir.weights_of(3) / MANIFEST_NAME), pytest.raises(ReadError):
-        schedule.version_for(5)
-    assert schedule.version_for(5) == 3
+        version_for(5, run_dir, async_level=1, trainer_step=4)
+    assert version_for(5, run_dir, async_level=1, trainer_step=4) == 3
     state = msgspec.structs.replace(OrchestratorState(), step=1)
     batch = Batch(step=1, policy_version=0, weights_digest="", rollouts=[])
     directory = journal.publish_batch(run_dir, batch, state.encode())
     with unreadable(directory / MANIFEST_NAME), pytest.raises(ReadError) as caught:
         find_start(run_dir, None)
     assert is_storage_failure(caught.value)
-    assert find_start(run_dir, None).state.step == 1
+    assert find_start(run_dir, None)[1].step == 1
 
 
 def test_the_console_waits_for_lines_that_cannot_be_read(tmp_path: Path) -> None:

@@ -56,20 +56,12 @@ def _is_clearly_busier(engine: Engine, other: Engine) -> bool:
 
 
 class InferenceClient:
-    """One client for all engines that serve one model.
-
-    Use as an async context manager.
-
-    Attributes:
-        pool: the servers, and which of them are there.
-        lease: by which the run owns them.
-        vocab_size: how many token ids the policy has, where that is known.
+    """One client for all engines that serve one model; an async context manager.
 
     Args:
-        config: where the servers are.
-        run_dir: of the run that owns them from the first push on; None: nothing will be pushed.
-        key: of `config` in the orchestrator's configuration, for errors.
-        vocab_size: how many token ids the policy has; None: sampled ids are checked for their sign alone.
+        run_dir: of the run that owns the servers from the first push on; None: nothing will be pushed.
+        key: of `config` in the configuration, for errors.
+        vocab_size: how many token ids the policy has; None: only the sign of sampled ids is checked.
     """
 
     def __init__(
@@ -98,7 +90,7 @@ class InferenceClient:
         self._ready_timeout_s, self._key = config.ready_timeout_s, key
         self._version: int | None = None
         self._busy = BusyClock()
-        # Those that wait for room on an engine, in their order.
+        # Requests that wait for room on an engine, in their order.
         self._queue = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -108,17 +100,15 @@ class InferenceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.pool.close()
-        # Before the transport that its signs of life go by.
+        # Before the transport, which sends the heartbeats.
         await self.lease.close()
         await self._transport.close()
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """All servers, there or not."""
         return self.pool.engines
 
     def counts(self) -> list[EngineCounts]:
-        """Return what every server was asked so far."""
         return [engine.counts() for engine in self.engines]
 
     @property
@@ -127,70 +117,52 @@ class InferenceClient:
         return self._busy.busy_s
 
     async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
-        """Wait for the first server, and check that each serves `model` and sessions of `seq_len` tokens.
-
-        Servers that do not answer yet are checked when they do, before they are asked anything else.
-
-        Raises:
-            InferenceError: no server answers within `ready_timeout_s`, or one serves another model.
-            ConfigError: a server's longest session is shorter than `seq_len`.
-        """
+        """Wait for the first server; each must serve `model` and sessions of `seq_len` tokens, now or when it answers.
+        Raises InferenceError if no server answers within `ready_timeout_s`, or one serves another model; ConfigError if
+        a server's longest session is too short."""
         await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
         await self.lease.claim_if_begun()
 
     def expect(self, *, version: int | None, restore: Work) -> None:
-        """Take from now on answers of policy `version` alone, and have `restore` mend an engine that was lost.
+        """Accept only answers of policy `version` from now on, and have `restore` mend an engine that was lost.
 
-        Args:
-            version: None: of whichever; the digest that a request names decides.
-            restore: sees to it that an engine which is back serves the right weights.
+        `version` None: any; the digest that a request names decides.
         """
         self._version = version
         self.pool.expect(restore)
 
     async def generate(self, request: GenerateRequest, *, affinity: Affinity | None = None) -> list[Choice]:
-        """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` is for.
+        """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` names.
 
-        It is asked of an engine as soon as one has room: none samples more than `max_concurrency` sequences at once,
-        those of an engine that is away included.
-
-        Args:
-            affinity: of the sessions that ask; None: they share no prefix with others.
-
-        Raises:
-            InferenceError: a server refused, all failed or were away for too long, or serve other weights again and
-                again.
+        An engine is asked as soon as one has room: none samples more than `max_concurrency` sequences at once. Raises
+        InferenceError if a server refused, or all failed, were away or served other weights for too long.
         """
         affinity = affinity or Affinity()
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
         failed: Counter[Engine] = Counter()
         while True:
-            # Lost once, it may be back and well; for one that failed twice nobody shall pass by those that are full.
+            # An engine that failed once may be well again. If it failed twice, rather wait for a full one.
             failing = [engine for engine, times in failed.items() if times > 1]
             async with self._queue:
                 there = await self.pool.wait_for_room(len(request.seeds), but=failing)
                 engine = choose([engine for engine in there if engine not in failed] or there, affinity)
-            # Of before the request: whoever finds the engine lost meanwhile has done so for us as well.
+            # The epoch before the request: if others report the loss first, ours is the same loss.
             epoch = engine.epoch
             try:
-                # It counts as in flight before anybody else has a turn, and sees the room that there was.
+                # No await between the check for room and the count of sequences in flight.
                 return await self.ask(engine, request)
             except Unavailable as failure:
                 self.pool.lose(engine, epoch=epoch, failure=failure)
                 attempts.count(failure, url=engine.url)
                 failed[engine] += 1
-                # Another engine is asked at once; it is the same one again that must be left alone for a while.
+                # Another engine is asked at once; pause only before the same one is asked again.
                 if failed.keys() >= set(self.pool.there()):
                     await attempts.pause(failure)
                     failed.clear()
 
     async def ask(self, engine: Engine, request: GenerateRequest) -> list[Choice]:
-        """Return what `generate` does, asked of this engine once.
-
-        Raises:
-            Unavailable: it gave no answer, or one by other weights.
-            InferenceError: it refused.
-        """
+        """Ask this engine once. Raises Unavailable for no answer, or one by other weights; InferenceError if it
+        refused."""
         digest = request.weights_digest
         assert digest is not None, "a run names the weights that it asks"
         body = msgspec.json.encode(request)
@@ -208,16 +180,12 @@ class InferenceClient:
         return choices
 
     def _check_sampled_by(self, choice: Choice, digest: str) -> None:
-        """Take nothing for an answer that other weights had a part in, whatever they call themselves.
-
-        Raises:
-            Unavailable: they had; the server needs its weights again.
-        """
+        """Raise Unavailable if other weights had a part in an answer: the server needs its weights again."""
         version = self._version
         for span in choice.versions:
             if span.digest != digest or version not in (None, span.version):
                 raise Unavailable(
                     f"tokens were sampled by policy version {span.version} with digest {span.digest:.80}, asked for "
                     f"was {'the digest' if version is None else f'version {version} with digest'} {digest}",
-                    retry_for_s=0.0,  # weights that are pushed again and still differ do not come right with time
+                    retry_for_s=0.0,  # waiting does not help
                 )

@@ -61,9 +61,9 @@ _OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_SYNCNT, 2),
 ]
 _BUSY = (429, 502, 503, 504)
-# A server that fails itself may be asked again as well, but not for as long as one that is only busy.
+# A failing server (500) is asked again for a shorter time than a busy one.
 _RETRY_FAILING_S = 120.0
-# Of an answer to anything but a generation, and of any error.
+# For all answers except generations.
 _MOST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
@@ -73,8 +73,8 @@ class Unavailable(Exception):
     """The server is not there, or not ready, or serves other weights; asking again may help.
 
     Args:
-        retry_after_s: how long the server asks to be left alone.
-        retry_for_s: how long at most it makes sense to ask again.
+        retry_after_s: for how long the server asks to be left alone.
+        retry_for_s: for how long it makes sense to ask again.
     """
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0, retry_for_s: float = math.inf) -> None:
@@ -84,14 +84,9 @@ class Unavailable(Exception):
 
 
 class HttpTransport:
-    """Sends requests to all servers of one section of the configuration.
+    """Sends requests to all servers of one section of the configuration, whose key is `key`.
 
-    Attributes:
-        run_id: of the run that owns the servers, sent with every request; None: none does.
-
-    Args:
-        config: where the servers are.
-        key: of `config` in the orchestrator's configuration, for errors.
+    Every request has the `run_id` of the run that owns the servers, if one does.
     """
 
     def __init__(self, config: ServersConfig, *, key: str) -> None:
@@ -101,11 +96,10 @@ class HttpTransport:
         token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
-        # Of each server by itself: one that takes no connections holds up no other.
+        # One per server: a server that accepts no connections delays no other.
         self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._opened is not None:
             await self._opened.close()
 
@@ -121,7 +115,7 @@ class HttpTransport:
         return await self._request("GET", url, route)
 
     async def post(self, url: str, route: str, body: bytes, *, most_bytes: int = _MOST_BYTES) -> bytes:
-        """Return the body of a good answer to a POST, within `timeout_s` of the configuration; see `_request`."""
+        """Return the body of a good answer to a POST; see `_request`."""
         timeout_s = self._config.timeout_s
         return await self._request("POST", url, route, body=body, timeout_s=timeout_s, most_bytes=most_bytes)
 
@@ -141,19 +135,10 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> bytes:
-        """Return the body of a good answer.
-
-        Args:
-            timeout_s: None: that of a probe, which may be asked again.
-            most_bytes: a longer answer is not read to its end.
-
-        Raises:
-            Unavailable: there was no connection, it broke, or the server failed, says that it is not ready or too
-                busy, or that it serves other weights; or it left a probe without an answer, or is not well after
-                `timeout_s`.
-            InferenceError: the server refused, or answers without an end; with the exit code of a failed storage
-                where it could not read the weights.
-        """
+        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: that of a probe. Raises
+        Unavailable: there was no connection, it broke, or the server failed, is not ready, is too busy or serves other
+        weights; or it left a probe without an answer, or is not well after `timeout_s`; InferenceError if the server
+        refused, or its answer is too long; with the exit code of a failed storage if it could not read the weights."""
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
@@ -182,7 +167,7 @@ class HttpTransport:
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
         if _code(content) == UNREADABLE:
-            # The run waits for its storage then, rather than end.
+            # Then the run waits for its storage.
             refused.exit_code = STORAGE_FAILED
         raise refused
 
@@ -196,23 +181,20 @@ class HttpTransport:
         headers: dict[str, str] | None,
         most_bytes: int,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        what, opening = f"{method} {url}{route}", _Opening(self._openings[url])
+        opening: _Opening = (self._openings[url], [])
         try:
             async with self._session.request(
                 method, url + route, data=content, headers=headers, allow_redirects=False, trace_request_ctx=opening
             ) as answer:
-                return answer, await _read(answer, most_bytes, what=what)
+                return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
         finally:
-            opening.end()
+            for place in opening[1]:
+                place.release()
 
     async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the answer, however long it takes, as long as the server at `url` is healthy each `timeout_s` s.
-
-        Raises:
-            Unavailable: it is not.
-        """
+        """Return the answer, however long it takes, while the server at `url` is healthy each `timeout_s` seconds."""
         task = asyncio.ensure_future(asking)
         waited_s = 0.0
         try:
@@ -227,51 +209,35 @@ class HttpTransport:
                         f"and is not well: {error}"
                     ) from None
                 _log.warning("%s takes longer than %g s; the server is well: waiting on", what, waited_s)
-                moved()  # whoever waits for us shall do so, too
+                moved()  # progress for those who wait for this process
             return task.result()
         finally:
-            task.cancel()  # also where we are cancelled ourselves: wait leaves its tasks running
+            task.cancel()  # asyncio.wait leaves its tasks running
 
 
 def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
-    """Return the answer of the server at `url` as a `kind`.
-
-    Raises:
-        InferenceError: it is none.
-    """
+    """Return the answer of the server at `url` as a `kind`. Raises InferenceError if it is not one."""
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
-    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
+    except (ValueError, RecursionError) as error:  # msgspec and broken text raise ValueErrors
         raise InferenceError(
             f"{url} gave an answer that is no {kind.__name__}: {error}. Is it holdfast's inference server?"
         ) from None
 
 
-class _Opening:
-    """A place among the connections that are being opened to a server, while a request needs one."""
-
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places = places
-        self._holds_place = False
-
-    async def begin(self) -> None:
-        """Wait for a place."""
-        await self._places.acquire()
-        self._holds_place = True
-
-    def end(self) -> None:
-        """Give the place back, if there is one."""
-        if self._holds_place:
-            self._holds_place = False
-            self._places.release()
+# A request that opens a connection takes one of the places of its server; the context of its trace is the server's
+# semaphore, and a list that holds the semaphore meanwhile.
+_Opening = tuple[asyncio.Semaphore, list[asyncio.Semaphore]]
 
 
 async def _before_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    await context.trace_request_ctx.begin()
+    places, held = context.trace_request_ctx
+    await places.acquire()
+    held.append(places)
 
 
 async def _after_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    context.trace_request_ctx.end()
+    context.trace_request_ctx[1].pop().release()
 
 
 def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -302,11 +268,6 @@ def _new_session(urls: Sequence[str]) -> aiohttp.ClientSession:
 
 
 async def _read(answer: aiohttp.ClientResponse, most_bytes: int, *, what: str) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        InferenceError: it is longer than `most_bytes`, or compressed.
-    """
     if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
         raise InferenceError(f"{what} was answered with the content encoding {encoding!r:.40}, which was not asked for")
     content = bytearray()
@@ -321,7 +282,6 @@ async def _read(answer: aiohttp.ClientResponse, most_bytes: int, *, what: str) -
 
 
 def _reason(content: bytes) -> str:
-    """The reason in an error answer, whichever of the usual fields holds it."""
     try:
         body = msgspec.json.decode(content)
     except (ValueError, RecursionError):
@@ -332,7 +292,6 @@ def _reason(content: bytes) -> str:
 
 
 def _code(content: bytes) -> str:
-    """The code of an error answer of ours, else nothing."""
     try:
         return msgspec.json.decode(content, type=ErrorBody).code
     except (ValueError, RecursionError):
@@ -340,9 +299,9 @@ def _code(content: bytes) -> str:
 
 
 def retry_after_s(value: str) -> float:
-    """How long an answer with this `Retry-After` asks to be left alone, in seconds or by a date; 0 where empty."""
+    """Return for how many seconds a `Retry-After` (seconds or a date) asks to be left alone; 0 if empty."""
     if value.isascii() and value.isdecimal():
-        return float(value[:9])  # not for ever, whatever stands there
+        return float(value[:9])  # at most 30 years
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:
@@ -357,9 +316,7 @@ _FINISH_REASONS = ("stop", "length")
 def load_vocab_size(name: str) -> int:
     """Return how many token ids the model in a local directory, or on the hub, has.
 
-    Raises:
-        ConfigError: there is no such model.
-        DataError: its config.json does not say.
+    Raises ConfigError if there is no such model, DataError if its config.json does not say.
     """
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
@@ -376,14 +333,9 @@ def load_vocab_size(name: str) -> int:
 def check_choices(
     response: GenerateResponse, request: GenerateRequest, *, url: str, vocab_size: int | None
 ) -> list[Choice]:
-    """Return the choices of an answer in the order of the seeds: one whole choice for each, of numbers that can be.
+    """Return the choices of an answer in the order of the seeds: one whole choice for each, of possible numbers.
 
-    Args:
-        vocab_size: how many token ids the model has; None where that is not known.
-
-    Raises:
-        InferenceError: naming the field, the value and what is allowed.
-        Unavailable: the server aborted the request.
+    Raises InferenceError with field, value and what is allowed; Unavailable if the server aborted the request.
     """
     choices = sorted(response.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(len(request.seeds))):
@@ -411,54 +363,30 @@ def check_choices(
 def problem_of(
     completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int], vocab_size: int | None
 ) -> str | None:
-    """Return why no engine can have sampled a continuation, or None.
-
-    Args:
-        max_tokens: most that were asked for.
-        stop_token_ids: what ends it.
-        vocab_size: how many token ids the model has; None where that is not known.
-    """
-    return (
-        _problem_of_counts(completion, max_tokens)
-        or problem_of_ids(completion.token_ids, vocab_size)
-        or problem_of_logprobs("logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB)
-        or _problem_of_spans(completion)
-        or _problem_of_end(completion, max_tokens, stop_token_ids)
-    )
-
-
-def _problem_of_counts(completion: Completion, max_tokens: int) -> str | None:
-    count = len(completion.token_ids)
-    if 1 <= count <= max_tokens and len(completion.logprobs) == count:
-        return None
-    return (
-        f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
-        f"max_tokens = {max_tokens}"
-    )
-
-
-def _problem_of_spans(choice: Completion) -> str | None:
+    """Return why no engine can have sampled a continuation, or None; `vocab_size` None: unknown."""
+    count, reason = len(completion.token_ids), completion.finish_reason
+    if not (1 <= count <= max_tokens and len(completion.logprobs) == count):
+        return (
+            f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
+            f"max_tokens = {max_tokens}"
+        )
+    if problem := problem_of_ids(completion.token_ids, vocab_size) or problem_of_logprobs(
+        "logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB
+    ):
+        return problem
     covered = 0
-    for span in choice.versions:
-        if not covered <= span.start < span.end <= len(choice.token_ids) or span.version < 0:
+    for span in completion.versions:
+        if not covered <= span.start < span.end <= count or span.version < 0:
             return (
-                f"versions holds {{version: {span.version}, start: {span.start}, end: {span.end}}} for "
-                f"{len(choice.token_ids)} tokens; allowed are versions from 0, and spans inside and in order"
+                f"versions holds {{version: {span.version}, start: {span.start}, end: {span.end}}} for {count} tokens; "
+                "allowed are versions from 0, and spans inside and in order"
             )
         covered = span.end
-    if sum(span.end - span.start for span in choice.versions) != len(choice.token_ids):
-        return (
-            f"versions says of some of the {len(choice.token_ids)} sampled tokens which policy version made them; "
-            "every token needs one"
-        )
-    return None
-
-
-def _problem_of_end(choice: Completion, max_tokens: int, stop_token_ids: Sequence[int]) -> str | None:
-    reason, count = choice.finish_reason, len(choice.token_ids)
+    if sum(span.end - span.start for span in completion.versions) != count:
+        return f"versions does not name the policy version of each of the {count} sampled tokens"
     if reason not in _FINISH_REASONS:
         return f"finish_reason is {reason!r:.80}, allowed are {' and '.join(_FINISH_REASONS)}"
-    stops = [place for place, token_id in enumerate(choice.token_ids) if token_id in stop_token_ids]
+    stops = [place for place, token_id in enumerate(completion.token_ids) if token_id in stop_token_ids]
     if reason == "stop" and stops != [count - 1]:
         return f"finish_reason is 'stop' and its stop tokens are at {stops}, allowed is {count - 1} alone, the last"
     if reason == "length" and (stops or count != max_tokens):

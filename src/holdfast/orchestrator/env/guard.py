@@ -1,13 +1,12 @@
 """Guards calls into environments: converts errors, enforces time limits, checks results, and names silent calls.
 
-Environments are other people's code. Everything that they raise, `sys.exit` included, becomes one `EnvironmentFailure`
-with environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them.
-Time in which a call waits for the engine counts neither for `timeout_s` nor as silence.
+Environments are other people's code. Every exception of theirs, also `sys.exit`, becomes one `EnvironmentFailure` with
+environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them. Time in
+which a call waits for the engine counts neither for `timeout_s` nor as silence.
 
-A thread looks at all calls every second. It names a call that awaits anything but the engine after `silent_s` seconds,
-and again whenever the silence has doubled. A call that blocks the event loop stops everybody's work; asyncio can
-neither see nor cancel it. The thread names it the same way, and ends the process when `timeout_s` is over; the process
-is then started again. The event loop sends heartbeats, and the launcher ends a process that anything else blocks.
+A thread looks at all calls every second. It names a call that awaits anything except the engine after `silent_s`
+seconds, and again whenever the silence has doubled. It also names a call that blocks the event loop, which asyncio can
+neither see nor cancel, and ends the process when `timeout_s` is over; the process is then started again.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import STUCK, DataError, EnvironmentFailure, ProcessKilled, printable, shown
-from holdfast.orchestrator.env.interface import Score, Session, Task
+from holdfast.orchestrator.env.interface import Score, Session, Task, as_messages, as_text, num_characters
 from holdfast.orchestrator.env.judge import JudgeFailure
-from holdfast.orchestrator.env.session import as_messages, as_text, num_characters
 from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, does, moved
 from holdfast.protocol.rollouts import Logprobs, LossMask, Rewards, StepRewards, TokenIds
@@ -51,14 +50,12 @@ class PromptTooLong(DataError):
 
 
 def prompt_ids_of(
-    task: Any, tokenizer: Tokenizer, *, what: str, room: int, tools: Sequence[Any] | None = None
+    task: Any, tokenizer: Tokenizer, *, what: str, seq_len: int, tools: Sequence[Any] | None = None
 ) -> list[int]:
-    """Return the token ids of a task's prompt, with the schemas of the tools that the policy may call.
+    """Return the token ids of a task's prompt; `tools` are the schemas that the policy sees.
 
-    Raises:
-        PromptTooLong: its text alone says that it has more than `room` tokens.
-        EnvironmentFailure: it is no `Task`, its prompt is neither text nor messages, its answer is no text, or the
-            template refuses it.
+    Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if it is not a `Task`,
+    its prompt or answer is of the wrong type, or the template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
@@ -70,9 +67,9 @@ def prompt_ids_of(
     try:
         prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
         characters = len(prompt) if isinstance(prompt, str) else num_characters(prompt)
-        if tokenizer.is_too_long(characters, room=room):
+        if tokenizer.is_too_long(characters, room=seq_len - 1):
             raise PromptTooLong(
-                f"{what}: the prompt has {characters} characters, more than {room} tokens can stand for. "
+                f"{what}: the prompt has {characters} characters, more than {seq_len - 1} tokens can stand for. "
                 "Raise seq_len or shorten the prompts."
             )
         if isinstance(prompt, str):
@@ -80,20 +77,23 @@ def prompt_ids_of(
                 raise TypeError(
                     "an environment with tools needs messages, in which the chat template shows them; got text"
                 )
-            return tokenizer.text_prompt(prompt)
-        return tokenizer.prompt(prompt, tools=tools)
+            token_ids = tokenizer.text_prompt(prompt)
+        else:
+            token_ids = tokenizer.prompt(prompt, tools=tools)
     except PromptTooLong:
         raise
     except (TypeError, ValueError, DataError) as error:
         raise EnvironmentFailure(f"{what}: the prompt of its task: {error}") from None
+    if not 1 <= len(token_ids) < seq_len:
+        raise PromptTooLong(
+            f"{what}: the prompt has {len(token_ids)} tokens; allowed are 1 to {seq_len - 1}, so that one sampled "
+            f"token fits into seq_len = {seq_len}. Raise seq_len or shorten the prompts."
+        )
+    return token_ids
 
 
 def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:
-    """Return one score per session, with plain numbers in it.
-
-    Raises:
-        EnvironmentFailure: it is not that; says what it is.
-    """
+    """Return one score per session, with plain numbers in it. Raises EnvironmentFailure."""
     if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Sequence):
         raise EnvironmentFailure(
             f"{what}: score() must return a list of {len(sessions)} Score objects, got {_shown(scores)}"
@@ -104,7 +104,7 @@ def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> li
 
 
 def step_rewards(score: Score, session: Session) -> StepRewards | None:
-    """Return what a checked score says about turns or tokens, each at its last token; None where it says nothing."""
+    """Return the rewards of turns or tokens in a checked score, each at its last token; None without any."""
     if score.turn_rewards is not None:
         return StepRewards(TokenIds([end - 1 for end in session.turn_ends]), Rewards(score.turn_rewards))
     if score.token_rewards is not None:
@@ -145,7 +145,6 @@ def _checked(score: Any, session: Session, what: str) -> Score:
 
 
 def _numbers(values: Any, name: str, counted: str, length: int, what: str) -> list[float] | None:
-    """Return as many plain numbers as there are turns or tokens; None for None."""
     if values is None:
         return None
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
@@ -175,11 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def require_sound(session: Session, *, what: str) -> None:
-    """Refuse a session whose fields the environment changed to what no sampling gives; it is only to read them.
-
-    Raises:
-        EnvironmentFailure: says which field.
-    """
+    """Refuse a session whose fields the environment has changed. Raises EnvironmentFailure that names the field."""
     kinds = {
         "token_ids": TokenIds, "loss_mask": LossMask, "logprobs": Logprobs, "versions": list, "texts": list,
         "truncated": bool,
@@ -204,31 +199,25 @@ class CallTimeout(EnvironmentFailure):
     """A call took longer than it may."""
 
 
+@dataclass(eq=False)
 class Call:
     """One call of a method of an environment, while it goes on.
 
-    Args:
-        what: names environment and task, for failures.
-        name: the same without a judgement.
-        environment: its name.
-        method: that is called.
-        timeout_s: how long it may take, the engine's time apart; None: as long as it likes.
-        deadline: what ends it then.
+    `what` begins the messages of its failures, `name` other messages. It may take `timeout_s`, without the engine's
+    time; then `deadline` ends it.
     """
 
-    def __init__(
-        self, what: str, *, name: str, environment: str, method: str, timeout_s: float | None, deadline: asyncio.Timeout
-    ) -> None:
-        self.what = what
-        self.name = name
-        self.environment = environment
-        self.method = method
-        self.timeout_s = timeout_s
-        self.task = asyncio.current_task()
-        self._deadline = deadline
-        self._num_sampling = 0
-        self._own_s = 0.0
-        self._since = awake_s()
+    what: str
+    _: KW_ONLY
+    name: str
+    environment: str
+    method: str
+    timeout_s: float | None
+    deadline: asyncio.Timeout
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    _num_sampling: int = 0
+    _own_s: float = 0.0
+    _since: float = field(default_factory=awake_s)
 
     @property
     def silent_s(self) -> float:
@@ -253,8 +242,8 @@ class Call:
                     self._move_deadline(loop.time() + max(0.0, self.timeout_s - self._own_s))
 
     def _move_deadline(self, when: float | None) -> None:
-        if self in RUNNING and not self._deadline.expired():
-            self._deadline.reschedule(when)
+        if self in RUNNING and not self.deadline.expired():
+            self.deadline.reschedule(when)
 
 
 RUNNING: set[Call] = set()
@@ -263,8 +252,8 @@ _CURRENT: ContextVar[Call] = ContextVar("environment call")
 
 
 @contextmanager
-def sampling() -> Iterator[None]:
-    """Stop the clock of the call that this is in, if any, while the engine, or a judge, works for it."""
+def pausing_clock() -> Iterator[None]:
+    """Stop the clock of the current call, if any, while the engine, or a judge, works for it."""
     call = _CURRENT.get(None)
     if call is None:
         yield
@@ -279,9 +268,7 @@ async def calling(
 ) -> AsyncIterator[None]:
     """Turn what an environment raises, or takes too long for, into a failure that says where it came from.
 
-    Raises:
-        EnvironmentFailure: it raised, or ended itself; `CallTimeout`: it took too long.
-        ProcessKilled: a process of the environment was killed from outside.
+    Raises EnvironmentFailure (`CallTimeout` if it took too long), or ProcessKilled.
     """
     deadline = asyncio.timeout(timeout_s)
     call = Call(what, name=name, environment=environment, method=method, timeout_s=timeout_s, deadline=deadline)
@@ -312,12 +299,11 @@ async def calling(
 
 
 async def result_of(value: Any) -> Any:
-    """Return what a method of an environment returned, awaited if it is `async`."""
     return await value if inspect.isawaitable(value) else value
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error, its text cut: it may be as long as what the environment was working on."""
+    """Return the traceback of an error, its text cut."""
     places = "".join(traceback.format_tb(error.__traceback__, limit=-_MOST_FRAMES))
     return f"{places}{type(error).__name__}: {printable(error)}"
 
@@ -329,7 +315,7 @@ def place_of(error: BaseException) -> str:
 
 
 def place_of_task(task: asyncio.Task[object] | None) -> str:
-    """Return `file:line` of where the user's code waits in a suspended task."""
+    """Return `file:line` where the user's code waits in a suspended task."""
     waiting = task.get_coro() if task is not None else None
     frames: list[tuple[str, int]] = []
     while waiting is not None:
@@ -345,7 +331,7 @@ _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return `file:line` of where the user's code is, from the innermost frame of its thread."""
+    """Return `file:line` of the user's code, from the innermost frame of its thread."""
     frames: list[tuple[str, int]] = []
     while frame is not None:
         frames.insert(0, (frame.f_code.co_filename, frame.f_lineno))
@@ -354,7 +340,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 
 def _users(frames: list[tuple[str, int]]) -> str:
-    """Choose the innermost frame that is neither a library's nor ours; the innermost of all if there is none."""
+    """Choose the innermost frame that is neither a library's nor ours, else the innermost frame."""
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, _OURS, "<"))]
@@ -412,12 +398,10 @@ class _Watch(threading.Thread):
         self._blocking: Call | None = None
 
     def end(self) -> None:
-        """Stop watching."""
         self._is_over.set()
         self.join()
 
     def run(self) -> None:
-        """Look until the end."""
         while not self._is_over.wait(self._period_s):
             blocking = self._blocking_call()
             if blocking is not None:
@@ -429,7 +413,7 @@ class _Watch(threading.Thread):
             self._report(silent, "is silent")
 
     def _blocking_call(self) -> tuple[Call, FrameType, float] | None:
-        """Return the call that keeps the event loop from answering, where it is, and for how many seconds."""
+        """Return the call that blocks the event loop, its frame, and for how many seconds it does."""
         if self._answered.is_set():
             self._blocking = None
             self._answered.clear()
@@ -438,7 +422,7 @@ class _Watch(threading.Thread):
             return None
         innermost = sys._current_frames().get(self._thread_id)
         call = _call_in(innermost)
-        if call is not self._blocking:  # another one in the same turn of the loop: the time before was not its
+        if call is not self._blocking:  # a new call: its time starts now
             self._blocking, self._asked_at = call, awake_s()
         if call is None or innermost is None:
             return None
@@ -469,14 +453,14 @@ class _Watch(threading.Thread):
             f"{call.what}: {call.method}() has blocked the event loop for longer than {call.timeout_s:g} s "
             f"(timeout_s), at {place_of_frame(frame)}. What takes long must be awaited: `await asyncio.to_thread(...)`"
         )
-        # Nothing else can end this process in order: its main thread is where the environment is stuck.
+        # The main thread is stuck in the environment, so nothing else can end this process.
         sys.stderr.write(f"error: {failure}\n")
         sys.stderr.flush()
         os._exit(STUCK)
 
 
 def _call_in(frame: FrameType | None) -> Call | None:
-    """Return the call that a thread is in: that of the task that runs in it, by the coroutines on its stack."""
+    """Return the call that a thread runs, by the coroutines on its stack."""
     calls = [(call, getattr(call.task.get_coro(), "cr_frame", None)) for call in tuple(RUNNING) if call.task]
     while frame is not None:
         for call, outermost in calls:

@@ -31,24 +31,30 @@ import contextvars
 import itertools
 import json
 import logging
-import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
 from holdfast.orchestrator.env.guard import PromptTooLong
-from holdfast.orchestrator.env.interface import Environment, Score, SessionFull, Task
-from holdfast.orchestrator.env.session import Session
-from holdfast.orchestrator.env.tools import Parser, ReadsCalls, ToolCall, find_parser, text_before_calls
+from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.env.tools import (
+    Parser,
+    ToolCall,
+    call_id,
+    find_parser,
+    of_json,
+    text_before_calls,
+    values_of_texts,
+)
 
 if TYPE_CHECKING:
-    import uvicorn
+    from aiohttp import web
 
 _log = logging.getLogger("orchestrator")
 
@@ -78,11 +84,11 @@ _MESSAGE_KEYS = ("role", "content", *MORE_KEYS)
 
 
 class Refused(Exception):
-    """A request that gets an error for an answer; the message is for the harness.
+    """A request that is answered with an error; the message is for the harness.
 
     Attributes:
         reason: by which it is counted.
-        code: of OpenAI's, where it has one.
+        code: of OpenAI's, if it has one.
     """
 
     def __init__(self, reason: RefusalReason, message: str, *, code: str | None = None) -> None:
@@ -93,13 +99,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request.
-
-    Attributes:
-        messages: the chat so far, contents as text.
-        tools: their JSON schemas; None: none.
-        max_tokens: most tokens of the turn; None: as many as the run allows.
-    """
+    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: as the run allows)."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -107,11 +107,8 @@ class ChatRequest:
 
 
 def read_request(body: bytes, *, model: str) -> ChatRequest:
-    """Return what a request asks for; keys that are null count as absent.
-
-    Raises:
-        Refused: it is no request, or asks for what a rollout does not have.
-    """
+    """Return what a request asks for; null counts as absent. Raises Refused if it is not a request that a rollout
+    has."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -157,7 +154,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message with its content as text, without what says nothing."""
+    """Return a message with its content as text, without empty keys."""
     what = f"messages[{number}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refused("malformed", f"{what} must be an object with a role, got {shown(message)}")
@@ -175,7 +172,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def is_same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same: white space around the assistant's does not count, nor how JSON is written."""
+    """Whether two messages are equal, except white space around the assistant's, and how JSON is written."""
     return _comparable(message) == _comparable(other)
 
 
@@ -185,21 +182,18 @@ def _comparable(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [
         (call.get("id"), function_of(call)) for call in message.get("tool_calls") or [] if isinstance(call, Mapping)
     ]
-    told = [(ident, function.get("name"), _value_of(function.get("arguments"))) for ident, function in calls]
+    told = [(ident, function.get("name"), _parsed(function.get("arguments"))) for ident, function in calls]
     return {**message, "content": message["content"].strip(), "tool_calls": told}
 
 
-def _value_of(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+def _parsed(arguments: Any) -> Any:
+    return of_json(arguments) if isinstance(arguments, str) else arguments
 
 
 def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | None) -> dict[str, Any]:
     """Return the last turn of `session` as the assistant's message, with the calls that `parse` finds in it.
 
-    A call that cannot be read leaves the whole turn text, as OpenAI's protocol has no words for one.
+    A call that cannot be read leaves the whole turn text, since OpenAI's protocol cannot express it.
     """
     calls = parse(session.raw_completion) if parse else []
     if parse is None or not calls or any(call.error for call in calls):
@@ -207,31 +201,26 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
     turn = len(session.texts)
     written = [
         {
-            "id": f"t{turn:04d}{number:04d}",  # nine letters and digits: Mistral's templates take no other
+            "id": call_id(turn, number),
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(_arguments(call, tools or ()), ensure_ascii=False)},
         }
         for number, call in enumerate(calls, start=1)
     ]
-    has_read = isinstance(session.tokenizer, ReadsCalls)  # and left its calls out of the text
-    content = session.completion if has_read else text_before_calls(session.raw_completion, parse)
+    content = text_before_calls(session.raw_completion, parse)
     return {"role": "assistant", "content": content or None, "tool_calls": written}
 
 
 def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
-    """Return the arguments of a call; where the format has no types, those of the tool's schema."""
+    """Return the arguments of a call; if the format has no types, those of the tool's schema."""
     if not call.has_texts:
         return call.arguments
     functions = {function_of(tool).get("name"): function_of(tool) for tool in tools}
     parameters = functions.get(call.name, {}).get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    schemas = properties if isinstance(properties, Mapping) else {}
-    texts = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
-    return {name: text if name in texts else _value_of(text) for name, text in call.arguments.items()}
+    return values_of_texts(call.arguments, parameters.get("properties") if isinstance(parameters, Mapping) else None)
 
 
 def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> dict[str, Any]:
-    """Return the body of an answer."""
     ends = (0, *session.turn_ends)
     sampled = session.loss_mask.tobytes()[ends[-2] : ends[-1]].count(1)
     total = len(session.token_ids) - session.branch_starts[-1]  # what the policy saw
@@ -239,7 +228,7 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
     return {
         "id": f"chatcmpl-{len(session.texts)}",
         "object": "chat.completion",
-        "created": 0,  # no harness shall go otherwise at another hour
+        "created": 0,  # the time of day must not change what a harness does
         "model": model,
         "choices": [
             {
@@ -254,41 +243,22 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
 
 
 MODEL = "policy"
-_PATH = re.compile(r"/(\d+)/v1/(chat/completions|models)")
-_Receive = Callable[[], Awaitable[dict[str, Any]]]
-_Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-
-class Answering(Protocol):
-    """What answers the requests of one rollout."""
-
-    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Raises:
-            Refused: there is none; says why.
-            HoldfastError: what samples has failed.
-        """
-        ...
+_ROUTES = {"chat/completions": "POST", "models": "GET"}
 
 
 class ChatServer:
-    """Sends the requests of harnesses to the rollouts that they are of.
-
-    Attributes:
-        api_key: without it nothing is answered: others on this machine have no business here.
-    """
+    """Sends the requests of harnesses, which need the `api_key`, to their rollouts."""
 
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self._numbers = itertools.count(1)
-        self._rollouts: dict[int, Answering] = {}
+        self._rollouts: dict[str, _Rollout] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
 
     @contextlib.contextmanager
-    def serving(self, rollout: Answering) -> Iterator[str]:
-        """Answer the requests of a rollout meanwhile, at the base URL that this gives."""
-        number = next(self._numbers)
+    def serving(self, rollout: _Rollout) -> Iterator[str]:
+        """Answer the requests of a rollout meanwhile, at this base URL."""
+        number = str(next(self._numbers))
         self._rollouts[number] = rollout
         try:
             yield f"http://127.0.0.1:{self._socket.getsockname()[1]}/{number}/v1"
@@ -296,66 +266,47 @@ class ChatServer:
             del self._rollouts[number]
 
     async def live(self, is_up: asyncio.Future[None]) -> None:
-        """Serve until this is cancelled."""
-        server = _quiet_server(self._application, is_up)
+        """Serve until this is cancelled; `is_up` is set when it listens."""
+        from aiohttp import web  # most runs have no harness
+
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            status, body = await self._answer(request)
+            headers = {} if status == 200 else {"x-should-retry": "false"}  # OpenAI's clients heed it
+            return web.json_response(body, status=status, headers=headers)
+
+        server = web.Server(answer, keepalive_timeout=120.0, access_log=None)
+        runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        await runner.setup()
         try:
-            await server.serve(sockets=[self._socket])
+            await web.SockSite(runner, self._socket).start()
+            is_up.set_result(None)
+            await asyncio.Event().wait()
         finally:
-            await server.shutdown(sockets=[self._socket])
+            await runner.cleanup()
 
-    async def _application(self, scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
-        status, answer = await self._answer(scope, receive)
-        body = json.dumps(answer).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if status != 200:
-            headers.append((b"x-should-retry", b"false"))  # OpenAI's clients heed it
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _answer(self, scope: dict[str, Any], receive: _Receive) -> tuple[int, dict[str, Any]]:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if not secrets.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.api_key}".encode()):
+    async def _answer(self, request: web.BaseRequest) -> tuple[int, dict[str, Any]]:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode()):
             return 401, _error("the API key is not that of the endpoint", code="invalid_api_key")
-        path = _PATH.fullmatch(scope["path"])
-        rollout = self._rollouts.get(int(path[1])) if path else None
-        if path is None or rollout is None:
-            _log.warning("a harness asks for %s, where no rollout is played", scope["path"][:200])
+        number, _, route = request.path[1:].partition("/v1/")
+        rollout, method = self._rollouts.get(number), _ROUTES.get(route)
+        if rollout is None or method is None:
+            _log.warning("a harness asks for %s, where no rollout is played", request.path[:200])
             return 404, _error(
-                f"there is no rollout at {scope['path'][:200]}: it has ended, or that is not the base URL it was given "
+                f"there is no rollout at {request.path[:200]}: it has ended, or that is not the base URL it was given "
                 "with /chat/completions behind it"
             )
-        wanted = "POST" if path[2] == "chat/completions" else "GET"
-        if scope["method"] != wanted:
-            return 405, _error(f"{path[2]} is asked by {wanted}, not {scope['method']}")
-        if wanted == "GET":
+        if request.method != method:
+            return 405, _error(f"{route} is asked by {method}, not {request.method}")
+        if method == "GET":
             return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
-        body = await _read(receive)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            return 200, await rollout.answer(body, is_retry=headers.get("x-stainless-retry-count", "0") != "0")
+            return 200, await rollout.answer(await request.content.read(), is_retry=is_retry)
         except Refused as refusal:
             return 400, _error(str(refusal), code=refusal.code or refusal.reason)
         except HoldfastError as error:
             return 500, _error(f"the policy cannot be sampled: {error}", kind="server_error")
-
-
-def _quiet_server(application: Callable[..., Awaitable[Any]], is_up: asyncio.Future[None]) -> uvicorn.Server:
-    """Return a server that sets `is_up` when it listens, and leaves signals and logs to the process."""
-    import uvicorn  # takes 0.1 s, and most runs have no harness
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            is_up.set_result(None)
-
-    config = uvicorn.Config(
-        application, interface="asgi3", proxy_headers=False, lifespan="off", ws="none",
-        access_log=False, log_config=None, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=1,
-    )  # fmt: skip
-    return Server(config)
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (
@@ -364,12 +315,12 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio
 
 
 async def chat_server() -> ChatServer:
-    """Return the server of this event loop, which is there."""
+    """Return the server of this event loop, started."""
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
         server = ChatServer()
         is_up: asyncio.Future[None] = loop.create_future()
-        # In a context of its own: whatever plays the first rollout has nothing to do with those of others.
+        # In a context of its own: it serves all rollouts, not only the one that is played first.
         serving = contextvars.Context().run(loop.create_task, server.live(is_up))
         _SERVERS[loop] = server, serving, is_up
     server, _, is_up = _SERVERS[loop]
@@ -381,27 +332,18 @@ def _error(message: str, *, code: str | None = None, kind: str = "invalid_reques
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-async def _read(receive: _Receive) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
 RESULT = "result"
 """Where `session.state` has what `play` returned."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address at which the harness of one rollout asks the policy, for OpenAI's clients.
+    """Where one rollout asks for the policy's answers, as OpenAI's clients take it.
 
     Attributes:
-        base_url: the URL, which ends with `/v1`. It belongs to one rollout, and answers until `play` returns.
-        api_key: the key that every request sends.
-        model: the policy's name in requests.
+        base_url: of this rollout; ends with `/v1`, and answers until `play` returns.
+        api_key: goes with every request.
+        model: the policy's name there.
     """
 
     base_url: str
@@ -415,31 +357,30 @@ class Endpoint:
         return self.rollout.is_full
 
     def restart(self) -> None:
-        """Let a harness that died play the rollout again. The same requests get the same answers."""
+        """Let a harness that has died play the rollout again: the same requests get the same answers."""
         self.rollout.restart()
 
 
 class HarnessEnvironment(Environment):
-    """Base class of environments that a harness plays: a program that requests chat completions.
+    """Base of environments whose rollouts are played by a program that asks for chat completions.
 
     Attributes:
-        tool_parser: the setting `tool_parser`.
-        reward_of_full: the reward of a rollout that has used up `seq_len`, if `play` raises after that.
+        tool_parser: the setting of that name.
+        reward_of_full: reward of a rollout whose `play` raises after a request that found no room within `seq_len`.
     """
 
     tool_parser: str = "auto"
     reward_of_full: float = 0.0
 
     async def play(self, endpoint: Endpoint, task: Task) -> float | Score:
-        """Play one rollout of `task` with one request after the other to `endpoint`, and return its reward."""
+        """Play one rollout of `task` by asking `endpoint`, one request after the other; return its reward."""
         raise NotImplementedError(f"{type(self).__name__} needs a method play(endpoint, task)")
 
     async def run(self, session: Session, task: Task) -> None:
         """Serve the requests of one rollout until `play` returns.
 
-        Raises:
-            PromptTooLong: the first request leaves no room for an answer within `seq_len`.
-            RuntimeError: it has asked for nothing that could be answered, or an answer is still on its way.
+        Raises PromptTooLong if the first request leaves no room for an answer; RuntimeError if no request was answered,
+        or one is still being answered.
         """
         server = await chat_server()
         rollout = _Rollout(session, tool_parser=self.tool_parser)
@@ -462,10 +403,9 @@ class HarnessEnvironment(Environment):
         except Exception:
             if not endpoint.is_full:
                 raise
-            return self.reward_of_full  # as what the policy said left no room: no failure of the environment
+            return self.reward_of_full  # the answers of the policy left no room: the environment did not fail
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        """Return the result of `play` for each session. Override it to compare the rollouts of a group."""
         results = [session.state[RESULT] for session in sessions]
         return [result if isinstance(result, Score) else Score(result) for result in results]
 
@@ -476,7 +416,7 @@ class _Rollout:
     def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
-        # Of the call that plays it: its clock stands while the policy is sampled.
+        # The context of the call that plays it, whose clock stands while the policy is sampled.
         self._context = contextvars.copy_context()
         self._counts = session.request_counts = Counter()
         self._said: list[dict[str, Any]] = []
@@ -491,37 +431,32 @@ class _Rollout:
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request is being answered."""
         return self._turn is not None and not self._turn.done()
 
     @property
     def is_full(self) -> bool:
-        """Whether a request was refused for want of room."""
         return self._counts["refused/full"] > 0
 
     def restart(self) -> None:
-        """Expect the requests from the first one on."""
         self._num_replayed = 0
         self._body = b""
 
     async def end(self) -> None:
-        """Answer nothing more."""
         if self._turn is not None:
             self._turn.cancel()
-            await asyncio.gather(self._turn, return_exceptions=True)  # who asked is gone, or was told
+            await asyncio.gather(self._turn, return_exceptions=True)  # its error was raised already, or nobody waits
 
     async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
-        """Return the answer to a request; the same to one that a client sends again, as it got none.
+        """Return the answer to a request; the same answer to a retry, which had none.
 
-        Raises:
-            Refused, HoldfastError: there is none.
+        Raises Refused, or HoldfastError if sampling failed.
         """
         try:
             if self._turn is not None and is_retry and body == self._body:
                 return await asyncio.shield(self._turn)
             request = read_request(body, model=MODEL)
             if self._turn is not None and self._num_replayed == len(self._answered):
-                await asyncio.wait([self._turn])  # what the one that died has asked last
+                await asyncio.wait([self._turn])  # the last request of the harness that died
             if (known := self._replayed(request)) is not None:
                 return known
             if self.is_answering:
@@ -556,7 +491,7 @@ class _Rollout:
         return answer
 
     def _replayed(self, request: ChatRequest) -> dict[str, Any] | None:
-        """Return what a request of a harness that began again was answered before; None for a new one."""
+        """Return the earlier answer to a request of a harness that began again; None for a new request."""
         place, self._num_replayed = self._num_replayed, None
         if place is None or place >= len(self._answered):
             return None
@@ -566,11 +501,7 @@ class _Rollout:
         return self._answered[place][1]
 
     def _extend(self, request: ChatRequest) -> None:
-        """Append to the session what the request says beyond what was said.
-
-        Raises:
-            Refused: it does not go on where the last one ended.
-        """
+        """Append what is new in the request. Raises Refused if it does not continue the conversation."""
         session, said = self._session, self._said
         if not said:
             if request.tools:
@@ -592,8 +523,6 @@ class _Rollout:
 
     def _parser(self, tools: list[Any]) -> Parser:
         tokenizer = self._session.tokenizer
-        if isinstance(tokenizer, ReadsCalls):
-            return tokenizer.calls_in
         source = tokenizer.template(tools).source
         return find_parser(self._tool_parser, template=source, model=tokenizer.name)
 

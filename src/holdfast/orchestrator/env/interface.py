@@ -1,4 +1,4 @@
-"""What an environment is: tasks from seeds, sessions with the policy, scores for a whole group.
+"""What an environment is: tasks from seeds, sessions that only grow, scores for a whole group.
 
 Minimal environment:
 
@@ -18,26 +18,422 @@ set `tools`. `make_task` and `score` may be `async` or not; a message may be wri
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from holdfast.chat.messages import Message
-from holdfast.orchestrator.env.session import Session, SessionFull, Task
+import msgspec
+
+from holdfast.chat.messages import MORE_KEYS, Message, as_dict, check_messages
+from holdfast.errors import DataError, shown
 from holdfast.orchestrator.state import TaskSeed
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Logprobs, LossMask, TokenIds, VersionSpan
+
+if TYPE_CHECKING:
+    from holdfast.chat.template import ChatMessage
+    from holdfast.chat.tokenizer import Tokenizer
+    from holdfast.orchestrator.env.tools import Parser, ToolCall
 
 __all__ = ["Environment", "Message", "Score", "Session", "SessionFull", "Task", "TaskSeed"]
 
 
 @dataclass(frozen=True)
-class Score:
-    """The reward of one rollout.
+class Task:
+    """One problem. Subclass it to carry more than an answer.
 
     Attributes:
-        reward: any finite number; scalars of NumPy and torch count as numbers.
-        metrics: other numbers of this rollout. Their means go to the metrics of the step.
-        turn_rewards: a reward for each sampled turn, in addition to `reward`.
-        token_rewards: a reward for each sampled token, in addition to `reward`. Give this or `turn_rewards`.
+        prompt: messages for the chat template, or text, which the tokenizer begins with BOS where it does so.
+        answer: the right answer, for `score`.
+    """
+
+    prompt: str | Sequence[Message | ChatMessage]
+    answer: str = ""
+
+
+class SessionTools(Protocol):
+    """What a session asks of the tools of its environment (`tool_loop.ToolUse`, which knows sessions)."""
+
+    @property
+    def parse(self) -> Parser: ...
+
+    @property
+    def max_turns(self) -> int: ...
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]: ...
+
+    def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage: ...
+
+    async def answer(self, call: ToolCall, session: Session) -> tuple[str, str | None]: ...
+
+
+def as_text(value: Any) -> str:
+    """Return `value` if it is text. Raises TypeError, or ValueError if it has half a surrogate pair."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {shown(value)} ({type(value).__name__})")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is {value[error.start]!a}, half of a surrogate pair") from None
+    return value
+
+
+def as_messages(messages: Any) -> list[Message | ChatMessage]:
+    """Return messages; a message may be a dict, with more keys than role and content.
+
+    Raises TypeError or ValueError that names the wrong message.
+    """
+    if isinstance(messages, str | Mapping | Message) or not isinstance(messages, Sequence):
+        raise TypeError(f"expected text or a list of messages, got {shown(messages)} ({type(messages).__name__})")
+    return [_as_message(message, number) for number, message in enumerate(messages, start=1)]
+
+
+def _as_message(message: Any, number: int) -> Message | ChatMessage:
+    try:
+        if isinstance(message, Mapping):
+            more = {key: value for key, value in message.items() if key in MORE_KEYS}
+            rest = {key: value for key, value in message.items() if key not in more}
+            message = msgspec.convert(rest, _StrictMessage)
+            message = Message(message.role, message.content)
+            if more:
+                as_text(message.content)
+                return check_messages([{**as_dict(message), **more}])[0]
+        if not isinstance(message, Message):
+            raise TypeError("expected Message(role, content) or a dict of both")
+        as_text(message.role)
+        as_text(message.content)
+    except DataError as error:
+        raise TypeError(f"message {number}: {str(error).removeprefix('message 1: ')}") from None
+    except (TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise TypeError(f"message {number} is {shown(message)}: {error}") from None
+    return message
+
+
+def num_characters(messages: Sequence[Message | ChatMessage]) -> int:
+    contents = [message.content if isinstance(message, Message) else message.get("content") for message in messages]
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
+    """A dict that is to be a message."""
+
+
+class HistoryRewritten(DataError):
+    """The chat template would rewrite earlier turns, and no branch can begin."""
+
+
+class SessionFull(Exception):
+    """The session has no room for another token; the rollout ends here and counts as truncated."""
+
+
+# Prompt ids, turn (from 0) and most tokens -> what an engine sampled.
+SampleTurn = Callable[[list[int], int, int], Awaitable[Completion]]
+
+
+class Session:
+    """One conversation with the policy, as token ids. It only ever grows at its end.
+
+    Sampled ids stay as they were sampled, never decoded and tokenised again, so training sees what the policy did. If
+    the chat template rewrites the history, such as without the thoughts of earlier turns, the session splits: a new
+    branch begins after the ids so far, with the prompt that the template makes of the chat, and the policy only sees
+    this branch from there on. Every token is sampled in one branch.
+
+    Attributes:
+        token_ids: the whole session, prompt first: its branches, one after the other.
+        loss_mask: per token, whether the policy sampled it.
+        logprobs: per token, the engine's log-probability; 0.0 if not sampled.
+        versions: which policy sampled which tokens.
+        texts: the text of every sampled turn.
+        truncated: a token limit ended a turn or the session.
+        task: None if there is none.
+        state: the environment's own, such as what its tools found; not saved.
+        tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
+            answer because no turn could follow (`unanswered`).
+        request_counts: how many requests of a harness were `answered`, and refused by reason (`refused/history`, ...);
+            None without a harness.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        tokenizer: Tokenizer,
+        sample_turn: SampleTurn,
+        seq_len: int,
+        max_tokens: int,
+        task: Task | None = None,
+        tool_use: SessionTools | None = None,
+        keeps_history: bool = False,
+        max_branches: int = 8,
+    ) -> None:
+        self.token_ids = TokenIds(prompt_ids)
+        self.loss_mask = LossMask(bytes(len(prompt_ids)))
+        self.logprobs = Logprobs([0.0] * len(prompt_ids))
+        self.versions: list[VersionSpan] = []
+        self.texts: list[str] = []
+        self.truncated = False
+        # Copies that an environment cannot change by accident.
+        self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
+        self._kept_versions: list[VersionSpan] = []
+        self._at_end: list[Callable[[], None]] = []
+        self._turn_ends: list[int] = []
+        self._last_turn: Sequence[int] = ()
+        self._raw_text: str | None = None
+        self._is_turn_open = True  # nothing was sampled in the policy's turn
+        self._is_sampling = False
+        self._is_over = False
+        self._tokenizer = tokenizer
+        self._sample_turn = sample_turn
+        self._seq_len = seq_len
+        self._max_tokens = max_tokens
+        self.task = task
+        self.state: dict[str, Any] = {}
+        self.tool_counts: Counter[str] = Counter()
+        self.request_counts: Counter[str] | None = None
+        self._tool_use = tool_use
+        # For the chat template, the same in every turn.
+        self._schemas = tool_use.schemas if tool_use else None
+        self._branch_starts = [0]
+        self._max_branches = max_branches
+        # The chat of `begin`; None if the session began with its task.
+        self._begun_with: list[Message | ChatMessage] | None = None
+        # The chat after the prompt, to see whether the template would rewrite it; None if that does not matter.
+        self._said: list[ChatMessage] | None = None if keeps_history else []
+
+    @property
+    def completion(self) -> str:
+        """The text of the last sampled turn; empty before the first."""
+        return self.texts[-1] if self.texts else ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Where in `token_ids` every sampled turn ends."""
+        return tuple(self._turn_ends)
+
+    @property
+    def branch_starts(self) -> tuple[int, ...]:
+        """Where in `token_ids` every branch begins; (0,) if the session has not split."""
+        return tuple(self._branch_starts)
+
+    @property
+    def room(self) -> int:
+        """How many more tokens fit into the branch."""
+        return self._seq_len - (len(self.token_ids) - self._branch_starts[-1])
+
+    def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
+        """Give a session without a prompt its prompt; `tools` are the JSON schemas that the template shows.
+
+        Raises SessionFull if no sampled token fits after it, DataError or TypeError if the template does not take the
+        chat.
+        """
+        self._require_idle("begin()")
+        if self.token_ids:
+            raise RuntimeError("begin() is for a session without a prompt, and this one has one: use append_messages()")
+        messages = as_messages(messages)
+        self._require_room(num_characters(messages), self._seq_len)
+        schemas = list(tools) if tools else None
+        self._append(self._tokenizer.prompt(messages, tools=schemas))
+        self._begun_with, self._schemas = messages, schemas
+
+    async def sample(self, *, max_tokens: int | None = None) -> str:
+        """Let the policy continue, by at most `max_tokens` or `sampling.max_tokens`; return the text that it sampled.
+
+        Raises SessionFull if there is no room for a token, RuntimeError if this session is being sampled already.
+        """
+        self._require_idle("sample()")
+        if self.room < 1:
+            raise SessionFull(f"there is no room for another token in the {self._seq_len} of the session (seq_len)")
+        most = min(self._max_tokens, self.room, max_tokens or self._max_tokens)
+        self._is_sampling = True
+        try:
+            seen = self.token_ids[self._branch_starts[-1] :].tolist()
+            turn = await self._sample_turn(seen, len(self.texts), most)
+        finally:
+            self._is_sampling = False
+        # A turn that a limit has cut continues as the same turn.
+        is_same_turn = not self._is_turn_open and self.token_ids[-1] not in self._tokenizer.stop_token_ids
+        self._is_turn_open = False
+        start = len(self.token_ids)
+        self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
+        versions = [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
+        self.versions += versions
+        self._kept_versions += versions
+        self.truncated = self.truncated or turn.finish_reason == "length"
+        self._turn_ends.append(len(self.token_ids))
+        self.texts.append(self._tokenizer.decode(turn.token_ids))
+        self._last_turn, self._raw_text = turn.token_ids, None
+        if self._said is not None:
+            before = self._said.pop()["content"] if is_same_turn else ""
+            self._said.append({"role": "assistant", "content": before + self.raw_completion})
+        return self.texts[-1]
+
+    async def answer_tool_calls(self) -> bool:
+        """Run the tools that the last turn called, in their order, and append their answers.
+
+        Return whether there is another turn to sample: not if it called none, or `max_turns` are sampled. Raises
+        SessionFull if the answers leave no room; RuntimeError without a sampled turn or without `tools`.
+        """
+        self._require_idle("answer_tool_calls()")
+        if self._tool_use is None or self._is_turn_open:
+            why = "nothing was sampled" if self._tool_use else "the environment has no `tools`"
+            raise RuntimeError(f"answer_tool_calls(): {why}")
+        use, turn = self._tool_use, len(self.texts)
+        calls = use.parse(self.raw_completion)
+        self.tool_counts["calls"] += len(calls)
+        if not calls or turn >= use.max_turns:
+            self.tool_counts["unanswered"] += len(calls)
+            return False
+        answers: list[ChatMessage] = []
+        for number, call in enumerate(calls, start=1):
+            text, failure = await use.answer(call, self)
+            if failure is not None:
+                self.tool_counts[f"failed/{failure}"] += 1
+            answers.append(use.message(text, call, turn=turn, number=number))
+        self.append_messages(answers)
+        return True
+
+    @property
+    def raw_completion(self) -> str:
+        """The text of the last sampled turn with its special tokens, except the one that ends it."""
+        if self._raw_text is None:
+            sampled = self._last_turn
+            ends = bool(sampled) and sampled[-1] in self._tokenizer.stop_token_ids
+            self._raw_text = self._tokenizer.decode(sampled[: len(sampled) - ends], skip_special_tokens=False)
+        return self._raw_text
+
+    def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
+        """Append messages after a sampled turn, and open the policy's next turn, in a new branch if they need one.
+        Raises SessionFull if they leave no room for a sampled token, or there would be too many branches;
+        HistoryRewritten if the template would rewrite the history of a session that began with text; RuntimeError if
+        nothing was sampled since the prompt or the last messages, or the session is being sampled."""
+        self._require_idle("append_messages()")
+        if self._is_turn_open:
+            raise RuntimeError(
+                "append_messages() before the policy said anything would close an empty turn: append all messages "
+                "in one call, or await session.sample() first"
+            )
+        messages = as_messages(messages)
+        self._require_room(num_characters(messages), self._seq_len)
+        tools, last = self._schemas, self.token_ids[-1]
+        around = self._tokenizer.around_assistant(messages, tools=tools)
+        more = self._tokenizer.continuation(messages, last_token_id=last, tools=tools, around=around)
+        if self._said is None:
+            self._append(more)
+        else:
+            prompt = self._prompt_messages()
+            before = [*(prompt or [Message("user", ".")]), *self._said]
+            if not self._tokenizer.rewrites(before, messages, tools=tools, around=around):
+                self._append(more)
+            elif prompt is None:
+                raise HistoryRewritten(
+                    f"behind these messages the chat template of '{self._tokenizer.name}' writes earlier turns "
+                    "otherwise than they were sampled, such as without thoughts, and of a session that began with text "
+                    'it can make no prompt. Give the prompt as messages, or set `history = "keep"` to go on behind '
+                    "what was sampled."
+                )
+            else:
+                self._begin_branch(self._tokenizer.prompt([*before, *messages], tools=tools))
+            self._said += map(as_dict, messages)
+        self._is_turn_open = True
+
+    def _prompt_messages(self) -> list[Message | ChatMessage] | None:
+        """Return the messages that the session began with; None for text."""
+        if self._begun_with is not None or self.task is None or isinstance(self.task.prompt, str):
+            return self._begun_with
+        return as_messages(self.task.prompt)
+
+    def _begin_branch(self, prompt_ids: Sequence[int]) -> None:
+        if len(self._branch_starts) >= self._max_branches:
+            raise SessionFull(
+                f"the chat template of '{self._tokenizer.name}' writes earlier turns otherwise behind these messages, "
+                f"and the session has its {self._max_branches} branches (max_branches)"
+            )
+        if len(prompt_ids) >= self._seq_len:
+            raise SessionFull(
+                f"the chat so far has {len(prompt_ids)} tokens, which leave no room for a sampled one in the "
+                f"{self._seq_len} of a branch (seq_len)"
+            )
+        self._branch_starts.append(len(self.token_ids))
+        self._append(prompt_ids)
+
+    def append_text(self, text: str) -> None:
+        """Append text as it is, without the chat template. Raises SessionFull if no sampled token fits after it."""
+        self._require_idle("append_text()")
+        self._require_room(len(as_text(text)), self.room)
+        self._append(self._tokenizer.encode_after(text))
+        self._is_turn_open = False
+        self._said = None  # not a chat any more
+
+    @property
+    def has_tools(self) -> bool:
+        return self._tool_use is not None
+
+    @property
+    def is_sampling(self) -> bool:
+        return self._is_sampling
+
+    def changed(self) -> list[str]:
+        """Return the names of the attributes that an environment has changed."""
+        found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
+        return found + ["versions"] * (self.versions != self._kept_versions)
+
+    def at_end(self, leave: Callable[[], None]) -> None:
+        """Have `leave` called when the session has been played, such as to let go of a server."""
+        self._at_end.append(leave)
+
+    def leave(self) -> None:
+        while self._at_end:
+            self._at_end.pop()()
+
+    def end(self) -> None:
+        """Let nothing more be sampled or appended."""
+        self._is_over = True
+
+    def _require_idle(self, wanted: str) -> None:
+        if self._is_over:
+            raise RuntimeError(f"{wanted} after score() has returned: what a rollout is made of must be awaited before")
+        if self._is_sampling:
+            raise RuntimeError(
+                f"{wanted} while a sample() of the same session goes on would mix their turns: await one after the "
+                "other, and gather over sessions only"
+            )
+
+    def _require_room(self, characters: int, room: int) -> None:
+        if self._tokenizer.is_too_long(characters, room=room):
+            raise SessionFull(
+                f"{characters} more characters leave no room for a sampled token in the {self._seq_len} of the session "
+                "(seq_len)"
+            )
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) >= self.room:
+            raise SessionFull(
+                f"{len(token_ids)} more tokens leave no room for a sampled one in the {self._seq_len} of the session "
+                "(seq_len)"
+            )
+        self._grow(TokenIds(token_ids), LossMask(bytes(len(token_ids))), Logprobs([0.0] * len(token_ids)))
+
+    def _grow(self, token_ids: TokenIds, loss_mask: LossMask, logprobs: Logprobs) -> None:
+        for name, more in {"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs}.items():
+            getattr(self, name).extend(more)
+            self._kept[name].extend(more)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a rollout earned.
+
+    Attributes:
+        reward: any finite number, also of NumPy or torch.
+        metrics: further numbers of this rollout; their means go to the metrics of the step.
+        turn_rewards: one for each sampled turn, beside `reward`.
+        token_rewards: one for each sampled token, instead of `turn_rewards`.
     """
 
     reward: float
@@ -47,39 +443,38 @@ class Score:
 
 
 class Environment:
-    """Base class of all environments. The setting `environments.args` gives the constructor's arguments.
+    """Base of all environments. Constructor arguments come from `environments.args` of the config.
 
     Attributes:
-        tools: functions that the policy may call. Each has a docstring and annotations, and is sync or `async`. The
-            body of the class may list its own methods. A parameter annotated with `Session` gets the session.
-        num_tasks: the number of different tasks if it is finite, such as the rows of a file. None: each seed may give
-            a new task.
+        tools: functions or methods that the policy may call, with a docstring and annotations, sync or `async`. A
+            parameter annotated with `Session` gets the session.
+        num_tasks: how many different tasks there are, such as rows of a file; None: every seed may give another.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
     num_tasks: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give every `make_task` a seed whose generator is new, so that calling it again gives the same task."""
+        """Give every call of `make_task` a fresh seed, so that calling it again gives the same task."""
         super().__init_subclass__(**options)
         if "make_task" in vars(cls):
             cls.make_task = _with_fresh_seed(cls.make_task)
 
     def make_task(self, seed: TaskSeed) -> Task:
-        """Return the task for `seed`. It must depend on `seed` only, so that any task can be made again."""
+        """Return the task that `seed` names: a pure function, so that any task can be made again."""
         raise NotImplementedError(f"{type(self).__name__} needs a method make_task(seed)")
 
     async def run(self, session: Session, task: Task) -> None:
-        """Play one session of `task`. The session already has the task's prompt.
+        """Play one session of `task`, which has its prompt already.
 
-        The default samples one turn. With `tools` it samples more turns until a turn has no calls, at most `max_turns`.
+        By default: one sampled turn, or with `tools` further turns as long as they call one, at most `max_turns`.
         """
         await session.sample()
         while session.has_tools and await session.answer_tool_calls():
             await session.sample()
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        """Return one score for each session. It gets all sessions of one group, so it can compare them."""
+        """Return one score per session; all sessions of one group come together, so they can be compared."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(task, sessions)")
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ from holdfast.chat.messages import as_dict
 from holdfast.chat.template import ChatMessage
 from holdfast.config.environments import JudgeConfig
 from holdfast.errors import ConfigError, DataError, nearest
-from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
-from holdfast.orchestrator.env.session import as_messages
 from holdfast.process.imports import load_function
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
@@ -30,9 +27,8 @@ Scorer = Callable[[str, str], float]
 def lcs_length(first: str, second: str) -> int:
     """Return the length of the longest common subsequence.
 
-    Bit-parallel, one row of the dynamic program per big-integer operation (Hyyrö 2004,
-    "Bit-parallel LCS-length computation revisited", eq. 4): bit i of `row` is 0 where position i of
-    `first` adds one to the length.
+    Bit-parallel, one row of the dynamic program per big-integer operation (Hyyrö 2004, "Bit-parallel LCS-length
+    computation revisited", eq. 4): bit i of `row` is 0 if position i of `first` adds one to the length.
     """
     if not first or not second:
         return 0
@@ -75,11 +71,7 @@ def _last_number(text: str) -> float | None:
 
 
 def regex_scorer(pattern: str) -> Scorer:
-    """Return a scorer that compares the last match of `pattern` (its first group, if any) with the answer.
-
-    Raises:
-        re.error: the pattern is not a regular expression.
-    """
+    """Return a scorer that compares the last match of `pattern` (its first group, if any) with the answer."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def score(completion: str, answer: str) -> float:
@@ -97,11 +89,7 @@ SCORERS: dict[str, Scorer] = {"exact": exact, "contains": contains, "lcs": lcs, 
 
 @dataclass(frozen=True)
 class Question(Task):
-    """A row of the file.
-
-    Attributes:
-        fields: what a judge is told of it, by the name in its prompt.
-    """
+    """A row of the file, with the fields that a judge sees, by their names in its prompt."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
 
@@ -124,7 +112,7 @@ class Jsonl(Environment):
         Args:
             path: the file, one JSON object per line.
             prompt: column of the question: text, or a list of {role, content}.
-            answer: column of the right answer: text or a number. For a judge that is not told it, rows need none.
+            answer: column of the right answer, text or a number; not needed for a judge whose prompt does not name it.
             scorer: `exact`, `contains`, `lcs`, `number`, `regex`, `math_verify`, `judge`, or `module:function` for one
                 of your own, from completion and right answer to a number.
             pattern: with `regex`: what to find; the last match (its first group) is compared.
@@ -143,19 +131,11 @@ class Jsonl(Environment):
         self._tasks = _read_tasks(path, columns)
         self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
-        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def make_task(self, seed: TaskSeed) -> Task:
         """Return row `index` of the endless sequence of epochs."""
-        epoch, position = divmod(seed.index, len(self._tasks))
-        if not self._shuffle:
-            return self._tasks[position]
-        return self._tasks[self._order(seed.shared("epoch", epoch))[position]]
-
-    def _make_order(self, seed: int) -> list[int]:
-        order = list(range(len(self._tasks)))
-        random.Random(seed).shuffle(order)
-        return order
+        num_tasks = len(self._tasks)
+        return self._tasks[seed.row(num_tasks) if self._shuffle else seed.index % num_tasks]
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself."""
@@ -210,19 +190,12 @@ def _users_scorer(name: str) -> Callable[[str, str], Any]:
 
 
 async def _number(reward: Any) -> float:
-    """Return what a scorer gave, awaited if it is `async`; what it must be is checked with the score."""
     return await reward if inspect.isawaitable(reward) else reward
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """What is read of each row.
-
-    Attributes:
-        prompt: column of the question.
-        answer: column of the right answer.
-        fields: that a judge is told; None: nobody judges.
-    """
+    """Columns of question and answer, and the `fields` that a judge sees; None: nobody judges."""
 
     prompt: str
     answer: str
@@ -230,12 +203,11 @@ class _Columns:
 
     @property
     def of_judge(self) -> list[str]:
-        """Fields that are columns by their own names."""
         return sorted(set(self.fields or ()) - {"completion", "prompt", "answer"})
 
     @property
     def needed(self) -> dict[str, str]:
-        """Columns by what names them."""
+        """Columns by how the settings name them."""
         found = {"the argument `prompt`": self.prompt}
         if self.fields is None or "answer" in self.fields:
             found["the argument `answer`"] = self.answer
@@ -301,14 +273,12 @@ def _read_task(line: str, columns: _Columns, *, where: str) -> Task:
 
 
 def _plain(value: Any, where: str) -> str:
-    """Return a text or number as text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where} is {_shown(value)}, expected text or a number")
     return str(value)
 
 
 def _as_text(value: Any, messages: Sequence[Message | ChatMessage]) -> str:
-    """Return what a question says: text as it is, messages with their roles."""
     if isinstance(value, str):
         return value
     chat = [as_dict(message) if isinstance(message, Message) else message for message in messages]
@@ -332,11 +302,7 @@ def _shown(value: Any) -> str:
 
 
 def require_placeholders(prompt: str, names: Sequence[str], *, environment: str) -> None:
-    """Check that `prompt` says everything that a task is about.
-
-    Raises:
-        ConfigError: one of `names` does not stand in braces in it.
-    """
+    """Raise ConfigError if one of `names` does not stand in braces in `prompt`."""
     missing = [f"{{{name}}}" for name in names if f"{{{name}}}" not in prompt]
     if missing:
         raise ConfigError(

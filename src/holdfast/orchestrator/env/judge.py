@@ -5,8 +5,8 @@
     judgements = await judge.ask_all([{"completion": session.completion} for session in sessions])
     scores = [judgement.score for judgement in judgements]
 
-Requests go to the desk of the process (`JUDGES`): that of the orchestrator or an evaluation asks, and keeps every reply
-(`holdfast.orchestrator.judge_client`); that of a worker hands them on to the orchestrator.
+Requests go to `JUDGES` of the process. In the orchestrator or an evaluation this is a `JudgeClient`, which keeps every
+reply; a worker hands the requests on to the orchestrator.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.]*\w)")
 
 
 class JudgeFailure(EnvironmentFailure):
-    """A judge gave no score.
-
-    Attributes:
-        reason: it could not be reached or was busy for too long, refused the request, or its reply has no score.
-    """
+    """A judge gave no score: it was away or busy for too long, refused, or its reply has no score."""
 
     def __init__(self, message: str, *, reason: JudgeFailureReason) -> None:
         super().__init__(message)
@@ -43,13 +39,7 @@ class JudgeFailure(EnvironmentFailure):
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
-    """One request to a judge.
-
-    Attributes:
-        url: with its route.
-        body: JSON.
-        api_key_env: environment variable with the key, which stays out of it.
-    """
+    """One request to a judge; the key is in the environment variable `api_key_env`."""
 
     url: str
     body: bytes
@@ -61,33 +51,28 @@ class JudgeRequest(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """All that decides the reply, as 32 hexadecimal digits: whom and what, not how patiently."""
+        """Everything that decides the reply, as 32 hexadecimal digits."""
         return xxhash.xxh3_128_hexdigest(self.url.encode() + b"\n" + self.body)
 
 
-class JudgeDesk(Protocol):
-    """What answers requests to judges in a process."""
+class Judges(Protocol):
+    """Answers requests to judges in a process."""
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply, from the log or from the judge.
-
-        Raises:
-            JudgeFailure: there is none.
-        """
+        """Return the reply, from the log or from the judge. Raises JudgeFailure."""
         ...
 
 
-JUDGES: ContextVar[JudgeDesk] = ContextVar("judges")
-"""The desk of this process."""
+JUDGES: ContextVar[Judges] = ContextVar("judges")
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A judge's score of one completion.
+    """A judge's verdict about one completion.
 
     Attributes:
-        score: the reward: 0 to 1 for numbers, the reward of the word for verdicts.
-        is_readable: whether the reply has a score. If not, `score` is `unreadable_reward`.
+        score: the reward, 0 to 1 for numbers, as in the settings for verdicts.
+        is_readable: whether the reply has a score; else it is `unreadable_reward`.
         text: the reply.
     """
 
@@ -97,14 +82,9 @@ class Judgement:
 
 
 class Judge:
-    """Asks a model to score completions.
+    """Asks one judge; `prompt` may have the names `fields` in braces, by default any.
 
-    Args:
-        config: the server, the model, the prompt, and how to read a reply.
-        fields: the names that `prompt` may have in braces. Unset: any name, and every call must give all of them.
-
-    Raises:
-        ConfigError: the environment variable of the key is not set, or `prompt` has another name in braces.
+    Raises ConfigError if the key is missing, or `prompt` names another field.
     """
 
     def __init__(self, config: JudgeConfig, *, fields: Sequence[str] | None = None) -> None:
@@ -125,26 +105,14 @@ class Judge:
             )
 
     async def ask(self, fields: Mapping[str, str]) -> Judgement:
-        """Return the judge's score.
-
-        Args:
-            fields: a text for each name in the prompt.
-
-        Raises:
-            JudgeFailure: the judge cannot be reached or refuses, or its reply has no score.
-            KeyError: `fields` lacks a name of the prompt.
-        """
-        desk = JUDGES.get(None)
-        if desk is None:
+        """Return the verdict about `fields`, at least those that the prompt names. Raises JudgeFailure."""
+        judges = JUDGES.get(None)
+        if judges is None:
             raise RuntimeError("nobody asks judges here: write `async with holdfast.judging():` around it")
-        return self.read(await desk.ask(self.request(fields)))
+        return self.read(await judges.ask(self.request(fields)))
 
     async def ask_all(self, rows: Sequence[Mapping[str, str]]) -> list[Judgement]:
-        """Return the judge's score of each row. All requests run at the same time, and all end even if one fails.
-
-        Raises:
-            JudgeFailure: as for `ask`, the first failure in the order of `rows`.
-        """
+        """Return the verdict about each row; all are asked at once. Raises the first failure in the order of `rows`."""
         found = await asyncio.gather(*map(self.ask, rows), return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException):
@@ -152,9 +120,8 @@ class Judge:
         return [one for one in found if isinstance(one, Judgement)]
 
     def request(self, fields: Mapping[str, str]) -> JudgeRequest:
-        """Return what is asked about `fields`."""
         config = self._config
-        # In one pass: what a completion has in braces is not replaced.
+        # In one pass: braces in a completion are not replaced.
         prompt = _FIELD.sub(lambda match: fields[match[1]], config.prompt)
         messages = [{"role": "system", "content": config.system}] if config.system is not None else []
         messages.append({"role": "user", "content": prompt.encode("utf-8", "backslashreplace").decode()})
@@ -170,11 +137,7 @@ class Judge:
         )
 
     def read(self, reply: ChatReply) -> Judgement:
-        """Return the score of a reply.
-
-        Raises:
-            JudgeFailure: it has none, and `unreadable_reward` is not set.
-        """
+        """Return the score of a reply. Raises JudgeFailure if it has none, and `unreadable_reward` is not set."""
         config = self._config
         score = None if reply.finish_reason == "length" else self._score_in(reply.text)
         if score is not None:

@@ -1,8 +1,8 @@
 """Mathematical answers by their value, as math-verify finds it, in a process of its own.
 
-math-verify bounds its own work by signal alarms, which raise outside of a main thread, and sympy may still take
-forever, or all memory: the kernel ends the process of `MathAnswers` then, and the next answer gets a new one. Time is
-that of the processor, so that a busy machine changes no reward.
+math-verify bounds its work by signal alarms, which raise outside of a main thread, and sympy may still take forever, or
+all memory: the kernel ends the process then, and the next answer gets a new one. Time is processor time, so that a busy
+machine changes no reward.
 """
 
 from __future__ import annotations
@@ -35,19 +35,13 @@ _KEPT_SHARE = 0.25
 
 
 class MathAnswers:
-    """A scorer: 1 where an answer has the value of the right one, in LaTeX or plain; one answer after the other.
+    """A scorer: 1 if an answer has the value of the right one, in LaTeX or plain; one answer after the other.
 
-    Args:
-        cpu_s: what an answer may cost.
-        wait_s: after which a process that has not used that up counts as killed.
+    An answer may cost `cpu_s`. A process that gives no answer within `wait_s` counts as killed.
     """
 
     def __init__(self, *, cpu_s: float = _CPU_S, wait_s: float = _WAIT_S) -> None:
-        """Start nothing yet.
-
-        Raises:
-            ConfigError: math-verify is not installed.
-        """
+        """Start nothing yet. Raises ConfigError if math-verify is not installed."""
         self._process: subprocess.Popen[bytes] | None = None
         import_extra("math_verify", extra="math-verify", needed_by="scorer 'math_verify'")
         self._cpu_s, self._wait_s = cpu_s, wait_s
@@ -55,11 +49,9 @@ class MathAnswers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, completion: str, answer: str) -> float:
-        """Return 1 if both have the same value, 0 if not, or if to say so takes too long or too much memory.
+        """Return 1 for the same value, 0 for another one, or if the comparison takes too long or too much memory.
 
-        Raises:
-            EnvironmentFailure: the right answer is no mathematics.
-            ProcessKilled: the process was killed from outside, or stands still.
+        Raises EnvironmentFailure if the right answer is not mathematics, ProcessKilled if the process was killed.
         """
         if self._loop is not asyncio.get_running_loop() or self._turn is None:
             self._loop, self._turn = asyncio.get_running_loop(), asyncio.Lock()
@@ -72,15 +64,11 @@ class MathAnswers:
         return float(reply["equal"])
 
     async def _ask(self, line: bytes) -> dict[str, Any] | None:
-        """Return the process's answer to a line; None where it ends by itself.
-
-        Raises:
-            ProcessKilled: it was killed from outside, or stands still, which says nothing about the answer.
-        """
+        """Return the answer of the process; None if it ends by itself. Raises ProcessKilled."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            # From the thread of the event loop: the kernel kills the process when that thread ends.
             command = [sys.executable, "-m", "holdfast.orchestrator.env.math_answers", str(self._cpu_s)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process = self._process
@@ -106,24 +94,22 @@ class MathAnswers:
         return said
 
     def close(self) -> None:
-        """End the process, if there is one."""
         process, self._process = self._process, None
         if process is None:
             return
         process.kill()
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # what it was to be asked goes nowhere
+        with contextlib.suppress(BrokenPipeError):  # an unsent line
             process.stdin.close()
         process.stdout.close()
         process.wait()
 
     def __del__(self) -> None:
-        """Leave no process behind."""
         self.close()
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Write a line and return the one that answers it, whole; nothing where the process ends meanwhile."""
+    """Write a line and return the answer to it, whole; nothing if the process ends meanwhile."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(line)
@@ -140,7 +126,7 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
     # Without these marks a fraction in LaTeX would be read as its last number.
     is_marked = "$" in answer or "\\boxed" in answer
     right = parse(answer if is_marked else f"${answer}$") or parse(answer)
-    if all(isinstance(one, str) for one in right):  # what it cannot read is handed on as text
+    if all(isinstance(one, str) for one in right):  # math_verify returns text that it cannot parse as it is
         return {"error": f"the right answer {answer[:80]!r} is no mathematics"}
     return {"equal": bool(verify(right, parse(completion)))}
 
@@ -160,12 +146,12 @@ def _ring(number: int, frame: Any) -> None:
 
 
 def _data_bytes() -> int:
-    """Return what the kernel holds against RLIMIT_DATA."""
+    """Return what the kernel counts for RLIMIT_DATA."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def _limit(kind: int, most: int) -> int:
-    """Set a limit, within the one that this process was given; return it."""
+    """Set a limit, within the hard one; return it."""
     _, hard = resource.getrlimit(kind)
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, hard))
@@ -180,7 +166,7 @@ def _main() -> None:
     begin = _data_bytes()
     most_bytes = begin + _KEPT_SHARE * (_limit(resource.RLIMIT_DATA, begin + _MEMORY_BYTES) - begin)
     for line in sys.stdin.buffer:
-        # From here on: what earlier answers have cost must not decide this one.
+        # Limits count from here: earlier answers must not matter.
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(sys.argv[-1])))
         _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
         said = _compare(*json.loads(line))

@@ -1,8 +1,8 @@
-"""Tools of MCP servers, through the official library: asked what they are at the start, called by rollouts.
+"""Tools of MCP servers, through the official library: listed at the start, called by rollouts.
 
-Every rollout has a session of its own with each server that it calls, begun by its first call: a process of its own,
-or a session of a server at a URL. So what one rollout does in a server no other one sees, and a rollout that is played
-again finds what it found the first time. See docs/decisions.md.
+Every rollout has its own session with each server that it calls, begun by its first call: a process of its own, or a
+session of a server at a URL. So no rollout sees what another one did, and a rollout that is played again finds what it
+found the first time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 from holdfast.config.environments import McpServerConfig
 from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
-from holdfast.orchestrator.env.session import Session
-from holdfast.orchestrator.env.tools import WrongArguments
+from holdfast.orchestrator.env.interface import Session
+from holdfast.orchestrator.env.tools import WrongArguments, values_of_texts
 from holdfast.process.imports import import_extra
 from holdfast.process.noted_end import Ending
 from holdfast.protocol.inference import read_key
@@ -41,11 +41,7 @@ class McpServerLost(Exception):
 class McpServer:
     """One server of the settings, and the connections that sessions have to it.
 
-    Args:
-        name: in the settings.
-
-    Raises:
-        ConfigError: the library, the command or a key is not there; or the server did not name its tools.
+    Raises ConfigError if the library, the command or a key is missing, or the server did not list its tools.
     """
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
@@ -65,9 +61,7 @@ class McpServer:
     async def connect(self, session: Session) -> None:
         """Begin a session with the server, unless `session` has one.
 
-        Raises:
-            McpServerLost: it does not answer; the next call tries again.
-            ProcessKilled: it was killed from outside.
+        Raises McpServerLost if it does not answer (the next call tries again), ProcessKilled.
         """
         if session not in self._connections:
             connection = self._connections[session] = _Connection(self._config)
@@ -81,13 +75,9 @@ class McpServer:
             raise McpServerLost(f"{self._what} could not be reached: {error}") from None
 
     async def call(self, name: str, arguments: dict[str, Any], session: Session) -> str:
-        """Return what a tool answers, as text; `session` is connected.
-
-        Raises:
-            McpToolError: the answer is an error, or no text.
-            McpServerLost: the server has ended by itself; the next call starts one anew.
-            ProcessKilled: it was killed from outside.
-        """
+        """Return a tool's answer, as text; `session` is connected. Raises McpToolError if the answer is an error, or
+        not text; McpServerLost if the server has ended by itself; the next call starts another one; ProcessKilled if it
+        was killed from outside."""
         from mcp import MCPError
 
         connection = self._connections[session]
@@ -109,7 +99,7 @@ class McpServer:
         self._connections.pop(session).close()
 
     def _ask_for_tools(self) -> list[Any]:
-        """Ask in a thread of its own: environments are loaded where an event loop may run already."""
+        """Ask in a thread of its own: an event loop may run in this one already."""
         with ThreadPoolExecutor(1) as thread:
             for _ in range(MOST_KILLED):
                 with ending_of(self._config) as ending:
@@ -152,12 +142,7 @@ class McpServer:
 
 
 class McpTool:
-    """One tool of a server, in the form of `Tool`.
-
-    Attributes:
-        name: of the tool.
-        schema: what the chat template gets.
-    """
+    """One tool of a server, in the form of `Tool`."""
 
     def __init__(self, server: McpServer, tool: Any) -> None:
         self._server = server
@@ -169,42 +154,23 @@ class McpTool:
         self._properties: Mapping[str, Any] = parameters["properties"]
 
     def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of a call that has all of them as text, as some models write them."""
-        return {name: self._value(name, text) for name, text in texts.items()}
-
-    def _value(self, name: str, text: str) -> Any:
-        schema = self._properties.get(name)
-        if isinstance(schema, Mapping) and schema.get("type") == "string":
-            return text
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
+        """Return the arguments of a call whose format has only text."""
+        return values_of_texts(texts, self._properties)
 
     async def connect(self, session: Session) -> None:
-        """Begin a session with the server, unless `session` has one.
-
-        Raises:
-            McpServerLost: it does not answer.
-        """
         await self._server.connect(session)
 
     def call(self, arguments: Any, session: Session) -> Any:
-        """Return what the server answers, to be awaited behind `connect`; the server checks the arguments.
-
-        Raises:
-            WrongArguments: they are no object.
-        """
+        """Return the server's answer, to be awaited after `connect`; the server checks the arguments."""
         if not isinstance(arguments, dict):
             raise WrongArguments(f"{self.name}: the arguments must be a JSON object")
         return self._server.call(self.name, arguments, session)
 
 
 class _Connection:
-    """One session with a server, entered and left by a task of its own, as the library asks for.
+    """One session with a server, entered and left by a task of its own, as the library requires.
 
-    Attributes:
-        is_forgotten: a server at a URL knows the session no more, as after it was started again.
+    `is_forgotten`: a server at a URL does not know the session any more, as after its restart.
     """
 
     def __init__(self, config: McpServerConfig) -> None:
@@ -219,12 +185,7 @@ class _Connection:
         self._task.add_done_callback(_LIVING.discard)
 
     async def client(self) -> Any:
-        """Return the client, once the server answers.
-
-        Raises:
-            McpServerLost: it does not.
-            ProcessKilled: it was killed from outside.
-        """
+        """Return the client, once the server answers. Raises McpServerLost or ProcessKilled."""
         return await asyncio.shield(self._client)
 
     def close(self) -> None:
@@ -234,11 +195,11 @@ class _Connection:
             self._task.cancel()
 
     def is_killed(self) -> bool:
-        """Whether the server, whose connection is gone, was killed from outside; never known of a server at a URL."""
+        """Whether the server was killed from outside; never known for a server at a URL."""
         return self._ending is not None and self._ending.is_from_outside()
 
     async def _see(self, response: Any) -> None:
-        # As the protocol has it; the library tells it by a message, which some servers have in words of their own.
+        # As the protocol defines it; the library only has a message, whose text depends on the server.
         asked = response.request
         if response.status_code == 404 and asked.method == "POST" and "mcp-session-id" in asked.headers:
             self.is_forgotten = True
@@ -269,11 +230,11 @@ _LIVING: set[asyncio.Task[None]] = set()
 async def _connect(
     config: McpServerConfig, ending: Ending | None, *, see: Callable[[Any], Awaitable[None]] | None = None
 ) -> AsyncIterator[Any]:
-    """Give a client of the server; `ending` is told of a program, `see` of every response of a server at a URL."""
+    """Give a client of the server; `ending` watches a program, `see` gets every response of a server at a URL."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     if config.command is not None:
-        # The kernel ends it with this process: it is in no group of ours, which could be killed.
+        # The kernel kills it with this process: it is not in our process group.
         assert ending is not None
         command = ending.command(config.command, *config.args)
         names = ["PYTHONPATH", *config.env]
@@ -295,11 +256,7 @@ async def _connect(
 
 
 def _text_of(result: Any) -> str:
-    """Return what a result says.
-
-    Raises:
-        McpToolError: it is an error, or something else than text.
-    """
+    """Return the text of a result. Raises McpToolError."""
     others = sorted({block.type for block in result.content if block.type != "text"})
     if others:
         raise McpToolError(f"it returned what is no text: {', '.join(others)}")
@@ -313,7 +270,7 @@ def _text_of(result: Any) -> str:
 
 @contextmanager
 def ending_of(config: McpServerConfig) -> Iterator[Ending | None]:
-    """Give what notes how the program of a server ends; None for a server at a URL."""
+    """Give the `Ending` of the program of a server; None for a server at a URL."""
     ending = Ending() if config.command is not None else None
     try:
         yield ending
@@ -323,7 +280,6 @@ def ending_of(config: McpServerConfig) -> Iterator[Ending | None]:
 
 
 def _was_killed(error: BaseException, ending: Ending | None) -> bool:
-    """Whether a connection is gone, by `error`, because the program of the server was killed from outside."""
     from mcp import MCPError
 
     error = _innermost(error)
@@ -338,6 +294,5 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _told(error: BaseException) -> str:
-    """Return what went wrong in the innermost of groups of errors."""
     error = _innermost(error)
     return f"{type(error).__name__}: {printable(error)}"

@@ -1,17 +1,14 @@
 """The built-in environments, and how the `id` of an environment in the settings becomes an environment.
 
-Other packages bring environments as entry points of the group `holdfast.environments`, `name = "module:Class"`. Nothing
-of such a package is imported before a run asks for its environment.
+Other packages bring environments as entry points of the group `holdfast.environments`, `name = "module:Class"`. They
+are not imported before a run asks for their environment.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,57 +22,21 @@ from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError, near
 from holdfast.orchestrator.env.guard import place_of
 from holdfast.orchestrator.env.harness import HarnessEnvironment
 from holdfast.orchestrator.env.interface import Environment
-from holdfast.orchestrator.env.reasoning_gym import PREFIX, ReasoningGym
-from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
-from holdfast.orchestrator.env.verifiers import Verifiers
+from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS, ReasoningGym, Verifiers
 from holdfast.process.imports import import_users
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """One entry point.
-
-    Attributes:
-        name: the id of the environment.
-        target: `module:Class`, as the package has written it.
-        package: that is installed, with its version.
-    """
-
-    name: str
-    target: str
-    package: str
-
-    @property
-    def module(self) -> str:
-        """The module that holds the class."""
-        return self.target.partition(":")[0].strip()
-
-    @property
-    def class_name(self) -> str:
-        """The class; empty where the package names none."""
-        return self.target.partition(":")[2].partition("[")[0].strip()
+def find_plugins() -> dict[str, list[metadata.EntryPoint]]:
+    """Return the entry points of all installed packages by name: several if packages want the same name."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: (entry.name, package_of(entry))):
+        found.setdefault(entry.name, []).append(entry)
+    return found
 
 
-def find_plugins() -> dict[str, list[Plugin]]:
-    """Return the entry points of all installed packages by name: several where packages want the same one.
-
-    What lies in the working directory is not installed: whether it is on the path depends on what was imported before.
-    """
-    here = Path.cwd()
-    path = [entry for entry in sys.path if entry and not (os.path.exists(entry) and here.samefile(entry))]  # noqa: PTH110
-    found: dict[str, list[Plugin]] = {}
-    seen: set[str] = set()
-    for package in metadata.distributions(path=path):
-        # Of one package that is there twice, the first is imported.
-        identity = (package.name or "").lower().replace("_", "-")
-        if identity in seen:
-            continue
-        seen.add(identity)
-        for entry in package.entry_points:
-            if entry.group == GROUP:
-                plugin = Plugin(entry.name, entry.value, f"{package.name} {package.version}")
-                found.setdefault(entry.name, []).append(plugin)
-    return {name: sorted(found[name], key=lambda plugin: plugin.package) for name in sorted(found)}
+def package_of(plugin: metadata.EntryPoint) -> str:
+    """Return the installed package of an entry point, with its version."""
+    return f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "an unknown package"
 
 
 BUILT_IN = {
@@ -85,16 +46,14 @@ BUILT_IN = {
 
 
 def is_built_in(name: str) -> bool:
-    """Whether an id names an environment of holdfast's own, whose constructor may be called to check its arguments."""
-    return name in BUILT_IN or name.startswith((PREFIX, VERIFIERS))
+    """Whether holdfast has the environment, so that its constructor may be called to check its arguments."""
+    return name in BUILT_IN or name.startswith((REASONING_GYM, VERIFIERS))
 
 
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
     """Return the environment that `config` describes; `key` is its dotted key, for messages.
 
-    Raises:
-        ConfigError: there is no such environment, or its arguments do not fit.
-        EnvironmentFailure: its module or its constructor raised.
+    Raises ConfigError if it does not exist, or its arguments do not fit; EnvironmentFailure if its code raised.
     """
     cls, args = find_environment(config, key=key)
     try:
@@ -112,44 +71,29 @@ def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
 
 
 def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
-    """Return the class that `config` names and the checked arguments of its constructor, which is not called.
-
-    Raises:
-        ConfigError: there is no such environment, or its arguments do not fit.
-        EnvironmentFailure: its module raised.
-    """
-    found = _find_environment(config, key=key)
-    if config.mcp_servers and issubclass(found[0], HarnessEnvironment):
+    """Return the class that `config` names and the checked arguments of its constructor, which is not called."""
+    cls = find_class(config.id, key=key)
+    if config.mcp_servers and issubclass(cls, HarnessEnvironment):
         raise ConfigError(
             f"{key}.mcp_servers: '{config.id}' is played by a harness, which brings the tools of its requests along: "
             "have it call the servers"
         )
-    return found
-
-
-def _find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Environment], dict[str, Any]]:
-    if config.id.startswith(PREFIX):
-        return ReasoningGym, {"generator": config.id.removeprefix(PREFIX), "settings": config.args}
-    if config.id.startswith(VERIFIERS):
-        return Verifiers, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
-    cls = find_class(config.id, key=key)
+    if cls is ReasoningGym:
+        return cls, {"generator": config.id.removeprefix(REASONING_GYM), "settings": config.args}
+    if cls is Verifiers:
+        return cls, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
     return cls, _checked_args(cls, config.args, key)
 
 
 def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
-    """Return the environment of every level of a curriculum, or the one that there is; see `load_environment`."""
-    find_class(config.id, key=key)  # it is not of a level, if there is none
+    """Return the environment of every level of a curriculum, or the only one; see `load_environment`."""
+    find_class(config.id, key=key)  # first, so that the error does not name a level
     return [load_environment(one, key=own_key) for own_key, one in config.at_levels(key).items()]
 
 
 def find_class(name: str, *, key: str) -> type[Environment]:
-    """Return the class of the environment with the id `name`.
-
-    Raises:
-        ConfigError: there is none.
-        EnvironmentFailure: its module raised.
-    """
-    if name.startswith(PREFIX):
+    """Return the class of the environment `name`. Raises ConfigError, or EnvironmentFailure if its module raised."""
+    if name.startswith(REASONING_GYM):
         return ReasoningGym
     if name.startswith(VERIFIERS):
         return Verifiers
@@ -161,23 +105,24 @@ def find_class(name: str, *, key: str) -> type[Environment]:
         return _class_of(name, BUILT_IN[name], key=key, load=importlib.import_module, absent="")
     return _class_of(
         name,
-        f"{plugin.module}:{plugin.class_name}",
+        plugin.value.partition("[")[0].replace(" ", ""),
         key=key,
         load=importlib.import_module,
-        absent=f"{plugin.package} registers '{plugin.target}' under this name: install that package anew.",
+        absent=f"{package_of(plugin)} registers '{plugin.value}' under this name: install that package anew.",
     )
 
 
-def find_plugin(name: str, *, key: str) -> Plugin | None:
-    """Return the entry point of an installed package that `name` means; None where it is a built-in environment.
+def find_plugin(name: str, *, key: str) -> metadata.EntryPoint | None:
+    """Return the entry point that `name` means; None for a built-in environment.
 
-    Raises:
-        ConfigError: there is no environment of that name, or several.
+    Raises ConfigError if no environment has that name, or several.
     """
     plugins = find_plugins()
-    owners = (["holdfast itself"] if name in BUILT_IN else []) + [plugin.package for plugin in plugins.get(name, [])]
+    owners = (["holdfast itself"] if name in BUILT_IN else []) + [
+        package_of(plugin) for plugin in plugins.get(name, [])
+    ]
     if len(owners) > 1:
-        targets = " or ".join(f"'{plugin.target}'" for plugin in plugins[name])
+        targets = " or ".join(f"'{plugin.value}'" for plugin in plugins[name])
         raise ConfigError(
             f"{key}.id: '{name}' is an environment of {' and of '.join(owners)} (entry points {GROUP}). Name the one "
             f"that you mean by its class, {targets}"
@@ -189,13 +134,13 @@ def find_plugin(name: str, *, key: str) -> Plugin | None:
         hint = nearest(name, allowed) or (f" {_as_file(name)}" if _as_file(name) else "")
         raise ConfigError(
             f"{key}.id: there is no environment '{name}'.{hint} "
-            f"Allowed: {', '.join(allowed)}, '{PREFIX}NAME', '{VERIFIERS}ID', or 'module:Class' for one of your own."
+            f"Allowed: {', '.join(allowed)}, '{REASONING_GYM}NAME', '{VERIFIERS}ID', or 'module:Class' of your own."
         )
     return plugins[name][0] if name in plugins else None
 
 
 def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleType], absent: str) -> type[Environment]:
-    """Return the class that `target`, `module:Class`, stands for; `absent` says what to do where no module is."""
+    """Return the class that `target`, `module:Class`, names; `absent` says what to do without the module."""
     module_name, _, class_name = target.partition(":")
     try:
         module = load(module_name)
@@ -238,11 +183,7 @@ def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleT
 
 
 def require_methods(cls: type[Environment], name: str, *, key: str) -> None:
-    """Refuse a class without a method for what every environment is asked for, before anything is started.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Refuse a class without a method that every environment needs, before anything is started."""
     for method in ("make_task", "score"):
         if getattr(cls, method) is getattr(Environment, method):
             like = nearest(method, [one for one in vars(cls) if not one.startswith("_")])
@@ -253,7 +194,6 @@ def require_methods(cls: type[Environment], name: str, *, key: str) -> None:
 
 
 def _as_file(name: str) -> str:
-    """Say how a file is named by its module; nothing for a name that is none of a file."""
     path, _, class_name = name.partition(":")
     if not path.endswith(".py"):
         return ""
@@ -264,7 +204,6 @@ def _as_file(name: str) -> str:
 
 
 def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dict[str, Any]:
-    """Check `args` against the constructor's parameters and their annotations, and convert them."""
     parameters = dict(inspect.signature(cls).parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return args
@@ -282,26 +221,22 @@ def _checked_args(cls: type[Environment], args: dict[str, Any], key: str) -> dic
 
 
 def _annotation(cls: type[Environment], name: str) -> Any:
-    """Return the annotation of an argument of the constructor; `Any` where it names what is only there for checkers."""
     constructor = cls.__init__
-    annotations = getattr(constructor, "__annotations__", {})
-    if name not in annotations:
-        return Any
-    one = SimpleNamespace(__annotations__={name: annotations[name]})
+    one = SimpleNamespace(__annotations__={name: getattr(constructor, "__annotations__", {}).get(name, Any)})
     try:
         return get_type_hints(one, globalns=getattr(constructor, "__globals__", {}))[name]
-    except Exception:  # noqa: BLE001 - code of the user's that was never run before, such as under `if TYPE_CHECKING`
+    except Exception:  # noqa: BLE001 - of the user's, such as a name that is imported `if TYPE_CHECKING`
         return Any
 
 
 def _converted(value: Any, annotation: Any, key: str) -> Any:
     try:
         return pydantic.TypeAdapter(annotation).validate_python(value)
-    except pydantic.PydanticUserError:  # a class that it does not know, or half: the constructor takes it as it is
+    except pydantic.PydanticUserError:  # pydantic does not know the class
         return value
     except pydantic.ValidationError as error:
         reasons = "; ".join(
             f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" if entry["loc"] else f"{entry['msg']}; got {value!r}"
-            for entry in error.errors()  # of a section nothing is repeated: it may hold a password
+            for entry in error.errors()  # without the values of a section, which may hold a password
         )
         raise ConfigError(f"{key}: {reasons}") from None

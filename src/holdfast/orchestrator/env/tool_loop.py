@@ -23,7 +23,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown, text_of
 from holdfast.orchestrator.env.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.env.mcp import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.env.tools import Parser, ReadsCalls, Tool, ToolCall, WrongArguments, find_parser, tools_of
+from holdfast.orchestrator.env.tools import Parser, Tool, ToolCall, WrongArguments, call_id, find_parser, tools_of
 from holdfast.process.heartbeat import awake_s
 
 ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
@@ -51,9 +51,7 @@ class ToolUse:
     """The tools of one environment, and how its sessions use them.
 
     Attributes:
-        tools: by name.
-        parse: finds the calls in the text of a turn.
-        max_turns: most turns that are sampled in one session; the calls of the last one are not answered.
+        max_turns: most turns of one session; the calls of the last one are not answered.
         timeout_s: most seconds of one call.
     """
 
@@ -64,19 +62,14 @@ class ToolUse:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template gets as `tools`."""
         return [tool.schema for tool in self.tools.values()]
 
     def message(self, text: str, call: ToolCall, *, turn: int, number: int) -> ChatMessage:
-        """Return the message with which a call is answered; `turn` and `number` count from 1."""
+        """Return the message that answers a call; `turn` and `number` count from 1."""
         return tool_message(text, name=call.name if call.name in self.tools else "", turn=turn, number=number)
 
     async def answer(self, call: ToolCall, session: Session) -> tuple[str, ToolFailure | None]:
-        """Return what a call is answered with, and why it failed, if it did.
-
-        Raises:
-            SessionFull, HoldfastError, MemoryError: a tool met what is no failure of its own.
-        """
+        """Return the answer to a call, and why it failed, if it did."""
         try:
             return await self._result(call, session), None
         except _Failed as failure:
@@ -94,7 +87,7 @@ class ToolUse:
         arguments = tool.arguments_of_texts(call.arguments) if call.has_texts else call.arguments
         try:
             if isinstance(tool, McpTool):
-                await tool.connect(session)  # a server that starts takes none of the time of the call
+                await tool.connect(session)  # the start of a server does not count
             with _interrupting(self.timeout_s):
                 value = tool.call(arguments, session)
             if inspect.isawaitable(value):
@@ -111,21 +104,20 @@ class ToolUse:
             raise
         except (_TimeUp, TimeoutError):
             raise _Failed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
-        except (Exception, SystemExit) as error:  # what reads command lines ends the process where it cannot
+        except (Exception, SystemExit) as error:  # argparse raises SystemExit
             raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
 
 
 def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return how sessions of `environment` use its tools; None where it has none. Made once for each object.
+    """Return how sessions of `environment` use its tools; None without tools. Made once for each object.
 
-    Raises:
-        ConfigError: a tool is none, or the chat template does not write tools or their results.
+    Raises ConfigError if one is not a tool, or the chat template does not write tools or their results.
     """
     kept = environment.__dict__.get("_tool_use")
     if kept is not None and kept[0] is tokenizer and kept[1] is settings:
         return kept[2]
     use = _make(environment, settings, tokenizer)
-    # Also of a frozen dataclass.
+    # Works for frozen dataclasses, too.
     object.__setattr__(environment, "_tool_use", (tokenizer, settings, use))
     return use
 
@@ -135,13 +127,8 @@ def check_tools(
 ) -> None:
     """Refuse, before anything is started, tools that a model in a local directory cannot call.
 
-    What a hub has is not fetched for that: whoever plays checks it again.
-
-    Args:
-        environments: by label, those of `sections` that can be made here.
-
-    Raises:
-        ConfigError, DataError: as `tool_use_of`, or the tokenizer cannot be read.
+    Models of a hub are not fetched for that: whoever plays checks again. `environments` are those of `sections`, by
+    label, that can be made here.
     """
     with_tools = [
         one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)
@@ -169,8 +156,6 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
         raise ConfigError(f"{what}: {error}") from None
     if not tools:
         return None
-    if isinstance(tokenizer, ReadsCalls):
-        return ToolUse(tools, tokenizer.calls_in, settings.max_turns, settings.tool_timeout_s)
     schemas = [tool.schema for tool in tools.values()]
     template = tokenizer.template(schemas)
     parse = find_parser(settings.tool_parser, template=template.source, model=tokenizer.name)
@@ -179,7 +164,7 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
 
 
 def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str) -> None:
-    """Refuse a chat template with which the policy would not see its tools, or what they answer."""
+    """Refuse a chat template that hides tools, or their answers, from the policy."""
     question: list[ChatMessage] = [{"role": "user", "content": _PROBE}]
     answer: list[ChatMessage] = [tool_message(_PROBE, name=schemas[0]["function"]["name"], turn=1, number=1)]
     try:
@@ -192,11 +177,6 @@ def _check_template(tokenizer: Tokenizer, schemas: list[Any], *, what: str) -> N
         tokenizer.continuation(answer, last_token_id=-1, tools=schemas)
     except DataError as error:
         raise ConfigError(f"{what} has tools: {error}. Take a model whose template has tools.") from None
-
-
-def call_id(turn: int, number: int) -> str:
-    """Return the id of call `number` of turn `turn`, both from 1."""
-    return f"t{turn:04d}{number:04d}"  # nine letters and digits: Mistral's templates take no other id
 
 
 def tool_message(content: str, *, name: str, turn: int, number: int) -> dict[str, str]:
@@ -225,18 +205,14 @@ def _text_of_result(value: Any) -> str:
 
 @contextmanager
 def _interrupting(seconds: float) -> Iterator[None]:
-    """End what runs here, and blocks, when its time is up; not in a thread other than the main one, nor a call in C.
-
-    Raises:
-        _TimeUp: the time is up.
-    """
+    """Raise _TimeUp in blocking code when its time is up, except in other threads and calls in C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     began = awake_s()
 
     def ring(*_: object) -> None:
-        if (left := seconds - (awake_s() - began)) > 0.01:  # the process was frozen: that is not the tool's
+        if (left := seconds - (awake_s() - began)) > 0.01:  # the process was frozen, which does not count
             signal.setitimer(signal.ITIMER_REAL, left)
         else:
             raise _TimeUp
@@ -250,5 +226,5 @@ def _interrupting(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
             signal.signal(signal.SIGALRM, previous)
-            if alarm_s:  # somebody else's, which rings when it would have
+            if alarm_s:  # restore somebody else's alarm
                 signal.setitimer(signal.ITIMER_REAL, max(1e-3, alarm_s - (awake_s() - began)))

@@ -29,7 +29,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_type_hints, runtime_checkable
+from typing import Any, get_type_hints
 
 import pydantic
 
@@ -49,19 +49,14 @@ class Tool:
     """One function that the policy may call.
 
     Attributes:
-        name: of the function.
         schema: what the chat template gets: `{"type": "function", "function": {name, description, parameters}}`.
     """
 
     def __init__(self, function: Callable[..., Any], *, session_class: type) -> None:
-        """Read the signature of `function`, sync or async.
+        """Read the signature of a function or bound method; a parameter of `session_class` gets the session.
 
-        Args:
-            function: a function, or a method with its object.
-            session_class: a parameter with this annotation gets the session, and is not shown to the policy.
-
-        Raises:
-            ConfigError: it has no docstring, or a parameter without annotation or of a kind that JSON does not have.
+        Raises ConfigError without a docstring, or for a parameter without annotation or of a kind that JSON does not
+        have.
         """
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
@@ -69,7 +64,10 @@ class Tool:
         if not doc:
             raise ConfigError(f"tool '{self.name}' has no docstring, which tells the policy what it does: write one")
         description, told = _read_docstring(doc)
-        hints = self._hints(function)
+        try:
+            hints = get_type_hints(function, include_extras=True)
+        except Exception as error:  # noqa: BLE001 - whatever an expression of the user's raises
+            raise ConfigError(f"tool '{self.name}': its annotations cannot be evaluated: {error}") from None
         self._for_session: list[str] = []
         self._fields: dict[str, str] = {}
         fields: dict[str, Any] = {}
@@ -106,25 +104,14 @@ class Tool:
         function_schema = {"name": self.name, "description": description, "parameters": shown}
         self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
 
-    def _hints(self, function: Callable[..., Any]) -> dict[str, Any]:
-        try:
-            return get_type_hints(function, include_extras=True)
-        except Exception as error:  # noqa: BLE001 - whatever an expression of the user's raises
-            raise ConfigError(f"tool '{self.name}': its annotations cannot be evaluated: {error}") from None
-
     def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of a call that has all of them as text, as some models write them."""
-        return {name: text if name in self._is_text else _of_json(text) for name, text in texts.items()}
+        """Return the arguments of a call whose format has only text."""
+        return {name: text if name in self._is_text else of_json(text) for name, text in texts.items()}
 
     def call(self, arguments: Any, session: object) -> Any:
-        """Call the function; return what it returns, which is awaitable if it is `async`.
+        """Call the function with decoded JSON; return its result, which is awaitable if it is `async`.
 
-        Args:
-            arguments: as the policy wrote them, decoded from JSON.
-            session: that called it.
-
-        Raises:
-            WrongArguments: they do not fit; says which, and what is allowed.
+        Raises WrongArguments that says which do not fit, and what is allowed.
         """
         try:
             # As JSON and strict: "3" is no number, and a tuple may still be written as a list.
@@ -143,8 +130,7 @@ class Tool:
 def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_class: type) -> dict[str, Tool]:
     """Return the tools of an environment by name. A function with a first parameter `self` becomes a method of `owner`.
 
-    Raises:
-        ConfigError: one of them is no tool, or two have one name.
+    Raises ConfigError if one is not a tool, or two have one name.
     """
     if isinstance(functions, str | Mapping) or not isinstance(functions, Sequence):
         raise ConfigError(f"`tools` must be a list of functions, got {functions!r:.120}")
@@ -161,7 +147,15 @@ def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_
     return tools
 
 
-def _of_json(text: str) -> Any:
+def values_of_texts(texts: Mapping[str, str], properties: Any) -> dict[str, Any]:
+    """Return the arguments of a call whose format has only text, by the JSON schemas of the parameters."""
+    schemas = properties if isinstance(properties, Mapping) else {}
+    names = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
+    return {name: text if name in names else of_json(text) for name, text in texts.items()}
+
+
+def of_json(text: str) -> Any:
+    """Return the value of JSON; other text as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -189,7 +183,7 @@ def _plain(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     first = {"type": schema["type"]} if isinstance(schema.get("type"), str) else {}
-    # Under `properties` the keys are names of the user's, of which one may be `title`.
+    # Under `properties` the keys are names of the user, which may be `title`.
     return first | {
         key: {name: _plain(entry) for name, entry in value.items()} if key in ("properties", "$defs") else _plain(value)
         for key, value in schema.items()
@@ -198,7 +192,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Return the description in a docstring of Google's style, and that of every argument."""
+    """Return the description in a docstring of Google's style, and the text of every argument."""
     parts = _SECTION.split(doc)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     told: dict[str, str] = {}
@@ -224,9 +218,8 @@ class ToolCall:
     """One call of a tool, as the policy wrote it.
 
     Attributes:
-        name: of the tool; empty where it cannot be read.
-        arguments: by name.
-        error: why the call cannot be read; empty where it can.
+        name: of the tool; empty if the call cannot be read.
+        error: why the call cannot be read.
         has_texts: the format has no types: all arguments are text.
     """
 
@@ -239,13 +232,9 @@ class ToolCall:
 Parser = Callable[[str], list[ToolCall]]
 
 
-@runtime_checkable
-class ReadsCalls(Protocol):
-    """A tokenizer that tells calls of tools from text by itself, whatever a template writes."""
-
-    def calls_in(self, text: str) -> list[ToolCall]:
-        """Return the calls in the text of a turn, with its special tokens."""
-        ...
+def call_id(turn: int, number: int) -> str:
+    """Return the id of call `number` of turn `turn`, both from 1."""
+    return f"t{turn:04d}{number:04d}"  # nine letters and digits: Mistral's templates take no other id
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -270,7 +259,7 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
             calls.append(ToolCall("", error="there is no <function=name> in the call"))
             continue
         body = found[2]
-        # Behind the last end there is none to look for, once for each beginning there.
+        # Without this, each beginning after the last end would be searched to the end of the text.
         last = body.rfind(_PARAMETER_END) + len(_PARAMETER_END) if _PARAMETER_END in body else 0
         arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body[:last])}
         rest = (_PARAMETER.sub("", body[:last]) + body[last:]).strip()
@@ -297,7 +286,7 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
 
 
 _MISTRAL = "[TOOL_CALLS]"
-# Possessive: white space without an end is divided among the parts in one way, not in all.
+# Possessive quantifiers: no backtracking over long white space.
 _MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
 
 
@@ -329,13 +318,9 @@ PARSERS: dict[str, Parser] = {
 
 
 def find_parser(name: str, *, template: str, model: str) -> Parser:
-    """Return the parser of that name; for `auto` that of the format which a chat template shows.
+    """Return the parser `name`; `auto`: that of the format in the chat template of tokenizer `model`.
 
-    Args:
-        template: source of the chat template of tokenizer `model`.
-
-    Raises:
-        ConfigError: `auto` finds none.
+    Raises ConfigError if `auto` finds none.
     """
     if name != "auto":
         return PARSERS[name]
@@ -348,7 +333,7 @@ def find_parser(name: str, *, template: str, model: str) -> Parser:
 
 
 def text_before_calls(text: str, parse: Parser) -> str:
-    """Return what a turn in which `parse` has found calls says before the first of them."""
+    """Return the text of a turn before its first call."""
     start = max(0, text.rfind("</think>"))
     beginnings: dict[Parser, str] = {
         parse_hermes: "<tool_call>",
@@ -373,10 +358,8 @@ def _of_value(value: Any) -> ToolCall:
 
 
 def _without_thoughts(text: str) -> str:
-    """Return what comes behind the thoughts, in which a call may be pondered."""
     return text.rpartition("</think>")[2]
 
 
 def _without_line_breaks(text: str) -> str:
-    """Return a value without the line break that the format writes before and behind it."""
     return text.removeprefix("\n").removesuffix("\n")

@@ -43,11 +43,7 @@ class Player:  # untested: needs verifiers
     """One environment, whose rollouts ask the endpoints that come with them."""
 
     def __init__(self, env: dict[str, Any], select: dict[str, Any]) -> None:
-        """Load the environment and its tasks.
-
-        Raises:
-            Refusal: there is no such environment, it takes no such settings, or it has no end.
-        """
+        """Load the environment and its tasks. Raises Refusal if verifiers refuses it, or it has no end."""
         try:
             version = importlib.metadata.version("verifiers")
         except importlib.metadata.PackageNotFoundError:
@@ -71,7 +67,7 @@ class Player:  # untested: needs verifiers
             raise Refusal("it has no tasks")
 
     async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return what one rollout earned, or why there is nothing."""
+        """Return the reward of one rollout, or why there is none."""
         vf = self._vf
         os.environ[_KEY_ENV] = asked["api_key"]  # the one key of the process that asks
         client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=_KEY_ENV)

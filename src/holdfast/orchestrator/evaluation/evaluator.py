@@ -1,33 +1,44 @@
-"""Plays held-out tasks with one exact policy and keeps every rollout; refuses tasks that the run trains on."""
+"""Plays held-out tasks with one exact policy, for `evaluate` and during a run; refuses tasks that are trained on."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
 
 import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig, EnvironmentSamplingConfig, SamplingConfig
 from holdfast.config.load import read_toml
-from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import ConfigError
+from holdfast.config.orchestrator import EvalConfig, EvaluationSamplingConfig, OrchestratorConfig, check_sections
+from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.packages import VERIFIERS
 from holdfast.orchestrator.env.registry import load_environment
-from holdfast.orchestrator.env.verifiers import PREFIX as VERIFIERS
-from holdfast.orchestrator.episodes import Outcome, Problem, TurnSampler, is_solved
-from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, Turn, read_identity
+from holdfast.orchestrator.env.tool_loop import tool_use_of
+from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, is_solved
+from holdfast.orchestrator.evaluation.results import (
+    EvaluatedRollout,
+    ResultsFile,
+    Turn,
+    claim_directory,
+    read_identity,
+)
 from holdfast.orchestrator.evaluation.statistics import Summary, summarize
+from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.orchestrator.tasks import run_all
-from holdfast.orchestrator.workers import Workers, play_group
+from holdfast.orchestrator.weight_sync import PublishedWeights
+from holdfast.orchestrator.workers import GroupPlayer, Workers, starting_workers
 from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout
@@ -36,8 +47,10 @@ from holdfast.run.manifest import content_digest, library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 from holdfast.run.settings import files_of_environment
 
+_log = logging.getLogger("orchestrator")
 _NUM_TASKS = 128
-"""Of an environment without an end, where nothing is said."""
+"""Of an environment without an end, by default."""
+EVAL_KEY = "eval.environments"
 
 
 @dataclass(frozen=True)
@@ -46,11 +59,10 @@ class HeldOutTasks:
 
     Attributes:
         config: how groups are played, see `group_config`.
-        environments: by name, those that are played in this process.
-        workers: by the name of their environment, those that play the others.
-        counts: tasks of each, by name.
-        seed: that the seeds of the tasks are made of, beside the name of the environment.
-        sampling: how completions are sampled, as far as an environment has no settings of its own.
+        environments: those that are played in this process, by name.
+        workers: of the other environments, by name.
+        counts: tasks of each environment, by name.
+        seed: of the tasks' seeds, beside the name of the environment.
     """
 
     config: OrchestratorConfig
@@ -58,32 +70,21 @@ class HeldOutTasks:
     workers: Mapping[str, Workers]
     counts: Mapping[str, int]
     seed: int
-    sampling: SamplingConfig
-
-    @property
-    def settings(self) -> Sequence[EnvironmentConfig]:
-        """Of each environment, in the order of the configuration."""
-        return self.config.environments
-
-    @property
-    def samples_per_task(self) -> int:
-        """Rollouts of each task."""
-        return self.config.group_size
 
     def seeds(self) -> list[TaskSeed]:
         """Return the seeds of all tasks, environment by environment."""
         return [
             TaskSeed(self.seed, section.label, index, held_out=True)
-            for section in self.settings
+            for section in self.config.environments
             for index in range(self.counts[section.label])
         ]
 
     def identity(self) -> dict[str, object]:
-        """Return all that the rollouts depend on but the policy, as plain values."""
+        """Return everything that the rollouts depend on except the policy, as plain values."""
         return {
             "seed": self.seed,
-            "samples_per_task": self.samples_per_task,
-            "sampling": self.sampling.model_dump(mode="json"),
+            "samples_per_task": self.config.group_size,
+            "sampling": self.config.sampling.model_dump(mode="json"),
             "seq_len": self.config.seq_len,
             "environments": {
                 section.label: {
@@ -99,7 +100,7 @@ class HeldOutTasks:
                     "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
                     "files": files_of(section),
                 }
-                for section in self.settings
+                for section in self.config.environments
             },
         }
 
@@ -113,24 +114,18 @@ def group_config(
     sampling: SamplingConfig,
 ) -> OrchestratorConfig:
     """Return how groups of held-out tasks are played, here or by workers: `base` with other environments and sizes."""
-    changes = {
-        "environments": list(settings),
-        "group_size": samples_per_task,
-        "seq_len": seq_len,
-        "sampling": sampling,
-        "eval": None,
-    }
-    return base.model_copy(update=changes)
+    changes = {"environments": list(settings), "group_size": samples_per_task, "seq_len": seq_len}
+    return base.model_copy(update={**changes, "sampling": sampling, "eval": None})
 
 
 def held_out_sections(
     trained: Sequence[EnvironmentConfig], *, seq_len: int, takes_max_tokens: bool
 ) -> list[EnvironmentConfig]:
-    """Return the environments of training as an evaluation asks them: without what says how training samples.
+    """Return the environments of training as an evaluation asks them: without settings of how training samples.
 
     Args:
-        seq_len: of the evaluation; what an environment has of its own is at most that.
-        takes_max_tokens: whether the `max_tokens` of each environment stays, as nobody says otherwise.
+        seq_len: of the evaluation, which no environment exceeds.
+        takes_max_tokens: whether the `max_tokens` of each environment stays.
     """
     sections = []
     for section in trained:
@@ -143,12 +138,7 @@ def held_out_sections(
 
 
 def load_environments(settings: Sequence[EnvironmentConfig], *, key: str) -> dict[str, Environment]:
-    """Return those that are played in this process, by name.
-
-    Raises:
-        ConfigError, DataError: one, its arguments or its data cannot be used.
-        EnvironmentFailure: its module or its constructor raised.
-    """
+    """Return the environments that are played in this process, by name."""
     return {
         section.label: load_environment(section, key=f"{key}[{position}]")
         for position, section in enumerate(settings)
@@ -157,22 +147,16 @@ def load_environments(settings: Sequence[EnvironmentConfig], *, key: str) -> dic
 
 
 def sizes_of(environments: Mapping[str, Environment], workers: Mapping[str, Workers]) -> dict[str, int | None]:
-    """Return how many tasks each environment has, None where they have no end, wherever it is played."""
+    """Return how many tasks each environment has, None if they have no end."""
     return {name: environment.num_tasks for name, environment in environments.items()} | {
         name: there.num_tasks for name, there in workers.items()
     }
 
 
 def count_tasks(sizes: Mapping[str, int | None], wanted: int | None, *, key: str) -> dict[str, int]:
-    """Return how many tasks of each environment are asked.
+    """Return how many tasks of each environment are asked: `wanted`, or all that there are, or 128 without an end.
 
-    Args:
-        sizes: how many there are of each.
-        wanted: of each; None: all of one that has a certain number, else 128.
-        key: dotted key of `wanted`, for errors.
-
-    Raises:
-        ConfigError: one has fewer: the same task would count several times.
+    Raises ConfigError, with the dotted key of `wanted`, if one has fewer: the same task would count several times.
     """
     counts = {}
     for name, there in sizes.items():
@@ -192,16 +176,7 @@ def refuse_training_tasks(
     *,
     key: str,
 ) -> None:
-    """Refuse an environment with a certain number of tasks that training draws from as well: no seed holds them out.
-
-    Args:
-        sizes: how many tasks there are of each of `settings`.
-        trained: the environments of training.
-        key: dotted key of the evaluation's environments, for errors.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse an environment of limited size that training draws from as well: no seed holds its tasks out."""
     drawn = [level for one in trained for level in one.at_levels("").values()]
     for section in settings:
         there = sizes[section.label]
@@ -213,23 +188,18 @@ def refuse_training_tasks(
 
 
 def _are_the_same(one: EnvironmentConfig, other: EnvironmentConfig) -> bool:
-    """Whether two environments have the same tasks: by their arguments, or by a file that both read."""
     return one.id == other.id and (one.args == other.args or not _files(one).isdisjoint(_files(other)))
 
 
 def _files(section: EnvironmentConfig) -> set[str]:
-    """Return the files with tasks that its arguments name, each in one spelling."""
+    """Return the real paths of the files that the arguments of an environment name."""
     interpreter = "python" if section.id.startswith(VERIFIERS) else None
     texts = [value for name, value in section.args.items() if isinstance(value, str) and name != interpreter]
     return {os.path.realpath(text) for text in texts if os.path.isfile(text)}  # noqa: PTH113 - whatever the text is
 
 
 def settings_of_run(run: Path) -> OrchestratorConfig | None:
-    """Return how the newest attempt of an RL run makes its rollouts; None of a run of another program.
-
-    Raises:
-        ConfigError: its settings cannot be read.
-    """
+    """Return how the newest attempt of an RL run makes its rollouts; None for a run of another program."""
     run_dir = RunDir(run)
     for attempt in range(run_dir.next_attempt() - 1, 0, -1):
         path = run_dir.configs(attempt) / "orchestrator.toml"
@@ -241,46 +211,22 @@ def settings_of_run(run: Path) -> OrchestratorConfig | None:
 _REPORTS = 10
 
 
-class EvaluationSampler(TurnSampler, Protocol):
-    """What samples for an evaluation, and ends it when it fails."""
-
-    async def guard(self, work: Any) -> Any:
-        """Return the result of `work`; cancelled as soon as sampling has failed."""
-        ...
-
-    async def close(self) -> None:
-        """Cancel what is still in flight."""
-        ...
-
-
-@dataclass(frozen=True)
-class EvaluatedPolicy:
-    """Who is evaluated.
-
-    Attributes:
-        identity: what tells it from all others, such as the digest of its weights.
-        tokenizer: of its token ids.
-    """
-
-    identity: dict[str, object]
-    tokenizer: Tokenizer
-
-
 def files_of(section: EnvironmentConfig) -> dict[str, str]:
-    """Return digests of the files that the settings of an environment name, by where they name them."""
+    """Return digests of the files that the settings of an environment name, by their keys."""
     return {key: content_digest(path) for key, path in files_of_environment(section).items()}
 
 
 def identity_of(policy: Mapping[str, object], tasks: HeldOutTasks) -> dict[str, object]:
-    """Return all that the rollouts of an evaluation depend on, as plain values; `policy` tells it from others."""
+    """Return everything that the rollouts of an evaluation depend on, as plain values."""
     return {"policy": policy, "libraries": library_versions(), **tasks.identity()}
 
 
 async def evaluate(
     tasks: HeldOutTasks,
-    policy: EvaluatedPolicy,
-    sampler: EvaluationSampler,
+    policy: Mapping[str, object],
+    sampler: Sampler,
     *,
+    tokenizer: Tokenizer,
     directory: Path,
     max_concurrency: int,
     confidence: float = 0.95,
@@ -289,36 +235,28 @@ async def evaluate(
     """Play the tasks that `directory` does not hold yet, and write `summary.json`; closes `sampler`.
 
     Args:
-        tells: report how far it is.
+        policy: what tells it from others, such as the digest of its weights.
+        tells: report the progress.
 
-    Raises:
-        EnvironmentFailure: an environment raised or broke its contract, and `on_error` is `stop`.
-        InferenceError: sampling failed.
-        ConfigError, DataError, RunDirError: `directory` holds another evaluation, or is damaged, or cannot be written.
+    Raises ConfigError, DataError or RunDirError if `directory` holds another evaluation, is damaged, or unwritable.
     """
-    settings = {section.label: section for section in tasks.settings}
+    settings = {section.label: section for section in tasks.config.environments}
     seeds = tasks.seeds()
+    player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
     try:
-        results = ResultsFile(directory, identity_of(policy.identity, tasks), samples_per_task=tasks.samples_per_task)
+        results = ResultsFile(directory, identity_of(policy, tasks), samples_per_task=tasks.config.group_size)
         try:
             missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
             if tells:
                 report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
-            slots = asyncio.Semaphore(max(1, max_concurrency // tasks.samples_per_task))
+            slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
 
             async def play(seed: TaskSeed) -> None:
                 section = settings[seed.environment]
                 problem = Problem(tasks.environments.get(seed.environment), section, seed)
                 async with slots:
-                    outcome = await play_group(
-                        problem,
-                        0,
-                        config=tasks.config,
-                        tokenizer=policy.tokenizer,
-                        sampler=sampler,
-                        workers=tasks.workers,
-                    )
-                await results.append(_lines(outcome, section, policy))
+                    outcome = await player.play(problem, 0)
+                await results.append(_lines(outcome, section, tokenizer))
                 moved()
                 done = len(results.tasks)
                 if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
@@ -330,23 +268,23 @@ async def evaluate(
     finally:
         await sampler.close()
     summary = summarize(results.tasks, read_identity(directory), confidence=confidence)
-    # What was sampled is in the rollouts now. Before the summary: behind it no start looks for the rest of a removal.
+    # The log of generations is needed no more. Before the summary: after it no start finishes a removal.
     shutil.rmtree(directory / "rollouts", ignore_errors=True)
     atomic.write_file(directory / SUMMARY_NAME, summary.encode())
     return summary
 
 
-def _lines(outcome: Outcome, section: EnvironmentConfig, policy: EvaluatedPolicy) -> list[EvaluatedRollout]:
-    if isinstance(outcome, Dropped):
-        return [
-            EvaluatedRollout(
-                environment=outcome.environment, task=outcome.task_id, dropped=outcome.reason, detail=outcome.detail
-            )
-        ]
-    return [_line(rollout, section, policy) for rollout in outcome]
+def _lines(outcome: Outcome, section: EnvironmentConfig, tokenizer: Tokenizer) -> list[EvaluatedRollout]:
+    if not isinstance(outcome, Dropped):
+        return [_line(rollout, section, tokenizer) for rollout in outcome]
+    return [
+        EvaluatedRollout(
+            environment=outcome.environment, task=outcome.task_id, dropped=outcome.reason, detail=outcome.detail
+        )
+    ]
 
 
-def _line(rollout: Rollout, section: EnvironmentConfig, policy: EvaluatedPolicy) -> EvaluatedRollout:
+def _line(rollout: Rollout, section: EnvironmentConfig, tokenizer: Tokenizer) -> EvaluatedRollout:
     stretches = _stretches(rollout)
     return EvaluatedRollout(
         environment=rollout.environment,
@@ -358,7 +296,7 @@ def _line(rollout: Rollout, section: EnvironmentConfig, policy: EvaluatedPolicy)
         truncated=rollout.truncated,
         sampled_tokens=rollout.loss_mask.num_sampled,
         metrics=rollout.metrics,
-        turns=[Turn(sampled, policy.tokenizer.decode(ids, skip_special_tokens=False)) for sampled, ids in stretches],
+        turns=[Turn(sampled, tokenizer.decode(ids, skip_special_tokens=False)) for sampled, ids in stretches],
     )
 
 
@@ -367,3 +305,131 @@ def _stretches(rollout: Rollout) -> Sequence[tuple[bool, list[int]]]:
     return [
         (sampled, [token for _, token in stretch]) for sampled, stretch in groupby(pairs, lambda pair: bool(pair[0]))
     ]
+
+
+@dataclass(eq=False)
+class PolicyEvaluation:
+    """Evaluates versions of the policy that the engines of `client` serve.
+
+    The engines play while they serve the version that has just made a batch. See docs/decisions.md.
+    """
+
+    tasks: HeldOutTasks
+    client: InferenceClient
+    _: KW_ONLY
+    interval: int
+    run_dir: RunDir
+    tokenizer: Tokenizer
+    max_concurrency: int
+
+    def is_due(self, version: int, *, after: int) -> bool:
+        """Whether `version` is to be evaluated, after version `after`."""
+        return version > after and version % self.interval == 0
+
+    async def evaluate(self, weights: PublishedWeights) -> dict[str, float]:
+        """Return the numbers of a version that all engines serve, by name; finished tasks are not played again."""
+        directory = self.run_dir.evaluation(weights.version)
+        policy: dict[str, object] = {"kind": "weights", "digest": weights.digest, "version": weights.version}
+        self._clear_others(directory, policy)
+        log = GenerationLog(
+            RunDir(directory),
+            weights.version,
+            weights_digest=weights.digest,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            vocab_size=self.client.vocab_size,
+        )
+        sampler = Sampler(self.client, log)
+        try:
+            summary = await evaluate(
+                self.tasks,
+                policy,
+                sampler,
+                tokenizer=self.tokenizer,
+                directory=directory,
+                max_concurrency=self.max_concurrency,
+                tells=False,
+            )
+        finally:
+            await rest(self.tasks.workers)
+        metrics = summary.metrics()
+        shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in metrics.items() if "@" in name}
+        report("evaluated", version=weights.version, **shown)
+        return {**metrics, "eval/version": float(weights.version)}
+
+    def _clear_others(self, directory: Path, policy: dict[str, object]) -> None:
+        """Remove an evaluation of other weights with this number, or of other tasks: nobody continues it."""
+        if not directory.exists():
+            return
+        try:
+            claim_directory(directory, identity_of(policy, self.tasks))
+        except (ConfigError, DataError) as error:
+            _log.warning("evaluated anew: %s", error)
+            atomic.remove_directory(directory)
+
+
+@asynccontextmanager
+async def load_evaluation(
+    config: OrchestratorConfig, client: InferenceClient, *, run_dir: RunDir, tokenizer: Tokenizer
+) -> AsyncIterator[PolicyEvaluation | None]:
+    """Give the evaluations that `config` asks for, until the end of the context; None for none."""
+    if config.eval is None:
+        yield None
+        return
+    groups = eval_groups(config, config.eval)
+    environments = load_environments(groups.environments, key=EVAL_KEY)
+    for section in groups.environments:
+        if section.label in environments:  # errors come before the first batch
+            tool_use_of(environments[section.label], section, tokenizer)
+    async with starting_workers(groups) as workers:
+        tasks = held_out_tasks(config, config.eval, groups, environments, workers)
+        await rest(workers)
+        yield PolicyEvaluation(
+            tasks,
+            client,
+            interval=config.eval.interval,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            max_concurrency=config.client.max_concurrency * len(config.client.urls),
+        )
+
+
+async def rest(workers: Mapping[str, Workers]) -> None:
+    """End the processes of `workers` until there is something to play: their memory is worth more elsewhere."""
+    await asyncio.gather(*(one.rest() for one in workers.values()))
+
+
+def eval_groups(config: OrchestratorConfig, settings: EvalConfig) -> OrchestratorConfig:
+    """Return how the groups of an evaluation during a run are played.
+
+    Raises ConfigError if an environment has longer rollouts than engines and trainer have room for.
+    """
+    sections = settings.environments
+    if sections is None:
+        takes_max_tokens = settings.sampling is None
+        sections = held_out_sections(config.environments, seq_len=config.seq_len, takes_max_tokens=takes_max_tokens)
+    else:
+        try:
+            check_sections(sections, seq_len=config.seq_len)
+        except ValueError as error:
+            raise ConfigError(f"{EVAL_KEY}: {error}") from None
+    return group_config(
+        config,
+        sections,
+        samples_per_task=settings.samples_per_task,
+        seq_len=config.seq_len,
+        sampling=settings.sampling or EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens),
+    )
+
+
+def held_out_tasks(
+    config: OrchestratorConfig,
+    settings: EvalConfig,
+    groups: OrchestratorConfig,
+    environments: Mapping[str, Environment],
+    workers: Mapping[str, Workers],
+) -> HeldOutTasks:
+    """Return the tasks of an evaluation during a run. Raises ConfigError if training draws them, or there are fewer."""
+    sizes = sizes_of(environments, workers)
+    refuse_training_tasks(sizes, groups.environments, config.environments, key=EVAL_KEY)
+    counts = count_tasks(sizes, settings.num_tasks, key="eval.num_tasks")
+    return HeldOutTasks(config=groups, environments=environments, workers=workers, counts=counts, seed=settings.seed)

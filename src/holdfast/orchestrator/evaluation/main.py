@@ -1,7 +1,6 @@
 """The process of `evaluate`: `python -m holdfast.orchestrator.evaluation.main <resolved.toml>`.
 
-Consumes an inference server of its own; produces `rollouts.jsonl` and `summary.json` in the directory
-of the evaluation.
+It asks an inference server of its own, and writes `rollouts.jsonl` and `summary.json` into the evaluation's directory.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml
 from holdfast.config.orchestrator import OrchestratorConfig, ServersConfig
-from holdfast.errors import ConfigError
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
 from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import (
-    EvaluatedPolicy,
     HeldOutTasks,
     count_tasks,
     evaluate,
@@ -55,12 +52,8 @@ from holdfast.run.settings import files_of_model
 
 
 async def run(config: EvaluateConfig) -> None:
-    """Play the tasks that are not done yet, and write the summary.
-
-    Raises:
-        HoldfastError: whatever ended the evaluation before its time.
-    """
-    if DATE_ENV not in os.environ:  # else it is the date of the run beside which this evaluates
+    """Play the tasks that are not done yet, and write the summary."""
+    if DATE_ENV not in os.environ:  # a run that evaluates beside its training sets its own date
         keep_date(RunDir(config.run or config.output_dir).created_unix_s())
     allow_connections(config.max_concurrency, key="max_concurrency")
     async with (
@@ -84,15 +77,7 @@ def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
 
 
 def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOutTasks:
-    """Return what is asked.
-
-    Args:
-        workers: of the environments that have some.
-
-    Raises:
-        ConfigError, DataError: an environment, its arguments or its data cannot be used, or it has fewer tasks.
-        EnvironmentFailure: its module or its constructor raised.
-    """
+    """Return what is asked. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
     environments = load_environments(config.environments, key="environments")
     sizes = sizes_of(environments, workers)
     if config.run is not None and (trained := settings_of_run(config.run)) is not None:
@@ -103,7 +88,6 @@ def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOu
         workers=workers,
         counts=count_tasks(sizes, config.num_tasks, key="num_tasks"),
         seed=config.seed,
-        sampling=config.sampling,
     )
 
 
@@ -122,23 +106,24 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             stop_token_ids=tokenizer.stop_token_ids,
             vocab_size=vocab_size,
         )
-        sampler = Sampler(client, log, weights_digest=digest, stop_token_ids=tokenizer.stop_token_ids)
+        sampler = Sampler(client, log)
         identity = tokenizer.identity()
         if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
             identity += template_date().date().isoformat()
         asked_by = xxhash.xxh3_128_hexdigest(identity.encode())
         policy: dict[str, object] = {"kind": "weights", "digest": digest, "dtype": model.dtype, "tokenizer": asked_by}
-        if model.fp32_lm_head:  # else nothing, as in evaluations that were begun before this was noted
+        if model.fp32_lm_head:  # older evaluations have no such key
             policy["fp32_lm_head"] = True
-        if config.inference.engine.args:  # they may replace parts of the model, and nobody here can know which do
+        if config.inference.engine.args:  # they may replace parts of the model
             policy["engine"] = config.inference.engine.args
-        if config.model is not None:  # of a run's step it lies beside the weights, under one manifest
+        if config.model is not None:  # the manifest of a run's step has these files, too
             # The same weights compute something else with another rope_theta.
             policy |= {path.stem: content_digest(path) for path in files_of_model(Path(model.name), has_weights=False)}
         await evaluate(
             tasks,
-            EvaluatedPolicy(policy, tokenizer),
+            policy,
             sampler,
+            tokenizer=tokenizer,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,
             confidence=config.confidence,
@@ -149,8 +134,6 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate as the resolved configuration says that `argv` names; never returns."""
     die_with_launcher()
     set_up_logging("evaluation")
-    if len(argv) != 1:
-        raise ConfigError("usage: python -m holdfast.orchestrator.evaluation.main <resolved.toml>")
     run_reporting_errors(lambda: asyncio.run(run_until_stopped(run(read_toml(EvaluateConfig, argv[0])))))
 
 

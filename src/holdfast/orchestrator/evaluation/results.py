@@ -1,9 +1,8 @@
 """`rollouts.jsonl`: every rollout of an evaluation, one JSON object a line, appended a task at a time.
 
-A task's lines are written in one piece and synced before the task counts as done. What a killed process has left of
-the last piece is cut off at the next start; whole tasks are never played again. Each line begins with a checksum of
-the rest of it: a task with a damaged line is played again, and no other. `evaluation.json` beside it says what was
-evaluated: rollouts of another policy, or of other tasks, never get into the same file.
+A task's lines are written in one piece and synced before the task counts as done; the next start cuts off what a killed
+process left of a task. Each line begins with a checksum of the rest: only a task with a damaged line is played again.
+`evaluation.json` says what was evaluated, so rollouts of other policies or tasks never get into the same file.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ FORMAT = 2
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A stretch of a session.
-
-    Attributes:
-        sampled: the policy said it.
-        text: with special tokens.
-    """
+    """A stretch of a session: its text with special tokens, and whether the policy sampled it."""
 
     sampled: bool
     text: str
@@ -48,19 +42,14 @@ class EvaluatedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """One line.
 
     Attributes:
-        environment: its name.
         task: index of the task among the held-out ones.
         sample: of the task, from 0.
-        prompt: xxh3-128 of the prompt's token ids, in hexadecimal: two evaluations asked the same if it is
-            equal.
-        reward: of the whole.
-        solved: whether the environment says so; None where it says nothing about that.
+        prompt: xxh3-128 of the prompt's token ids, in hexadecimal.
+        solved: None if the environment does not say.
         truncated: a token limit ended it.
-        sampled_tokens: how many.
         metrics: further numbers of the environment.
-        turns: the session.
-        dropped: why the task has no rollouts; then this line is the only one of its task.
-        detail: what the environment said then.
+        dropped: why the task has no rollouts; then this is the only line of its task.
+        detail: the environment's message then.
     """
 
     environment: str
@@ -82,17 +71,13 @@ _CHECKED = re.compile(rb'\{"check":"([0-9a-f]{16})",(.*)\}', re.DOTALL)
 
 
 def line_of(rollout: EvaluatedRollout) -> bytes:
-    """Return the line of a rollout: its fields behind the xxh3-64 of their JSON."""
+    """Return the line of a rollout: its fields after the xxh3-64 of their JSON."""
     body = msgspec.json.encode(rollout)
     return b'{"check":"%s",%s\n' % (xxhash.xxh3_64_hexdigest(body).encode(), body[1:])
 
 
 def _rollout_of(line: bytes) -> EvaluatedRollout:
-    """Return the rollout of a line.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return the rollout of a line. Raises ValueError if it is damaged."""
     match = _CHECKED.fullmatch(line)
     if match is None:
         raise ValueError("it does not begin with its checksum")
@@ -104,13 +89,8 @@ def _rollout_of(line: bytes) -> EvaluatedRollout:
 
 @dataclass
 class FoundTasks:
-    """What a file of rollouts holds.
-
-    Attributes:
-        tasks: the whole tasks, by environment and index.
-        stretches: where their lines are, in bytes.
-        damaged: what is wrong, for each line that is damaged.
-    """
+    """The whole tasks of a file, by environment and index; where their lines are, in bytes; a message per damaged
+    line."""
 
     tasks: dict[tuple[str, int], list[EvaluatedRollout]] = field(default_factory=dict)
     stretches: list[tuple[int, int]] = field(default_factory=list)
@@ -118,21 +98,9 @@ class FoundTasks:
 
 
 class ResultsFile:
-    """The rollouts of one evaluation, on disk and in memory.
-
-    Attributes:
-        tasks: what is done, by environment and index.
-
-    Args:
-        directory: of the evaluation.
-        identity: of policy and tasks.
-        samples_per_task: lines of a whole task.
-
-    Raises:
-        ConfigError: the directory holds another evaluation.
-        DataError: a line is of another file.
-        RunDirError: it cannot be written.
-    """
+    """The rollouts of one evaluation, on disk and in memory; `tasks` are done, by environment and index. Raises
+    ConfigError if the directory holds another evaluation; DataError if a line is of another file; RunDirError if it
+    cannot be written."""
 
     def __init__(self, directory: Path, identity: dict[str, object], *, samples_per_task: int) -> None:
         self.path = directory / ROLLOUTS_NAME
@@ -148,11 +116,7 @@ class ResultsFile:
             raise self._unwritable(error) from error
 
     async def append(self, rollouts: Sequence[EvaluatedRollout]) -> None:
-        """Keep all lines of one task, durably.
-
-        Raises:
-            RunDirError: they cannot be written; then nothing of them is in the file.
-        """
+        """Keep all lines of one task, durably. Raises RunDirError; then none of them is in the file."""
         data = b"".join(map(line_of, rollouts))
         try:
             self._write(data)
@@ -162,21 +126,20 @@ class ResultsFile:
         self.tasks[rollouts[0].environment, rollouts[0].task] = list(rollouts)
 
     def _write(self, data: bytes) -> None:
-        """Append in one piece, without an await in which others could."""
+        """Append in one piece, without an await."""
         try:
             atomic.write_all(self._descriptor, data)
         except OSError:
-            # Of a full disk: another task may be just behind, for whose fewer bytes there is room.
+            # The disk may be full, but have room for the shorter lines of another task.
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += len(data)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
     def _load(self) -> None:
-        """Index the whole tasks of the file, and take out everything else."""
+        """Index the whole tasks of the file, and remove everything else."""
         if not self.path.exists():
             return
         found = read_tasks(self.path, samples_per_task=self._samples_per_task)
@@ -198,11 +161,10 @@ class ResultsFile:
 
 
 def claim_directory(directory: Path, identity: dict[str, object]) -> None:
-    """Say in `directory` what is evaluated there.
+    """Note in `directory` what is evaluated there.
 
-    Raises:
-        ConfigError: it holds another evaluation; says in what that differs.
-        DataError: it holds rollouts, and nothing says of what.
+    Raises ConfigError that names the differences if it holds another evaluation; DataError if it has rollouts of an
+    unknown one.
     """
     path = directory / IDENTITY_NAME
     wanted = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **identity}))
@@ -224,11 +186,7 @@ def claim_directory(directory: Path, identity: dict[str, object]) -> None:
 
 
 def read_identity(directory: Path) -> dict[str, Any]:
-    """Return what is evaluated in `directory`.
-
-    Raises:
-        DataError: it holds no evaluation, or one that cannot be read.
-    """
+    """Return what is evaluated in `directory`. Raises DataError if that is nothing, or damaged."""
     path = directory / IDENTITY_NAME
     try:
         found = checked.decode(path.read_bytes())
@@ -243,7 +201,7 @@ def read_identity(directory: Path) -> dict[str, Any]:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return what differs between two identities: the dotted key, and both values as text."""
-    # An empty table is none: its settings are told one by one.
+    # Empty tables do not count: their settings are compared one by one.
     old, new = ({key: value for key, value in flat_settings(table).items() if value != {}} for table in (one, other))
     keys = [key for key in old | new if old.get(key) != new.get(key)]
     old, new = without_secrets(old), without_secrets(new)
@@ -255,16 +213,12 @@ def _shown(value: Any) -> str:
 
 
 def read_tasks(path: Path, *, samples_per_task: int) -> FoundTasks:
-    """Return the whole tasks of a file; what follows the last one was cut off.
-
-    Raises:
-        DataError: naming the line that is not of this file, or is of a task that is there twice.
-    """
+    """Return the whole tasks of a file. Raises DataError that names a line of another file, or of a repeated task."""
     found = FoundTasks()
     group: list[EvaluatedRollout] = []
     position = start = 0
-    is_lost = False  # the beginning of the task whose lines come
-    # Not `splitlines`, which a damaged byte can be a line break for. Behind the last one is what was cut off.
+    is_lost = False  # the first lines of the current task are damaged
+    # Not `splitlines`, which takes some damaged bytes for line breaks. The last part has no line break: it was cut off.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         begins, position = position, position + len(line) + 1
         try:

@@ -45,13 +45,7 @@ _NO_SKEWNESS = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks.
-
-    Attributes:
-        value: the mean.
-        low: lower end of its confidence interval; None where one task says nothing about others.
-        high: upper end.
-    """
+    """A mean over tasks, and its confidence interval; None if one task says nothing about others."""
 
     value: float
     low: float | None
@@ -61,14 +55,14 @@ class Estimate:
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """Return the chance that at least one of `k` samples solves a problem: `1 - C(n - c, k) / C(n, k)`.
 
-    The unbiased estimator from `num_samples` = n samples, `num_solved` = c of which solved it (Chen et al.
-    2021, "Evaluating Large Language Models Trained on Code", section 2.1).
+    The unbiased estimator from n samples, c of which solved it (Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", section 2.1).
     """
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def powers_up_to(num_samples: int) -> list[int]:
-    """Return the k of pass@k that are shown for so many samples: powers of two, and the number itself."""
+    """Return the k of pass@k for so many samples: powers of two, and the number itself."""
     return sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
 
 
@@ -101,7 +95,7 @@ def wilson(share: float, trials: int, *, confidence: float) -> tuple[float, floa
     scale = 1 + z * z / trials
     center = (share + z * z / (2 * trials)) / scale
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / scale
-    # At the ends the two terms are equal but for rounding.
+    # At the ends the two terms are equal up to rounding.
     low = 0.0 if share == 0 else max(0.0, center - half)
     high = 1.0 if share == 1 else min(1.0, center + half)
     return low, high
@@ -115,7 +109,7 @@ def without_skewness(values: Sequence[float], *, confidence: float) -> tuple[flo
     """
     number, mean = len(values), math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1))
-    if std**3 == 0:  # also of values that are as good as equal
+    if std**3 == 0:  # also for values that are equal up to rounding
         return mean, mean
     skewness = math.fsum((value - mean) ** 3 for value in values) / number / std**3
     third, quantile = skewness / 3, student_quantile(number - 1, confidence=confidence) / math.sqrt(number)
@@ -152,12 +146,11 @@ class PairedDifference:
     """How much higher the second of two values per task is.
 
     Attributes:
-        difference: mean over tasks of second - first, with the interval of all differences that the test does not
-            refuse; its ends are None where there are too few tasks to refuse any.
-        p_value: of the sign-flip test, two-sided: the chance of a mean at least as far from 0 were the two equal. It is
-            at most 1 - confidence if, and only if, the interval leaves out 0.
+        difference: mean of second - first, with the interval of all differences that the test does not refuse; its ends
+            are None with too few tasks to refuse any.
+        p_value: of the two-sided sign-flip test; at most 1 - confidence exactly if the interval leaves out 0.
         num_higher: tasks where the second is higher.
-        num_lower: where it is lower.
+        num_lower: tasks where it is lower.
     """
 
     difference: Estimate
@@ -224,9 +217,9 @@ class EnvironmentSummary(msgspec.Struct, kw_only=True):
 
     Attributes:
         num_tasks: tasks with rollouts.
-        dropped: tasks without, by reason; they count nowhere else.
-        estimates: `avg@k`, and `pass@1` to `pass@k` where the environment says what is solved; means over tasks.
-        metrics: means over tasks of what else the environment says of a rollout.
+        dropped: tasks without rollouts, by reason.
+        estimates: `avg@k`, and `pass@1` to `pass@k` if the environment says what is solved.
+        metrics: means over rollouts of the environment's other numbers.
         truncated: share of rollouts that a token limit ended.
         sampled_tokens: mean of a rollout; None without rollouts.
     """
@@ -240,14 +233,7 @@ class EnvironmentSummary(msgspec.Struct, kw_only=True):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What came of an evaluation.
-
-    Attributes:
-        policy: who was evaluated.
-        tasks: what was asked: seed, samples, sampling, environments.
-        confidence: of the intervals.
-        environments: by name.
-    """
+    """The result of an evaluation: who was evaluated, what was asked, and numbers by environment."""
 
     format: int = FORMAT
     policy: dict[str, Any]
@@ -256,7 +242,6 @@ class Summary(msgspec.Struct, kw_only=True):
     environments: dict[str, EnvironmentSummary]
 
     def encode(self) -> bytes:
-        """Return the content of `summary.json`."""
         return checked.encode(msgspec.to_builtins(self)) + b"\n"
 
     def metrics(self) -> dict[str, float]:
@@ -272,11 +257,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def summarize(tasks: Tasks, identity: Mapping[str, Any], *, confidence: float) -> Summary:
-    """Return the summary of whole tasks; the order in which they ended does not matter.
-
-    Args:
-        identity: what `evaluation.json` says.
-    """
+    """Return the summary of whole tasks, whatever their order; `identity` is the content of `evaluation.json`."""
     samples, names = identity["samples_per_task"], identity["environments"]
     return Summary(
         policy=dict(identity["policy"]),
@@ -292,11 +273,8 @@ def summarize(tasks: Tasks, identity: Mapping[str, Any], *, confidence: float) -
 
 
 def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
-    """Return what was evaluated in `directory`, and all its tasks.
-
-    Raises:
-        DataError: it holds no evaluation, or one that is not finished, or is damaged.
-    """
+    """Return what was evaluated in `directory`, and all its tasks. Raises DataError if it is not finished, or
+    damaged."""
     identity = read_identity(directory)
     path = directory / ROLLOUTS_NAME
     samples = identity["samples_per_task"]
@@ -321,22 +299,18 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
 
 
 def summary_in(directory: Path) -> Summary:
-    """Return the `summary.json` of an evaluation that is finished.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
+    """Return the `summary.json` of a finished evaluation. Raises DataError if there is none, or it is damaged."""
     path = directory / SUMMARY_NAME
     try:
         return msgspec.convert(checked.decode(path.read_bytes()), Summary)
     except FileNotFoundError:
         raise DataError(f"{directory} holds no finished evaluation: it has no {SUMMARY_NAME}") from None
-    except ValueError as error:  # those of msgspec are such
+    except ValueError as error:  # msgspec raises ValueErrors, too
         raise DataError(f"{path} is damaged: {error}") from None
 
 
 def estimates_of(groups: Sequence[Sequence[EvaluatedRollout]], samples: int) -> dict[str, list[float]]:
-    """Return one value per task of `avg@k`, and of every `pass@k` where all rollouts say whether they solved it."""
+    """Return one value per task of `avg@k`, and of every `pass@k` if all rollouts say whether they solved it."""
     values = {f"avg@{samples}": [fmean([rollout.reward for rollout in group]) for group in groups]}
     if all(rollout.solved is not None for group in groups for rollout in group):
         solved = [sum(bool(rollout.solved) for rollout in group) for group in groups]
@@ -364,7 +338,7 @@ def _of_environment(
             name: mean_over_tasks(values, confidence=confidence)
             for name, values in estimates_of(groups, samples).items()
         },
-        # Not every rollout need have each.
+        # A rollout may lack a metric.
         metrics={name: fmean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
         truncated=fmean([rollout.truncated for rollout in rollouts]),
         sampled_tokens=fmean(lengths),
@@ -373,12 +347,7 @@ def _of_environment(
 
 @dataclass(frozen=True)
 class Line:
-    """One number of one environment in both evaluations.
-
-    Attributes:
-        name: `avg@8`, `pass@1`; `avg@8 / avg@4` where they have different numbers of samples.
-        num_tasks: that both have rollouts of.
-    """
+    """One number of one environment in both evaluations, such as `avg@8`, over the tasks that both have rollouts of."""
 
     environment: str
     name: str
@@ -390,12 +359,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `evaluate --compare` says.
+    """The result of `evaluate --compare`.
 
     Attributes:
-        policies: of the two evaluations.
-        differing: settings in which they differ, both values of each; the tasks are the same.
-        lines: by environment and number.
+        differing: settings in which they differ, with both values; the tasks are the same.
         skipped: tasks that one of them has dropped.
         answers: the first rollout of both, for the first tasks of each environment.
     """
@@ -408,14 +375,9 @@ class Comparison:
 
 
 def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int = 0) -> Comparison:
-    """Compare two finished evaluations.
+    """Compare two finished evaluations; `answers`: for how many tasks of each environment to keep rollouts.
 
-    Args:
-        answers: for how many tasks of each environment `Comparison.answers` holds rollouts.
-
-    Raises:
-        DataError: a directory holds none, or one that is not finished.
-        ConfigError: they did not ask the same tasks.
+    Raises DataError if one is not finished, ConfigError if they did not ask the same tasks.
     """
     identities, tasks = zip(*(read_evaluation(directory) for directory in (first, second)), strict=True)
     _require_same_tasks(identities, tasks, (first, second))

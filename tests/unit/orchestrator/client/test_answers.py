@@ -80,7 +80,7 @@ def outer_version(answer: dict[str, Any]) -> None:
         (one("token_ids", VOCAB_SIZE), f"token_ids holds {VOCAB_SIZE}, the model has {VOCAB_SIZE} tokens"),
         (one("token_ids", -1), "token_ids holds -1, allowed are 0 and above"),
         (one("token_ids", 2**31), "not TokenIds"),
-        (spans((0, 1), (3, 0)), "(made them; every token needs one|versions holds)"),
+        (spans((0, 1), (3, 0)), "(does not name the policy version|versions holds)"),
         (spans((0, 0), (-3, 0)), "versions holds {version: 0, start: -3, end: "),
         (whole("versions", lambda one: [one["versions"][0] | {"end": len(one["token_ids"]) + 5}]), "end: "),
         (whole("versions", lambda one: [one["versions"][0] | {"version": -1}]), "version: -1"),

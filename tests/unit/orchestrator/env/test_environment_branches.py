@@ -10,8 +10,16 @@ import pytest
 
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.orchestrator.env.guard import step_rewards
-from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, SessionFull, Task, TaskSeed
-from holdfast.orchestrator.env.session import HistoryRewritten
+from holdfast.orchestrator.env.interface import (
+    Environment,
+    HistoryRewritten,
+    Message,
+    Score,
+    Session,
+    SessionFull,
+    Task,
+    TaskSeed,
+)
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 from tests.builders.scripted_sessions import Asked, scripted_session

@@ -434,7 +434,7 @@ def test_a_full_disk_is_one_though_the_environment_takes_it_for_an_answer(
         kept.append(payload)
 
     monkeypatch.setattr(RecordLog, "append", fill_up)
-    with pytest.raises(RunDirError, match="finished generations of batch 1 cannot be kept .* No space left") as caught:
+    with pytest.raises(RunDirError, match="generations of batch 1 cannot be kept .* No space left") as caught:
         run(tmp_path, Swallows)
     assert is_storage_failure(caught.value)
 

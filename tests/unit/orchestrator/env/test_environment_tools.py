@@ -396,7 +396,7 @@ def test_a_prompt_of_text_has_no_place_for_tools() -> None:
     tokenizer = tokenizer_of("hermes")
     schemas = [Tool(add, session_class=Session).schema]
     with pytest.raises(EnvironmentFailure, match="an environment with tools needs messages"):
-        prompt_ids_of(Task(prompt="x"), tokenizer, what="it", room=100, tools=schemas)
+        prompt_ids_of(Task(prompt="x"), tokenizer, what="it", seq_len=100, tools=schemas)
     assert "add" in tokenizer.decode(
-        prompt_ids_of(Task(prompt=[Message("user", "x")]), tokenizer, what="it", room=5000, tools=schemas)
+        prompt_ids_of(Task(prompt=[Message("user", "x")]), tokenizer, what="it", seq_len=5000, tools=schemas)
     )

@@ -67,7 +67,7 @@ async def play(
     task = environment.make_task(problem.seed)
     tool_use = tool_use_of(environment, settings, tokenizer)
     assert tool_use is not None
-    prompt = prompt_ids_of(task, tokenizer, what="asks", room=10_000, tools=tool_use.schemas)
+    prompt = prompt_ids_of(task, tokenizer, what="asks", seq_len=10_000, tools=tool_use.schemas)
 
     async def call_before(turn: int) -> None:
         if before_turn and turn in before_turn:

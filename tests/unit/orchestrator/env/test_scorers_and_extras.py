@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
-from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Task, TaskSeed
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from holdfast.orchestrator.env.registry import load_environment
@@ -198,7 +198,7 @@ class TestReasoningGym:
             assert (right.metrics["exact"], wrong.metrics["exact"]) == (1.0, 0.0)
 
     def test_held_out_tasks_have_seeds_that_training_never_has(self) -> None:
-        from holdfast.orchestrator.env.reasoning_gym import _seed_of
+        from holdfast.orchestrator.env.packages import _seed_of
 
         drawn, held_out = (
             [_seed_of(TaskSeed(0, "env", index, held_out=held_out).number) for index in range(200)]

@@ -11,7 +11,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import makes_same_batches
 from holdfast.errors import ConfigError
 from holdfast.launcher.resume.resume_step import set_aside_after
-from holdfast.orchestrator.check_environments import check_environments
+from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.evaluation.results import read_identity
 from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.run import journal

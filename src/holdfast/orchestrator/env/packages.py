@@ -1,8 +1,8 @@
-"""Environments of the package `verifiers`: `id = "verifiers:ID"`, with its settings as `args`.
+"""Environments of other packages: `id = "verifiers:ID"` and `id = "reasoning_gym:NAME"`, with settings as `args`.
 
-They are played by a process of their own (`verifiers_player.py`), in an interpreter that has the package: its hundred
-dependencies take seconds to import, and pin versions that the inference server's do not agree with. There a rollout is
-an episode, whose harness asks the endpoint that it is given.
+A process of its own plays those of verifiers (`verifiers_player.py`), in an interpreter that has the package: its
+hundred dependencies take seconds to import, and conflict with those of the inference server. A rollout is an episode
+there, whose harness asks the endpoint that it is given.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import itertools
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, printable
+from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, nearest, printable
 from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
-from holdfast.orchestrator.env.interface import Score, Task, TaskSeed
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.process.child import was_killed
+from holdfast.process.imports import import_extra
 
-PREFIX = "verifiers:"
+VERIFIERS = "verifiers:"
 _HINT = (
     "Set args.python to an interpreter that has verifiers, such as verifiers-env/bin/python after "
     "`uv venv verifiers-env && uv pip install -p verifiers-env 'verifiers==0.4.*'`"
@@ -39,17 +41,11 @@ _MOST_LINE = 1 << 30
 
 @dataclass(frozen=True)
 class Row(Task):
-    """One task, by its place among those that are selected."""
-
     row: int = 0
 
 
 class PlayerDied(Exception):
-    """The process that played has ended.
-
-    Attributes:
-        is_killed: from outside.
-    """
+    """The process that played has ended; `is_killed`: from outside."""
 
     def __init__(self, *, is_killed: bool) -> None:
         super().__init__("it was killed from outside" if is_killed else "it has ended")
@@ -57,48 +53,34 @@ class PlayerDied(Exception):
 
 
 class Verifiers(HarnessEnvironment):
-    """Reward: that of the agent that the policy plays, as its task's rewards give it; their parts are metrics."""
+    """Reward: that of the agent that the policy plays; its parts are metrics."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         """Start the process that plays, and load the tasks there.
 
         Args:
             name: the id of the taskset, as verifiers has it.
-            settings: those of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers
-                selects tasks; and `python`, the interpreter that has verifiers (unset: this one).
-
-        Raises:
-            ConfigError: there is no such interpreter, or verifiers, there, refuses name or settings.
+            settings: of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers selects
+                tasks; and `python`, the interpreter that has verifiers (unset: this one).  Raises ConfigError if there
+                is no such interpreter, or verifiers refuses name or settings.
         """
         own = {key: settings[key] for key in ("python", "select") if key in settings}
         env = {key: value for key, value in settings.items() if key not in own}
         taskset = env.get("taskset", {})
         if not isinstance(taskset, dict) or not isinstance(own.get("select", {}), dict):
-            raise ConfigError(f"{PREFIX}{name}: args.taskset and args.select must be tables")
+            raise ConfigError(f"{VERIFIERS}{name}: args.taskset and args.select must be tables")
         env["taskset"] = {**taskset, "id": name}
         start = {"env": env, "select": own.get("select", {})}
-        self._player = _Player(str(own.get("python", sys.executable)), start, name=f"{PREFIX}{name}")
+        self._player = _Player(str(own.get("python", sys.executable)), start, name=f"{VERIFIERS}{name}")
         self.num_tasks = self._player.num_tasks
-        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def make_task(self, seed: TaskSeed) -> Row:
         """Return task `index` of an endless sequence of epochs, each in an order of its own."""
         assert self.num_tasks is not None
-        epoch, position = divmod(seed.index, self.num_tasks)
-        return Row(prompt="", row=self._order(seed.shared("epoch", epoch))[position])
-
-    def _make_order(self, seed: int) -> list[int]:
-        assert self.num_tasks is not None
-        order = list(range(self.num_tasks))
-        random.Random(seed).shuffle(order)
-        return order
+        return Row(prompt="", row=seed.row(self.num_tasks))
 
     async def play(self, endpoint: Endpoint, task: Task) -> Score:
-        """Play one episode.
-
-        Raises:
-            RuntimeError: it failed, or ends the process that plays it again and again.
-        """
+        """Play one episode. Raises RuntimeError if it failed, or its process ends again and again."""
         assert isinstance(task, Row)
         num_deaths = num_killed = 0
         while num_deaths < _MOST_DEATHS and num_killed <= MOST_KILLED:
@@ -144,11 +126,9 @@ class _Player:
         raise ConfigError(f"{self._name}: the process that was to play it was killed {MOST_KILLED} times in a row")
 
     async def play(self, row: int, endpoint: Endpoint, *, is_alone: bool) -> dict[str, Any]:
-        """Return what came of one episode; `is_alone`: of those for which this is said, one is played at a time.
+        """Return the result of one episode; episodes with `is_alone` are played one at a time.
 
-        Raises:
-            PlayerDied: the process has ended, for whose sake is not known.
-            ConfigError, EnvironmentFailure: it could not be started again, or has other tasks; the next call tries.
+        Raises PlayerDied if the process has ended; ConfigError or EnvironmentFailure if it could not be started again.
         """
         await self._linked()
         async with self._alone if is_alone else contextlib.nullcontext():
@@ -160,7 +140,7 @@ class _Player:
             self._loop, self._link, self._starting = loop, None, None
             self._alone = asyncio.Lock()
         if self._starting is None or self._starting.done():
-            # In a context of its own, and not ended with whoever asks first: it is for all rollouts.
+            # In a context of its own, and not cancelled with the first rollout: it serves all.
             self._starting = contextvars.Context().run(asyncio.create_task, self._start_again())
         return await asyncio.shield(self._starting)
 
@@ -169,7 +149,7 @@ class _Player:
         process = self._process  # None: it could not be started again the last time
         if process is None or process.poll() is not None or (self._link is not None and self._link.is_over):
             self.close()
-            # From the thread of the event loop: the kernel ends it when the thread that started it ends.
+            # From the thread of the event loop: the kernel kills the process when that thread ends.
             self._spawn()
             try:
                 if await asyncio.to_thread(self._load, self._socket) != self.num_tasks:
@@ -185,7 +165,7 @@ class _Player:
     def _spawn(self) -> None:
         self._socket, theirs = socket.socketpair()
         try:
-            # Without the directory of the script on the path, whose modules have names of others'.
+            # -P: modules beside the script would hide others of the same name.
             command = [self._python, "-P", str(_PLAYER), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__, pass_fds=[theirs.fileno()]
@@ -199,14 +179,8 @@ class _Player:
             theirs.close()
 
     def _load(self, connection: socket.socket) -> int:
-        """Have the environment loaded; return how many tasks it has.
-
-        Where nobody waits for it any more, the process may be another one: it leaves that alone.
-
-        Raises:
-            ConfigError: it cannot be.
-            PlayerDied: the process was killed from outside meanwhile.
-        """
+        """Have the environment loaded; return how many tasks it has. Raises ConfigError, or PlayerDied if it was
+        killed."""
         process = self._process
         with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
             connection.sendall(self._start)
@@ -222,7 +196,6 @@ class _Player:
         raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
 
     def close(self) -> None:
-        """End the process."""
         process, self._process, self._link = self._process, None, None
         if process is not None:
             process.kill()
@@ -230,13 +203,12 @@ class _Player:
             self._socket.close()
 
     def __del__(self) -> None:
-        """Leave no process behind."""
         if getattr(self, "_process", None) is not None:
             self.close()
 
 
 class _Link:
-    """The talk of one event loop with the process."""
+    """The connection of one event loop to the process."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: subprocess.Popen[bytes]
@@ -248,7 +220,7 @@ class _Link:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.is_over = False
-        # In a context of its own: it reads for all rollouts.
+        # In a context of its own: it serves all rollouts.
         self._reading = contextvars.Context().run(asyncio.create_task, self._read())
 
     @classmethod
@@ -288,3 +260,82 @@ class _Link:
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(PlayerDied(is_killed=self._is_killed))
+
+
+REASONING_GYM = "reasoning_gym:"
+_OURS = ("system_prompt",)
+_NOT_SET = ("seed", "size")
+"""Settings of every generator that are not to choose: tasks come from the run's seed, and never end."""
+
+
+def _seed_of(number: int) -> int:  # untested: needs reasoning-gym
+    """Return 32 bits, as NumPy takes no more, which some generators draw from; held-out numbers keep their highest."""
+    return (number >> 63) << 31 | number % 2**31
+
+
+@dataclass(frozen=True)
+class GeneratedTask(Task):
+    """A task with the entry of the generator, which its scorer reads."""
+
+    entry: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ReasoningGym(Environment):  # untested: needs reasoning-gym
+    """Reward: what the generator's own scorer gives, from 0 to 1, for the text in the last <answer>, or for all."""
+
+    def __init__(self, generator: str, settings: dict[str, Any]) -> None:
+        """Make the generator; `settings` are its own, and `system_prompt`, a message before each question.
+
+        Raises ConfigError if reasoning-gym is not installed, has no such generator, or refuses the settings.
+        """
+        library = import_extra(
+            "reasoning_gym", extra="reasoning-gym", needed_by=f"environment '{REASONING_GYM}{generator}'"
+        )
+        factory = library.factory
+        if generator not in factory.DATASETS:
+            raise ConfigError(
+                f"there is no environment '{REASONING_GYM}{generator}'.{nearest(generator, factory.DATASETS)} "
+                f"reasoning-gym has: {', '.join(sorted(factory.DATASETS))}"
+            )
+        own = {name: value for name, value in settings.items() if name not in _OURS}
+        allowed = [one.name for one in dataclasses.fields(factory.DATASETS[generator][1]) if one.name not in _NOT_SET]
+        for name in own:
+            if name not in allowed:
+                raise ConfigError(
+                    f"{REASONING_GYM}{generator} has no argument '{name}'.{nearest(name, [*allowed, *_OURS])} "
+                    f"Allowed: {', '.join([*allowed, *_OURS])}."
+                )
+        self._system_prompt = settings.get("system_prompt")
+        if not isinstance(self._system_prompt, str | None):
+            raise ConfigError(f"{REASONING_GYM}{generator}: system_prompt = {self._system_prompt!r}; expected text")
+        self._make = partial(library.create_dataset, generator, size=1, **own)
+        try:
+            self._scorer = self._make(seed=0)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"{REASONING_GYM}{generator} refuses {own}: {error or type(error).__name__}") from None
+        self._extract = library.utils.extract_answer
+
+    def make_task(self, seed: TaskSeed) -> GeneratedTask:
+        """Return the only entry of the generator that the seed's number seeds."""
+        # A data set for each task: some make all entries at once, or allow no index beyond their size.
+        entry = self._make(seed=_seed_of(seed.number))[0]
+        messages = [Message("user", entry["question"])]
+        if self._system_prompt is not None:
+            messages.insert(0, Message("system", self._system_prompt))
+        answer = entry["answer"]  # some have none, but many right ones
+        return GeneratedTask(prompt=messages, answer="" if answer is None else str(answer), entry=entry)
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        """Score each completion for itself, in a thread: some scorers compute for a while."""
+        assert isinstance(task, GeneratedTask)
+        return [await asyncio.to_thread(self._score, session.completion, task.entry) for session in sessions]
+
+    def _score(self, completion: str, entry: Mapping[str, Any]) -> Score:
+        answer = self._extract(completion)
+        if answer is None:
+            answer = completion.strip()
+        try:
+            reward = float(self._scorer.score_answer(answer=answer, entry=entry))
+        except Exception:  # noqa: BLE001 - of others' code, which fails on answers that it does not expect
+            return Score(0.0, {"exact": 0.0, "unreadable": 1.0})
+        return Score(reward, {"exact": float(reward == 1.0), "unreadable": 0.0})

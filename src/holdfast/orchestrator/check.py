@@ -1,0 +1,91 @@
+"""Checks the environments of a configuration without playing one.
+
+    python -m holdfast.orchestrator.check environments|evaluation < config.json
+
+The launcher and `evaluate` run it before they start anything. Built-in environments are constructed, so that `jsonl`
+reports a wrong row now. For a user's own environment the module is imported, and the arguments are compared with the
+constructor's parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
+from holdfast.orchestrator.env.interface import Environment
+from holdfast.orchestrator.env.registry import (
+    find_class,
+    find_environment,
+    is_built_in,
+    load_environment,
+    load_levels,
+    require_methods,
+)
+from holdfast.orchestrator.env.tool_loop import check_tools
+from holdfast.process.child import die_with_launcher, run_reporting_errors
+
+# The modules of evaluations take 0.2 s to import, and most runs have none: functions import them.
+
+
+def check_environments(config: OrchestratorConfig) -> None:
+    """Check every environment of an RL run, and of its evaluations.
+
+    Raises ConfigError or DataError if one does not exist, or its arguments, or its tools and the model do not fit;
+    EnvironmentFailure if its module raises an error.
+    """
+    built_in: dict[str, Environment] = {}
+    for position, section in enumerate(config.environments):
+        key = f"environments[{position}]"
+        if is_built_in(section.id):
+            built_in[section.label] = load_levels(section, key=key)[0]
+        else:
+            cls = find_class(section.id, key=key)
+            for own_key, level in section.at_levels(key).items():
+                find_environment(level, key=own_key)
+            require_methods(cls, section.id, key=key)
+    check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)
+    if config.eval is not None:
+        _check_eval(config, config.eval)
+
+
+def _check_eval(config: OrchestratorConfig, settings: EvalConfig) -> None:
+    from holdfast.orchestrator.evaluation.evaluator import EVAL_KEY, eval_groups, held_out_tasks
+
+    groups = eval_groups(config, settings)
+    built_in: dict[str, Environment] = {}
+    for position, section in enumerate(groups.environments):
+        key = f"{EVAL_KEY}[{position}]"
+        if is_built_in(section.id):
+            built_in[section.label] = load_environment(section, key=key)
+        else:
+            find_environment(section, key=key)
+    check_tools(built_in, groups.environments, tokenizer_name=config.model.tokenizer_name)
+    there = [section for section in groups.environments if section.label in built_in]
+    held_out_tasks(config, settings, groups.model_copy(update={"environments": there}), built_in, {})
+
+
+def check_evaluation(config: EvaluateConfig) -> None:
+    """Check the environments of `evaluate`, and how many tasks the built-in ones have; raises as above."""
+    from holdfast.orchestrator.evaluation.main import load_tasks
+
+    for position, section in enumerate(config.environments):
+        if not is_built_in(section.id):
+            find_environment(section, key=f"environments[{position}]")
+    built_in = [section for section in config.environments if is_built_in(section.id)]
+    here = [section.model_copy(update={"workers": 0}) for section in built_in]
+    tasks = load_tasks(config.model_copy(update={"environments": here}), {})
+    if config.model is not None:
+        check_tools(dict(tasks.environments), built_in, tokenizer_name=config.model.tokenizer_name)
+
+
+def _main(what: str, content: bytes) -> None:
+    if what == "evaluation":
+        check_evaluation(EvaluateConfig.model_validate_json(content))
+    else:
+        check_environments(OrchestratorConfig.model_validate_json(content))
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: _main(sys.argv[1], sys.stdin.buffer.read()))
