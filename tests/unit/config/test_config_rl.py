@@ -134,7 +134,7 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
 )
 def test_a_server_is_named_once_however_it_is_spelled(first: str, second: str) -> None:
     for setting in ("client", "teacher"):
-        with pytest.raises(ConfigError, match=rf"{setting}\.urls' must name each server once"):
+        with pytest.raises(ConfigError, match=rf"{setting}\.urls must name each server once"):
             rl(f"--orchestrator.{setting}.urls", json.dumps([first, second]))
     urls = ["http://far:1", "http://far:2", "http://near:1", "http://far:1/b", "http://localhost:1"]
     assert rl("--orchestrator.client.urls", json.dumps(urls)).orchestrator.client.urls == urls
