@@ -80,4 +80,4 @@ def test_a_kill_leaves_nothing_torn_and_a_stop_what_was_recorded(
     first, last = (int(word) for word in path.name.split("_")[2::2])
     assert path.parent == run_dir.logs(2) and 2 <= first <= last == run_dir.committed_steps()[-1]
     assert Trace.read(path).steps()[: last - first + 1] == list(range(first, last + 1))
-    assert stopped.log.count(f"profile: {path}") == 1
+    assert stopped.log.count(f"profile: {path} (a trace") == 1
