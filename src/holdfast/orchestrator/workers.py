@@ -193,7 +193,7 @@ class _Running:
                 self._heard_at = awake_s()
                 self._take(message)
         except (EOFError, ConnectionError):
-            pass
+            pass  # the worker is over: `_end` tells how
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # somebody else has written there
             self._unreadable = str(error)
             self._kill()
