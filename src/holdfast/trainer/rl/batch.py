@@ -249,8 +249,8 @@ def _shared_tokens(samples: Sequence[Sample], part: list[int]) -> int:
 
 
 def _shared_cost(samples: Sequence[Sample], part: list[int], layout: Layout) -> float:
-    # Attention is computed for every sequence by itself, with the prompt in each; the rest of a layer once for a token.
     pairs = sum(length * length for index in part for length in samples[index].lengths)
+    pairs -= (len(part) - 1) * samples[part[0]].prompt_length ** 2  # the prompt attends to itself once
     return _shared_tokens(samples, part) + layout.pair_cost * pairs
 
 
