@@ -6,7 +6,7 @@ as few rounds as the token budget allows, and balances the cost of samples over 
 
 Samples may share a prompt: answers of one group that lie one behind the other in a packed row. The prompt's tokens lie
 in the row once, before the first answer. Each answer attends to the prompt and to itself, and its positions go on from
-the prompt's, so it is computed as in a row of its own.
+the prompt's, so it is computed as in a row of its own. The branches of an episode share their first tokens likewise.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded batch
 of its sequences: S sequences, L tokens of the longest, P tokens of the prompt that all of them share; E tokens of all
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from holdfast.trainer.data.rows import Sample as Sample
 
-_SHORT = 64
-"""Tokens up to which samples share a padded batch, however short they are: a call would cost more than the padding."""
+SHORT = 64
+"""Tokens up to which samples share a padded batch, however short they are, and are queries again with a prompt that
+they share: a call would cost more than the padding."""
 _FILLED = 0.75
 """The least share of its row that a longer sample fills: a higher one means more calls, a lower one more padding."""
 
@@ -41,8 +42,8 @@ class PackedIndex:
     tokens see.
 
     Attributes:
-        gather_SL: of each padded batch, for each of its places, an own token of the row (0 for padding).
-        prefix_P: of each padded batch, the tokens that all of its sequences begin with; empty if they share none.
+        gather_SL: of each padded batch, for each of its places, the token of the row that attends (0 for padding).
+        prefix_P: of each padded batch, the tokens that all of its sequences see before those; empty if there are none.
         scatter_T: for each token of the row, its place in the padded batches, flattened one after the other.
         cu_seqlens: borders of the sequences' own tokens in the row, one more than there are sequences, int32.
         max_len: tokens of the longest sequence.
@@ -72,18 +73,20 @@ class PackedIndex:
         """
         lengths = [len(tokens) for tokens in sequences]
         borders = [0, *(int(tokens[-1]) + 1 for tokens in sequences)]
-        own = list(np.diff(borders))
+        prefixes = [length - own for length, own in zip(lengths, np.diff(borders), strict=True)]
+        is_shared = any(prefixes)
+        prefixes = [prefix if prefix > SHORT else 0 for prefix in prefixes]
         by_prefix: dict[bytes, list[int]] = {}
         for member, tokens in enumerate(sequences):
-            by_prefix.setdefault(tokens[: lengths[member] - own[member]].tobytes(), []).append(member)
+            by_prefix.setdefault(tokens[: prefixes[member]].tobytes(), []).append(member)
         gather_SL, prefix_P, scatter_T, places = [], [], np.empty(borders[-1], dtype=np.int64), 0
         for prefix, sharing in by_prefix.items():
-            for batch in _by_length([own[member] for member in sharing]):
-                members = [sharing[place] for place in batch]
-                lengths_S = np.array([own[member] for member in members])
+            attending = [sequences[member][prefixes[member] :] for member in sharing]
+            for batch in _by_length([len(tokens) for tokens in attending]):
+                lengths_S = np.array([len(attending[place]) for place in batch])
                 valid_SL = np.arange(lengths_S.max()) < lengths_S[:, None]
                 tokens_SL = np.zeros(valid_SL.shape, dtype=np.int64)
-                tokens_SL[valid_SL] = np.concatenate([sequences[member][-own[member] :] for member in members])
+                tokens_SL[valid_SL] = np.concatenate([attending[place] for place in batch])
                 scatter_T[tokens_SL[valid_SL]] = places + np.flatnonzero(valid_SL)
                 gather_SL.append(to_device(torch.from_numpy(tokens_SL), device))
                 prefix_P.append(to_device(torch.from_numpy(np.frombuffer(prefix, dtype=np.int64).copy()), device))
@@ -92,7 +95,6 @@ class PackedIndex:
         def on_device(borders: Sequence[int]) -> Tensor:
             return to_device(torch.tensor(borders, dtype=torch.int32), device)
 
-        is_shared = len(by_prefix) > 1
         cu_seqlens = on_device(borders)
         return cls(
             gather_SL=tuple(gather_SL),
@@ -110,7 +112,7 @@ def _by_length(lengths: Sequence[int]) -> list[list[int]]:
     batches: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and (longest <= _SHORT or lengths[index] >= _FILLED * longest):
+        if batches and (longest <= SHORT or lengths[index] >= _FILLED * longest):
             batches[-1].append(index)
         else:
             batches.append([index])
@@ -156,7 +158,7 @@ def build_micro_batch(
     """Return the micro-batch of these samples; with no samples, one that trains on nothing.
 
     Args:
-        share: whether neighbours with the same prompt share its tokens, in a packed row.
+        share: whether neighbours with the same prompt share its tokens, in a packed row, and branches their first.
     """
     if not indices:
         return _empty(samples[0], pack, device)
@@ -204,15 +206,16 @@ def _sequences(samples: Sequence[Sample], *, pack: bool, share: bool) -> list[np
         lengths = [length for sample in samples for length in sample.lengths]
         return [np.arange(length) + row * max(lengths) for row, length in enumerate(lengths)]
     found: list[np.ndarray] = []
-    used, before = 0, b""
+    used, before, prompt_places = 0, b"", np.arange(0)
     for sample in samples:
         prompt = sample.shared_prompt if share else b""
-        kept = found[-1][: sample.prompt_length] if prompt and prompt == before else np.arange(0)
-        for length in sample.lengths:
-            tokens = np.concatenate([kept, np.arange(used, used + length - len(kept))])
+        kept = prompt_places if prompt and prompt == before else np.arange(0)
+        for number, length in enumerate(sample.lengths):
+            if share and number:
+                kept = found[-1][: sample.stems[number]]
+            found.append(np.concatenate([kept, np.arange(used, used + length - len(kept))]))
             used += length - len(kept)
-            found.append(tokens)
-        before = prompt
+        before, prompt_places = prompt, found[-len(sample.starts)][: sample.prompt_length]
     return found
 
 
