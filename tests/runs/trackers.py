@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.config.view import TrackingConfig
 from holdfast.run.run_dir import RunDir
+from holdfast.view.sending import take_cursor
 from tests.forking.trackers import TrackingProcess
 from tests.runs.processes import HANG_S
 
@@ -109,6 +110,13 @@ class TrackedDirectory:
     def summary(self) -> dict[str, float]:
         """What W&B has that is of no step."""
         return {item.key: json.loads(item.value_json) for _, record in _records(self) for item in record.summary.update}
+
+
+def note_sent(run_dir: RunDir, tracker: str, step: int) -> None:
+    """Note that a tracker has everything up to `step`."""
+    cursor = take_cursor(run_dir, tracker)
+    cursor.step = step
+    cursor.write(run_dir, tracker)
 
 
 @contextmanager

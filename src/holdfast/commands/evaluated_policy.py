@@ -426,7 +426,7 @@ class _PhasePrinter:
             if told is None:
                 continue
             if (lines := json_lines()) is not None:
-                lines.tell_news(told, max_steps=0)
+                lines.emit_news(told, max_steps=0)
             else:
                 print(event_line(told, seconds=time.monotonic() - self._begin), flush=True)
 

@@ -21,7 +21,7 @@ from tests.builders.shown_runs import make_run
 from tests.conftest import BASE
 from tests.runs.browser import browser_command
 from tests.unit.commands.test_rollouts_cli import state_after
-from tests.unit.view.report.test_report import figures_of, text_of
+from tests.unit.view.test_report import figures_of, text_of
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
