@@ -220,7 +220,7 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
     parts: list[Grid | str] = [
         f"A  {first}  {_shown(comparison.policies[0])}",
         f"B  {second}  {_shown(comparison.policies[1])}",
-        Grid(columns, rows, expendable=("higher/lower",)),
+        Grid(columns, rows),
     ]
     for key, (one, other) in comparison.differing.items():
         parts.append(f"they differ in {key}: A {_plain(one)}, B {_plain(other)}")

@@ -422,9 +422,7 @@ def print_table(processes: Sequence[PlannedProcess]) -> None:
         )
         for one in processes
     ]
-    # Of one machine everybody knows the name.
-    expendable = () if any(one.host for one in processes) else ("host",)
-    print_parts([Grid(_COLUMNS, rows, expendable=expendable)])
+    print_parts([Grid(_COLUMNS, rows)])
 
 
 def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:

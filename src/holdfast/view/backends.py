@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import shutil
@@ -14,12 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.process.events import EVENTS_ENV, append
 from holdfast.run import atomic
-from holdfast.run.run_dir import RunDir
 from holdfast.view.tracker import TrackedRun, Tracker
-
-_log = logging.getLogger("holdfast")
 
 
 class TensorBoard(Tracker):
@@ -38,11 +33,8 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # Protocol buffers define their names when they are loaded.
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
-        metadata, plugin = summary_pb2.SummaryMetadata, summary_pb2.SummaryMetadata.PluginData  # pyright: ignore[reportAttributeAccessIssue]
-        session, source = event_pb2.SessionLog, event_pb2.SourceMetadata  # pyright: ignore[reportAttributeAccessIssue]
-        self._run_dir, self._has_warned = RunDir(run.directory), False
+        events, summaries, tensors, types = map(_names, (event_pb2, summary_pb2, tensor_pb2, types_pb2))
+        self._event, self._summary = events.Event, summaries.Summary
         directory = run.directory / "tensorboard" / f"history_{run.history}"
         if not directory.exists():
             after, self.begins_anew = 0, True
@@ -53,34 +45,26 @@ class TensorBoard(Tracker):
         name = f"events.out.tfevents.{number:020.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("xb")
         self._writer = RecordWriter(self._file)
-        self._write(file_version="brain.Event:2", source_metadata=source(writer="holdfast"))
-        self._write(step=after + 1, session_log=session(status=session.START))
+        self._write(file_version="brain.Event:2", source_metadata=events.SourceMetadata(writer="holdfast"))
+        self._write(step=after + 1, session_log=events.SessionLog(status=events.SessionLog.START))
         settings = "".join(f"    {key} = {value}\n" for key, value in run.settings.items())
-        about = f"run {run.id}, attempt {run.attempt}\n\n{settings}"
-        text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[about.encode()])  # pyright: ignore[reportAttributeAccessIssue]
-        kind = metadata(plugin_data=plugin(plugin_name="text"))
-        value = self._summary.Value(tag=f"settings/attempt_{run.attempt}", metadata=kind, tensor=text)
+        about = f"run {run.id}, attempt {run.attempt}\n\n{settings}".encode()
+        value = self._summary.Value(
+            tag=f"settings/attempt_{run.attempt}",
+            metadata=summaries.SummaryMetadata(plugin_data={"plugin_name": "text"}),
+            tensor=tensors.TensorProto(dtype=types.DT_STRING, string_val=[about]),
+        )
         self._write(step=after + 1, summary=self._summary(value=[value]))
         return after
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event with all values; those that float32 cannot hold are left out, with one warning."""
-        large = {name: value for name, value in metrics.items() if abs(value) > self._LARGEST}
-        values = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if name not in large
-        ]
-        self._write(step=step, summary=self._summary(value=values))
-        if not large or self._has_warned:
-            return
-        self._has_warned = True
-        name, value = next(iter(large.items()))
-        text = f"{name} of step {step} is {value:.3g}: TensorBoard stores float32, so its files lack such values"
-        _log.warning("tensorboard: %s", text)
-        if EVENTS_ENV in os.environ:  # beside a run; of the attempt that is running now
-            append(self._run_dir.newest_logs() / "events.jsonl", "tensorboard", f"WARNING: {text}")
-
     def _write(self, **fields: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one event with all values that float32 can hold."""
+        kept = {name: value for name, value in metrics.items() if abs(value) <= self._LARGEST}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in kept.items()]
+        self._write(step=step, summary=self._summary(value=values))
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
         """Log it at its own step."""
@@ -96,6 +80,11 @@ class TensorBoard(Tracker):
         """Close the file."""
         self.flush()
         self._file.close()
+
+
+def _names(module: Any) -> Any:
+    """Return a module of protocol buffers, whose names no type checker knows."""
+    return module
 
 
 class WandB(Tracker):
@@ -184,43 +173,27 @@ class MLflow(Tracker):
 
         with _only_process(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
+            experiment = mlflow.set_experiment(run.project).experiment_id  # which creates it
         self._metric, self._metrics = Metric, list[Any]()
-        found = self._find(run) or self._create(run)
+        there = self._client.search_runs([experiment], f"tags.`{self._RUN_TAG}` = '{run.id}'")
+        origin = {"holdfast.origin": run.origin} if run.origin else {}
+        found = (
+            there[0]
+            if there
+            else self._client.create_run(experiment, tags={self._RUN_TAG: run.id, **origin}, run_name=run.name)
+        )
         self._id = found.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         self._last_steps = {metric.key: metric.step for metric in found.data._metric_objs}
         params = {_mlflow_name(key): str(value)[: self._MAX_CHARACTERS] for key, value in run.settings.items()}
-        before = {**found.data.params, **{key: value for key, value in found.data.tags.items() if key in params}}
-        new = [Param(key, value) for key, value in params.items() if key not in found.data.params]
-        for part in _parts(new, self._MAX_PARAMS):
-            self._client.log_batch(self._id, params=part)
-        # Tags hold what a later attempt has changed: a parameter keeps its first value.
-        changed = [RunTag(key, value) for key, value in params.items() if before.get(key, value) != value]
-        tags = [RunTag(tag, "true") for tag in run.tags]
-        self._client.log_batch(self._id, tags=[*tags, *changed, RunTag("holdfast.attempt", str(run.attempt))])
+        # A parameter keeps its first value: tags hold what a later attempt has changed.
+        for part in _parts([one for one in params.items() if one[0] not in found.data.params], self._MAX_PARAMS):
+            self._client.log_batch(self._id, params=[Param(*one) for one in part])
+        before = found.data.params | {key: value for key, value in found.data.tags.items() if key in params}
+        changed = {key: value for key, value in params.items() if before.get(key, value) != value}
+        tags = dict.fromkeys(run.tags, "true") | changed | {"holdfast.attempt": str(run.attempt)}
+        self._client.log_batch(self._id, tags=[RunTag(*one) for one in tags.items()])
         return max(min(after, max(self._last_steps.values(), default=0)), 0)
-
-    def _find(self, run: TrackedRun) -> Any | None:
-        experiment = self._client.get_experiment_by_name(run.project)
-        if experiment is None:
-            return None
-        return next(
-            iter(self._client.search_runs([experiment.experiment_id], f"tags.`{self._RUN_TAG}` = '{run.id}'")), None
-        )
-
-    def _create(self, run: TrackedRun) -> Any:
-        from mlflow.exceptions import MlflowException
-
-        if self._client.get_experiment_by_name(run.project) is None:
-            try:
-                self._client.create_experiment(run.project)
-            except MlflowException:  # another run has just created it
-                if self._client.get_experiment_by_name(run.project) is None:
-                    raise
-        experiment = self._client.get_experiment_by_name(run.project)
-        assert experiment is not None
-        tags = {self._RUN_TAG: run.id} | ({"holdfast.origin": run.origin} if run.origin else {})
-        return self._client.create_run(experiment.experiment_id, tags=tags, run_name=run.name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the step until `flush`, or until a request is full."""

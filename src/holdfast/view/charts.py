@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.orchestrator.evaluation.statistics import Estimate
 from holdfast.run.timeline import Span
 from holdfast.view.run_data import Numbers, RunData
 
@@ -127,9 +128,8 @@ def _names(patterns: Sequence[str], runs: Sequence[RunData]) -> list[str]:
 
 
 def _chart(group: Curves, names: Sequence[str], runs: Sequence[RunData]) -> Chart | None:
-    """Return the curves of some metrics: of one run a colour for each metric, else one for each run."""
     traces: list[dict[str, Any]] = []
-    is_thinned, nulls, is_single = False, 0, len(runs) == 1
+    is_thinned, nulls = False, 0
     for number, run in enumerate(runs):
         for position, name in enumerate(names):
             nulls += run.metrics.nulls.get(name, 0)
@@ -138,18 +138,11 @@ def _chart(group: Curves, names: Sequence[str], runs: Sequence[RunData]) -> Char
                 continue
             x, y = thin_out(all_x, all_y)
             is_thinned = is_thinned or len(x) < len(all_x)
-            title = name if is_single else f"{run.name}: {name}" if len(names) > 1 else run.name
-            trace = _line(title, x, y, colour_of(position if is_single else number))
-            if not is_single:
-                trace["line"]["dash"] = _DASHES[position % len(_DASHES)]
-                # The first runs are wider, so that two equal curves are both seen.
-                trace["line"]["width"] += 2.4 * (len(runs) - 1 - number) / (len(runs) - 1)
-            traces.append(trace)
+            title = name if len(runs) == 1 else f"{run.name}: {name}" if len(names) > 1 else run.name
+            traces.append(_line(title, x, y, runs, number, position))
     notes = [f"{nulls} values are no finite numbers and not drawn"] if nulls else []
     notes += [f"long curves show the extremes of {MAX_POINTS // 2 - 1} stretches"] if is_thinned else []
-    if not traces:
-        return None
-    return Chart(group.key, group.title, _figure(traces, group.unit, runs), "; ".join(notes))
+    return Chart(group.key, group.title, _figure(traces, group.unit, runs), "; ".join(notes)) if traces else None
 
 
 def thin_out(x: Numbers, y: Numbers, *, limit: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
@@ -168,14 +161,20 @@ def thin_out(x: Numbers, y: Numbers, *, limit: int = MAX_POINTS) -> tuple[Number
     return x[indices], y[indices]
 
 
-def _line(name: str, x: Numbers, y: Numbers, colour: str, *, has_points: bool = False) -> dict[str, Any]:
+def _line(name: str, x: Numbers, y: Numbers, runs: Sequence[RunData], number: int, position: int) -> dict[str, Any]:
+    """Return a curve, (N,) each, of run `number`. One run has a colour for each position, else each run has one."""
+    is_single = len(runs) == 1
+    colour = colour_of(position if is_single else number)
+    # The first runs are wider, so that two equal curves are both seen.
+    width = 1.6 if is_single else 1.6 + 2.4 * (len(runs) - 1 - number) / (len(runs) - 1)
+    dash = "solid" if is_single else _DASHES[position % len(_DASHES)]
     return {
         "type": "scatter",
-        "mode": "lines+markers" if has_points or len(x) < _FEW_POINTS else "lines",
+        "mode": "lines+markers" if len(x) < _FEW_POINTS else "lines",
         "name": _escaped(name),
         "x": x.astype(int).tolist(),
         "y": _numbers(y),
-        "line": {"color": colour, "dash": "solid", "width": 1.6},
+        "line": {"color": colour, "dash": dash, "width": width},
         "marker": {"size": 5, "color": colour},
     }
 
@@ -274,27 +273,21 @@ def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return a chart for each environment: its estimates over the evaluated versions, with their intervals."""
     traces: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
-        found: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+        found: dict[str, dict[str, list[tuple[int, Estimate]]]] = {}
         for version, summary in sorted((version, one) for version, one in run.summaries.items() if version is not None):
             for environment, one in summary.environments.items():
                 for name, estimate in one.estimates.items():
-                    found.setdefault((environment, name), []).append((version, estimate))
-        for (environment, name), estimates in found.items():
-            there = traces.setdefault(environment, [])
-            is_single = len(runs) == 1
-            x = np.array([version for version, _ in estimates], dtype=np.float64)
-            y, low, high = (
-                np.array([value if (value := getattr(one, end)) is not None else one.value for _, one in estimates])
-                for end in ("value", "low", "high")
-            )
-            title, colour = name if is_single else f"{run.name}: {name}", len(there) if is_single else number
-            trace = _line(title, x, y, colour_of(colour), has_points=True)
-            if not is_single:
-                own = sum(one["name"].startswith(_escaped(f"{run.name}: ")) for one in there)
-                trace["line"]["dash"] = _DASHES[own % len(_DASHES)]
-            ends = {"array": _numbers(high - y), "arrayminus": _numbers(y - low), "color": colour_of(colour)}
-            trace["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **ends}
-            there.append(trace)
+                    found.setdefault(environment, {}).setdefault(name, []).append((version, estimate))
+        for environment, estimates in found.items():
+            for position, (name, values) in enumerate(estimates.items()):
+                x, y = np.array([float(v) for v, _ in values]), np.array([e.value for _, e in values])
+                low = np.array([e.value if e.low is None else e.low for _, e in values])
+                high = np.array([e.value if e.high is None else e.high for _, e in values])
+                title = name if len(runs) == 1 else f"{run.name}: {name}"
+                trace = _line(title, x, y, runs, number, position)
+                ends = {"array": _numbers(high - y), "arrayminus": _numbers(y - low), "color": trace["line"]["color"]}
+                trace["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **ends}
+                traces.setdefault(environment, []).append(trace)
     return [
         Chart(f"evaluation_{number}", f"Held-out tasks: {environment}", _figure(found, "mean over tasks", runs),
               "bars are confidence intervals")

@@ -60,7 +60,6 @@ _LINE_EVERY_S = 10.0
 """Between lines about long phases, if no moving line can be drawn."""
 _COUNTED_EVERY_S = 2.0
 """See `holdfast.process.events.Counted`."""
-_BAR_COLUMNS = 21
 
 
 def step_line(metrics: Mapping[str, Any], max_steps: int | None, *, left_s: float | None = None) -> str:
@@ -83,7 +82,7 @@ def phase_text(phase: Phase, *, now: float) -> str:
     """Return what a process does, for how long by the unix time `now`, and how long it usually takes."""
     usual = f", {USUAL_TIMES[phase.name]}" if phase.name in USUAL_TIMES else ""
     lasts = "" if phase.name in ENDS else f" ({duration(now - phase.since_unix_s)}{usual})"
-    counted = f" {phase.text}" if phase.share is not None else ""
+    counted = f" {phase.text}" if phase.counts else ""
     return f"{phase.process:<12} {phase.name}{counted}{lasts}"
 
 
@@ -276,9 +275,8 @@ class Console:
         phases = [phase for phase in self._follower.state.starting() if phase.name not in ENDS]
         lasting = [phase for phase in phases if now - phase.since_unix_s >= _SHORTEST_PHASE_S]
         if self._spinner is not None:
-            lasting.sort(key=lambda phase: phase.share is None)  # narrow terminals cut the last ones off
-            shares = [phase.share for phase in lasting if phase.share is not None]
-            self._spinner.show([phase_text(phase, now=now) for phase in lasting], share=min(shares, default=None))
+            lasting.sort(key=lambda phase: not phase.counts)  # narrow terminals cut the last ones off
+            self._spinner.show([phase_text(phase, now=now) for phase in lasting])
         elif self._json is None and self.last_step == self._first_step and self._was_silent():
             for phase in lasting:
                 if not phase.name.startswith("waiting"):
@@ -290,7 +288,7 @@ class Console:
 
     def _is_due(self, phase: Phase) -> bool:
         """Whether a phase gets a line: progress only now and then, and not if the moving line shows it."""
-        if phase.share is None:
+        if not phase.counts:
             return True
         key, now = (phase.process, phase.name), time.monotonic()
         if self._spinner is not None or now - self._counted.get(key, -math.inf) < _LINE_EVERY_S - _COUNTED_EVERY_S:
@@ -319,8 +317,8 @@ class _Spinner:
         self._live: Live | None = None
         self._spinner: Spinner | None = None
 
-    def show(self, phases: Sequence[str], *, share: float | None = None) -> None:
-        """Show phases, and a bar of the share that is done; without phases the line disappears."""
+    def show(self, phases: Sequence[str]) -> None:
+        """Show phases; without phases the line disappears."""
         if not phases:
             if self._live is not None:
                 self._live.stop()
@@ -328,9 +326,7 @@ class _Spinner:
             return
         from rich.console import Console as Terminal
         from rich.live import Live
-        from rich.progress_bar import ProgressBar
         from rich.spinner import Spinner
-        from rich.table import Table
         from rich.text import Text
 
         if self._live is None or self._spinner is None:
@@ -341,10 +337,4 @@ class _Spinner:
             self._live.start()
             terminal.show_cursor()  # a launcher that is killed cannot bring it back
         words = printable(" | ".join(" ".join(phase.split()) for phase in phases))
-        bar = _BAR_COLUMNS if share is not None and self._live.console.width > 2 * _BAR_COLUMNS else 0
-        self._spinner.update(text=Text(words[: max(0, self._live.console.width - 5 - bar)], "dim"))
-        shown = self._spinner
-        if bar:
-            shown = Table.grid(padding=(0, 1, 0, 0))
-            shown.add_row(self._spinner, ProgressBar(total=1.0, completed=share or 0.0, width=bar - 1))
-        self._live.update(shown)
+        self._spinner.update(text=Text(words[: max(0, self._live.console.width - 5)], "dim"))

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 import tomli
 
-from holdfast.errors import NOT_SAVED, is_storage_failure
+from holdfast.errors import NOT_SAVED, ConfigError, is_storage_failure
 from holdfast.run.lock import living_holder
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 from holdfast.view.state import Alarm, Checkpoints, Phase, RunState, look_at_checkpoints
@@ -203,6 +203,13 @@ class Follower:
     def _add(self, attempt: int) -> None:
         self._seen.add(attempt)
         self._events[attempt] = Tail(self._run_dir.logs(attempt) / self._events_name)
+
+
+def no_run(path: Path) -> ConfigError:
+    """Return the error that `path` holds no run."""
+    return ConfigError(
+        f"{path} holds no run: it has no run.json (from {Path.cwd()}). Name the output directory of one."
+    )
 
 
 def attempts_with_logs(run_dir: RunDir) -> Iterator[int]:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.arguments import Parser, add_json
-from holdfast.errors import ConfigError, DataError, printable
+from holdfast.errors import ConfigError, printable
 from holdfast.process.child import make_output_lossy
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import phase_text, step_line
-from holdfast.view.follow import EndSignals, ObservedRun
+from holdfast.view.follow import EndSignals, ObservedRun, no_run
 from holdfast.view.state import duration
 from holdfast.view.tables import Grid, age, print_parts
 
@@ -87,8 +87,7 @@ def _alarm_lines(run: ObservedRun) -> list[str]:
 def table_of_runs(runs: Sequence[ObservedRun], *, now: float) -> Grid:
     """Return a table with a row for each run."""
     columns = ("run", "state", ">step", ">left", "value", "bottleneck", "checkpoint", ">restarts", ">alerts")
-    expendable = ("restarts", "bottleneck", "alerts", "checkpoint", "left", "value")
-    return Grid(columns, [[printable(cell) for cell in _row(run, now)] for run in runs], expendable)
+    return Grid(columns, [[printable(cell) for cell in _row(run, now)] for run in runs])
 
 
 def _row(run: ObservedRun, now: float) -> list[str]:
@@ -137,12 +136,12 @@ def main(argv: list[str]) -> int:
     """Show one run or several until Ctrl-C; return the exit code, 0.
 
     Raises:
-        ConfigError, DataError: a mistake on the command line, or a directory that holds no run.
+        ConfigError: a mistake on the command line, or a directory that holds no run.
     """
     arguments = _parse(argv)
-    if not arguments.wait:
-        for path in arguments.runs:
-            _require_run(path)
+    for path in arguments.runs:
+        if not arguments.wait and not RunDir(path).holds_run():
+            raise no_run(path)
     shared = os.path.commonpath([path.absolute().parent for path in arguments.runs])
     runs = [ObservedRun(RunDir(path), str(path.absolute().relative_to(shared))) for path in arguments.runs]
     is_watching = sys.stdout.isatty() and not (arguments.once or arguments.json)
@@ -184,25 +183,6 @@ def _parse(argv: list[str]) -> Namespace:
     return arguments
 
 
-def _require_run(path: Path) -> None:
-    """Refuse a directory without a run.
-
-    Raises:
-        DataError: naming what is there, and what to do.
-    """
-    if RunDir(path).holds_run():
-        return
-    if not path.exists():
-        what = f"there is no directory {path} (from {Path.cwd()})"
-    elif not path.is_dir():
-        what = f"{path} is a file, and not a run directory"
-    else:
-        inside = sorted(child.name for child in path.iterdir() if child.is_dir() and RunDir(child).holds_run())
-        below = f" It has runs below it: {', '.join(inside[:5])}" if inside else ""
-        what = f"{path} holds no run: it has no run.json.{below}".rstrip(".")
-    raise DataError(f"{what}. Give the --output-dir of a run; --wait waits for one that is about to start.")
-
-
 def _look(runs: Sequence[ObservedRun]) -> None:
     for run in runs:
         run.look()
@@ -224,6 +204,6 @@ def _watch(runs: Sequence[ObservedRun], interval_s: float, stop: EndSignals) -> 
     with Live(console=console, auto_refresh=False) as live:
         while not stop.is_asked:
             _look(runs)
-            parts = [part.fitted(console) if isinstance(part, Grid) else Text(part) for part in _parts(runs)]
+            parts = [part.table() if isinstance(part, Grid) else Text(part) for part in _parts(runs)]
             live.update(Group(*parts), refresh=True)
             stop.wait(interval_s)

@@ -9,11 +9,11 @@ import argparse
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -49,8 +49,7 @@ _SHOWN_METRICS = ("reward/mean", "loss", "val/loss", "rewards/accuracies")
 _HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class SampleRollout:
+class SampleRollout(NamedTuple):
     """One rollout to show.
 
     Attributes:
@@ -60,19 +59,10 @@ class SampleRollout:
     """
 
     step: int
-    environment: str
-    task_id: int
-    sample_index: int
-    reward: float
+    rollout: Rollout
     advantage: float
-    truncated: bool
     tokens: list[tuple[str, float | None]]
     num_left_out: int
-
-    @property
-    def direction(self) -> str:
-        """`better`, `worse` or `even`, than the mean of its group."""
-        return "even" if abs(self.advantage) < 1e-9 else "better" if self.advantage > 0 else "worse"
 
 
 def sample_rollouts(run: RunData) -> tuple[list[SampleRollout], list[str]]:
@@ -93,32 +83,17 @@ def sample_rollouts(run: RunData) -> tuple[list[SampleRollout], list[str]]:
     return found, notes
 
 
-def _samples_of(batch: Batch, text: TextOf) -> list[SampleRollout]:
+def _samples_of(batch: Batch, text: TextOf) -> Iterator[SampleRollout]:
     groups = [sorted(group, key=lambda one: one.reward) for group in problems_of(batch)]
     groups.sort(key=lambda group: group[0].reward - group[-1].reward)
-    samples = []
     for group in groups[:_GROUPS_OF_A_BATCH]:
         mean = sum(one.reward for one in group) / len(group)
-        shown = [group[-1], group[0]] if len(group) > 1 else group
-        samples += [_sample(batch.step, one, one.reward - mean, text) for one in shown]
-    return samples
-
-
-def _sample(step: int, rollout: Rollout, advantage: float, text: TextOf) -> SampleRollout:
-    token_ids = list(rollout.token_ids)
-    sampled, logprobs = list(rollout.loss_mask), list(rollout.logprobs)
-    pieces = _pieces(token_ids[:_MAX_TOKENS], text)
-    return SampleRollout(
-        step,
-        rollout.environment,
-        rollout.task_id,
-        rollout.sample_index,
-        rollout.reward,
-        advantage,
-        rollout.truncated,
-        [(piece, logprobs[at] if sampled[at] else None) for at, piece in enumerate(pieces)],
-        max(0, len(token_ids) - _MAX_TOKENS),
-    )
+        for one in [group[-1], group[0]] if len(group) > 1 else group:
+            token_ids, sampled, logprobs = list(one.token_ids), list(one.loss_mask), list(one.logprobs)
+            pieces = enumerate(_pieces(token_ids[:_MAX_TOKENS], text))
+            tokens = [(piece, logprobs[at] if sampled[at] else None) for at, piece in pieces]
+            left_out = max(0, len(token_ids) - _MAX_TOKENS)
+            yield SampleRollout(batch.step, one, one.reward - mean, tokens, left_out)
 
 
 def _pieces(token_ids: Sequence[int], text: TextOf) -> list[str]:
@@ -135,8 +110,7 @@ def _pieces(token_ids: Sequence[int], text: TextOf) -> list[str]:
     return pieces
 
 
-@dataclass(frozen=True)
-class ReportSection:
+class ReportSection(NamedTuple):
     """Charts under a heading."""
 
     key: str
@@ -147,8 +121,7 @@ class ReportSection:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table under a heading; `note` says what is left out."""
 
     title: str
@@ -156,28 +129,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
 
-    @property
-    def key(self) -> str:
-        """Its name in the page."""
-        return f"table-{self.title.lower().replace(' ', '-')}"
 
-
-@dataclass(frozen=True)
-class Page:
-    """Everything that a page shows; `settings` are texts by run and file."""
-
-    title: str
-    made: str
-    facts: Table
-    sections: Sequence[ReportSection]
-    tables: Sequence[Table]
-    samples: Sequence[tuple[str, Sequence[SampleRollout]]] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Live:
+class Live(NamedTuple):
     """What a page knows that is served: its own tag, the run, and the command that makes the file."""
 
     tag: str
@@ -185,26 +138,25 @@ class Live:
     command: str
 
 
-def build_page(runs: Sequence[RunData], *, made: float) -> Page:
-    """Return the page of some runs, made at the unix time `made`."""
+def page_of(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Return everything that a page of some runs shows, for its template."""
     found = [(run, *sample_rollouts(run)) for run in runs]
     notes = [(run, note) for run, _, unread in found for note in (*run.notes, *unread)]
-    settings = {
-        f"{run.name}: {name}": text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n... cut"
-        for run in runs
-        for name, text in run.settings_text.items()
-        if name == "rl.toml" or "rl.toml" not in run.settings_text  # it has all parts of `rl`
+    return {
+        "title": " and ".join(run.name for run in runs),
+        "made": _time(time.time()),
+        "facts": _facts(runs),
+        "sections": _sections(runs),
+        "tables": [table for table in _tables(runs) if table.rows],
+        "samples": [(run.name, samples) for run, samples, _ in found if samples],
+        "settings": {
+            f"{run.name}: {name}": text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n... cut"
+            for run in runs
+            for name, text in run.settings_text.items()
+            if name == "rl.toml" or "rl.toml" not in run.settings_text  # it has all parts of `rl`
+        },
+        "notes": [note if len(runs) == 1 else f"{run.name}: {note}" for run, note in notes],
     }
-    return Page(
-        title=" and ".join(run.name for run in runs),
-        made=_time(made),
-        facts=_facts(runs),
-        sections=_sections(runs),
-        tables=[table for table in _tables(runs) if table.rows],
-        samples=[(run.name, samples) for run, samples, _ in found if samples],
-        settings=settings,
-        notes=[note if len(runs) == 1 else f"{run.name}: {note}" for run, note in notes],
-    )
 
 
 def _time(seconds: float | None) -> str:
@@ -273,12 +225,6 @@ def _tables(runs: Sequence[RunData]) -> list[Table]:
         for run in runs
         for one, size_bytes in run.checkpoints
     ]  # fmt: skip
-    attempts = [
-        (run.name, str(one.number), _time(one.begin),
-         {None: "-", 0: "from scratch"}.get(one.resume_step, str(one.resume_step)))
-        for run in runs
-        for one in run.attempts
-    ]  # fmt: skip
     estimates = [
         (run.name, "-" if version is None else str(version), environment, str(one.num_tasks), name,
          _number(estimate.value), f"{_number(estimate.low)} to {_number(estimate.high)}")
@@ -292,7 +238,6 @@ def _tables(runs: Sequence[RunData]) -> list[Table]:
         Table("Alerts", ("run", "time (UTC)", "step", "alert"), alerts, _part(len(alerts), num_alerts)),
         Table("Checkpoints", ("run", "step", "status", "size", "saved (UTC)"), checkpoints,
               _part(len(checkpoints), num_checkpoints)),
-        Table("Attempts", ("run", "attempt", "time (UTC)", "resumed from step"), attempts if len(attempts) > 1 else []),
         Table("Evaluated", ("run", "version", "environment", "tasks", "estimate", "value", "interval"),
               estimates[-_MAX_ROWS:], _part(min(_MAX_ROWS, len(estimates)), len(estimates))),
     ]  # fmt: skip
@@ -319,7 +264,7 @@ def _flat(run: RunData) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if not key.endswith(("output_dir", "resume_step", "clean"))}
 
 
-def render(page: Page, plotly_js: str, *, live: Live | None = None) -> str:
+def render(page: dict[str, Any], plotly_js: str, *, live: Live | None = None) -> str:
     """Return the HTML of a page.
 
     All text of the run is escaped. A policy in the page forbids all network; a live page may ask its server.
@@ -327,7 +272,7 @@ def render(page: Page, plotly_js: str, *, live: Live | None = None) -> str:
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    figures = {chart.key: chart.figure for section in page.sections for chart in section.charts}
+    figures = {chart.key: chart.figure for section in page["sections"] for chart in section.charts}
     return environment.get_template("page.html").render(
         page=page,
         figures=Markup(_script_json(figures)),
@@ -370,7 +315,7 @@ def main(argv: list[str]) -> int:
     runs = read_runs(arguments.runs)
     if not to.absolute().parent.is_dir():
         raise ConfigError(f"--to {to}: there is no directory {to.parent}")
-    content = render(build_page(runs, made=time.time()), library()).encode()
+    content = render(page_of(runs), library()).encode()
     try:
         atomic.write_file(to, content)
     except OSError as error:

@@ -25,7 +25,7 @@ from holdfast.run.checkpoints import Entry
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings, without_secrets
 from holdfast.run.timeline import Span, read_timeline
-from holdfast.view.follow import ObservedRun, Tail
+from holdfast.view.follow import ObservedRun, Tail, no_run
 from holdfast.view.state import Alarm, alarm_of, unix_s_of
 
 _MAX_CHECKPOINTS = 100
@@ -165,7 +165,7 @@ def read_run(path: Path) -> RunData:
     run_dir = RunDir(path)
     is_evaluation = (path / SUMMARY_NAME).is_file() or (path / "evaluation.json").is_file()
     if not (run_dir.holds_run() or run_dir.metrics.is_file() or is_evaluation):
-        raise ConfigError(f"{path} holds no run (no run.json, from {Path.cwd()}): name the output directory of one")
+        raise no_run(path)
     notes: list[str] = []
     newest = run_dir.configs(run_dir.next_attempt() - 1)
     settings, texts = _read_settings(newest if newest.is_dir() else path / "config", notes)

@@ -1,8 +1,8 @@
 """Serves the live page of a run, in a process of its own beside the launcher: `python -m holdfast.view.serve RUN PORT`.
 
 `/` is the page of `report` with a line that says that it is live. Its script polls `/state` and loads changes from
-`/update`. No path leads to a file. The page is made if somebody looks and the files of the run have changed; nothing is
-written. `WebServer` also answers Prometheus.
+`/update`. No path leads to a file. The page is made if somebody looks; nothing is written. `WebServer` also answers
+Prometheus.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -122,7 +122,6 @@ class LivePage:
         self._run_dir = RunDir(run)
         self._run_id = self._run_dir.run_id()
         self._asked = threading.Event()
-        self._files: list[tuple[str, int, int]] = []
         self.tag: str | None = None
         self.page = self.update = b""
         self.trouble: str | None = None
@@ -141,7 +140,7 @@ class LivePage:
         return Response(503, _WAITING.format(html.escape(text)).encode(), _HTML)
 
     def keep(self) -> None:
-        """Make the page anew whenever somebody looks and files have changed; never returns."""
+        """Make the page anew whenever somebody looks; never returns."""
         while True:
             self._asked.wait()
             self._asked.clear()
@@ -153,24 +152,21 @@ class LivePage:
             time.sleep(max(_PAUSE_S, (time.process_time() - begin) * (1 / _SHARE - 1)))
 
     def make(self) -> None:
-        """Make the page, unless it shows all that is there.
+        """Make the page.
 
         Raises:
             HoldfastError, OSError: the files of the run cannot be read.
         """
-        files = sorted(_states(self._run_dir))
-        if self.trouble is None and files == self._files:
-            return
         # Not at the top: these take seconds, and this process has given way by now.
-        from holdfast.view.report import Live, build_page, library, read_runs, render
+        from holdfast.view.report import Live, library, page_of, read_runs, render
 
         (data,) = read_runs([self._run_dir.path])
         # Names of directories are bytes, a page is text.
         place = shlex.quote(str(data.run_dir.path)).encode(errors="backslashreplace").decode()
         live = Live(secrets.token_hex(8), self._run_id, f"{'uv run ' if is_checkout() else ''}report {place}")
-        page = build_page([data], made=time.time())
+        page = page_of([data])
         self.page, self.update = (render(page, script, live=live).encode() for script in (library(), ""))
-        self.tag, self.trouble, self._files = live.tag, None, files
+        self.tag, self.trouble = live.tag, None
 
 
 _WAITING = """<!DOCTYPE html>
@@ -180,20 +176,6 @@ _WAITING = """<!DOCTYPE html>
 <body><p>{}</p></body>
 </html>
 """
-
-
-def _states(run_dir: RunDir) -> Iterator[tuple[str, int, int]]:
-    """Yield name, size and time of the files that a page is made of."""
-    logs = run_dir.path / "logs"
-    there = [run_dir.metrics, run_dir.checkpoints, run_dir.rollouts, run_dir.path / "configs", run_dir.evaluations]
-    there += run_dir.evaluations.glob("step_*")
-    there += [*logs.glob("attempt_*/events*.jsonl"), *logs.glob("attempt_*/timeline_*.jsonl")]
-    for path in there:
-        try:
-            status = path.stat()
-        except OSError:  # not there yet, or not any more; the page says what cannot be read
-            continue
-        yield str(path), status.st_size, status.st_mtime_ns
 
 
 def main() -> None:

@@ -94,16 +94,15 @@ class Phase:
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def share(self) -> float | None:
-        """The share that is done; None if the phase does not count."""
-        done, total = self.details.get("done"), self.details.get("total")
-        return done / total if isinstance(done, int) and isinstance(total, int) and total else None
+    def counts(self) -> bool:
+        """Whether it says how much of it is done."""
+        return isinstance(self.details.get("done"), int) and isinstance(self.details.get("total"), int)
 
     @property
     def text(self) -> str:
         """The details in words: `step 4, 7.56 MB, 0.92 s`."""
         rest, words = dict(self.details), []
-        if self.share is not None:
+        if self.counts:
             words = [f"{rest.pop('done'):,} of {rest.pop('total'):,} {rest.pop('unit', '')}".rstrip()]
             if isinstance(left_s := rest.pop("left_s", None), int | float):
                 words[0] += f", left {duration(left_s)}"
@@ -115,19 +114,16 @@ class Phase:
 
 
 def _in_words(key: str, value: Any) -> str:
-    name, is_number = key.replace("_", " "), isinstance(value, int | float)
-    match key:
-        case "bytes" if is_number:
-            return size(value)
-        case "seconds" if is_number:
-            return f"{value:.2g} s"
-        case _ if key in _PLAIN:
-            return str(value)
-        case _ if key in _COUNTED:
-            return f"{value} {name}"
-        case _ if key.endswith("_s"):
-            return f"{name.removesuffix(' s')} {value} s"
-    return f"{key if '/' in key else name} {value}"
+    if key == "bytes" and isinstance(value, int | float):
+        return size(value)
+    if key == "seconds" and isinstance(value, int | float):
+        return f"{value:.2g} s"
+    if key in _PLAIN:
+        return str(value)
+    name = key if "/" in key else key.replace("_", " ")
+    if key.endswith("_s"):
+        return f"{name.removesuffix(' s')} {value} s"
+    return f"{value} {name}" if key in _COUNTED else f"{name} {value}"
 
 
 @dataclass(frozen=True)
@@ -247,7 +243,7 @@ class RunState:
             self._keep(alarm)
             return alarm
         phase, before = Phase(process, name, unix_s, details), self.phases.get(process)
-        if phase.share is not None and before is not None and before.name == name:
+        if phase.counts and before is not None and before.name == name:
             phase = replace(phase, since_unix_s=before.since_unix_s)  # progress within the phase
         if name == "evaluated" and "tasks" not in details:  # the end of a phase, without a new one
             self.phases.pop(process, None)

@@ -14,8 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.arguments import Parser
@@ -28,7 +27,7 @@ from holdfast.process.imports import check_name
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
-from holdfast.view.follow import EndSignals
+from holdfast.view.follow import EndSignals, no_run
 from holdfast.view.sending import Sending, TrackerFailed
 from holdfast.view.tracker import BUILT_IN, check_tracker
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     run_dir = RunDir(arguments.run)
     if not run_dir.holds_run():
-        raise ConfigError(f"{arguments.run} is not a run directory: it has no run.json (from {Path.cwd()})")
+        raise no_run(arguments.run)
     if (run_dir.path / "config" / "evaluate.toml").exists():
         raise ConfigError(f"{arguments.run} is of `evaluate`: it has no steps to send. `report` makes a page of it")
     config = _settings(run_dir, arguments.to)
@@ -69,10 +68,10 @@ def main(argv: list[str]) -> int:
             setattr(config, name, value)
     for name in config.backends:
         check_tracker(name, key="--to")
+    use_scratch()
     for name in config.backends:
-        with temporary_files_of(name):
-            sending = Sending(run_dir, name, config)
-            sending.send(lambda: not run_dir.is_under_way(), time.sleep)
+        sending = Sending(run_dir, name, config)
+        sending.send(lambda: not run_dir.is_under_way(), time.sleep)
         print(f"{name} has everything up to step {sending.step} of {run_dir.path}", flush=True)
     return 0
 
@@ -99,30 +98,20 @@ def _settings(run_dir: RunDir, names: list[str] | None) -> TrackingConfig:
     return TrackingConfig.model_validate(found | ({"backends": names} if names is not None else {}))
 
 
-@contextmanager
-def temporary_files_of(tracker: str) -> Iterator[None]:
-    """Put temporary files of a built-in tracker into a directory that goes with this process, however it ends.
+def use_scratch() -> None:
+    """Put temporary files into a directory that goes with this process, however it ends.
 
-    W&B creates some at its import. A user's own tracker may want to keep them.
+    W&B creates some at its import.
     """
-    before = os.environ.get("TMPDIR")
-    if tracker in BUILT_IN:
-        try:
-            home = Path(tempfile.gettempdir())
-            is_short = len(os.fsencode(home / scratch_name())) <= _MAX_HOME_BYTES
-            scratch = make_scratch(home if is_short else SHORT_HOME)
-        except OSError as error:  # the library may need none
-            _log.warning("there is no directory for temporary files: %s", error)
-        else:
-            atexit.register(drop, scratch)  # runs after the exit handlers of the libraries, which register later
-            os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
     try:
-        yield
-    finally:
-        os.environ.pop("TMPDIR", None)
-        if before is not None:
-            os.environ["TMPDIR"] = before
-        tempfile.tempdir = None
+        home = Path(tempfile.gettempdir())
+        is_short = len(os.fsencode(home / scratch_name())) <= _MAX_HOME_BYTES
+        scratch = make_scratch(home if is_short else SHORT_HOME)
+    except OSError as error:  # the library may need none
+        _log.warning("there is no directory for temporary files: %s", error)
+        return
+    atexit.register(drop, scratch)  # runs after the exit handlers of the libraries, which register later
+    os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
 
 
 def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
@@ -162,8 +151,9 @@ def _be_process(argv: Sequence[str]) -> None:
         return
     run, name, settings = argv
     set_up_logging("tracking")
-    with temporary_files_of(name):
-        sys.exit(send_until_told(RunDir(Path(run)), name, TrackingConfig.model_validate_json(settings)))
+    if name in BUILT_IN:  # a user's own tracker may want to keep its files
+        use_scratch()
+    sys.exit(send_until_told(RunDir(Path(run)), name, TrackingConfig.model_validate_json(settings)))
 
 
 if __name__ == "__main__":

@@ -162,9 +162,8 @@ def test_without_a_last_word_weights_say_the_end(run_command: Command, steps: Ru
     ("words", "said"),
     [
         ([], "name at least one run directory"),
-        (["nowhere"], "there is no directory nowhere"),
-        (["file"], "file is a file, and not a run directory"),
-        (["."], "holds no run: it has no run.json. It has runs below it: a_run."),
+        (["nowhere"], "nowhere holds no run: it has no run.json"),
+        (["file"], "file holds no run"),
         (["a_run", "--interval", "0"], "--interval 0 is not allowed: give 0.05 to 3600 seconds"),
         (["a_run", "--onc"], "unrecognized arguments: --onc"),
     ],

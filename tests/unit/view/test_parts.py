@@ -95,7 +95,7 @@ def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"uv sync --inexact --extra wandb.*holdfast\[wandb\]"):
         check_tracker("wandb", key="tracking.backends")
-    with pytest.raises(ConfigError, match="not a run directory"):
+    with pytest.raises(ConfigError, match="holds no run"):
         track([str(run.run_dir.path / "configs")])
     with pytest.raises(ConfigError, match="no tracking in its settings"):
         track([str(run.run_dir.path)])
@@ -226,11 +226,11 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
 def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     """In a process of its own, whose directory for temporary files it changes."""
     program = (
-        "import tempfile; from holdfast.view.track import temporary_files_of\n"
+        "import tempfile; from holdfast.view.track import use_scratch\n"
         "tempfile.tempdir = '/no/such'\n"
-        "with temporary_files_of('wandb'): assert tempfile.gettempdir() == '/no/such'\n"
+        "use_scratch(); assert tempfile.gettempdir() == '/no/such'\n"
         "tempfile.tempdir = '/' + 'long' * 20\n"
-        "with temporary_files_of('wandb'): print(tempfile.gettempdir())"
+        "use_scratch(); print(tempfile.gettempdir())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
