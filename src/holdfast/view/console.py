@@ -21,7 +21,7 @@ from holdfast.errors import HoldfastError, printable
 from holdfast.process import events
 from holdfast.process.child import make_output_lossy
 from holdfast.run.run_dir import RunDir
-from holdfast.view.follow import Follower, News, Stepped
+from holdfast.view.follow import EventLog, Follower, News, Stepped
 from holdfast.view.state import LAUNCHER, Alarm, Phase, duration
 
 if TYPE_CHECKING:
@@ -226,7 +226,8 @@ class Console:
     ) -> None:
         self._events = run_dir.logs(attempt) / events_name
         self._max_steps = max_steps
-        self._follower = Follower(run_dir, events_name=events_name, attempt=attempt, max_steps=max_steps)
+        log = EventLog(run_dir, name=events_name, attempt=attempt)
+        self._follower = Follower(run_dir, log, max_steps=max_steps)
         self._follower.catch_up()
         state = self._follower.state
         if state.attempt < attempt:

@@ -103,6 +103,42 @@ def _decoded(line: bytes) -> Any:
         return None
 
 
+class EventLog:
+    """The events of a run as they come, with the numbers of their attempts.
+
+    Args:
+        name: the file of an attempt: each node has its own.
+        attempt: the attempt that is about to begin.
+        whole: the file with all events of `evaluate`, which has no attempts.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, *, name: str = "events.jsonl", attempt: int | None = None, whole: Path | None = None
+    ) -> None:
+        self._run_dir, self._name = run_dir, name
+        self._tails = {} if whole is None else {1: Tail(whole)}
+        self._seen: set[int] = set()
+        self._looked = float("-inf")
+        if attempt is not None:  # not only after the next look for attempts
+            self._add(attempt)
+
+    def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield what is new since the last call."""
+        if time.monotonic() - self._looked >= _LOOK_FOR_ATTEMPTS_S:
+            self._looked = time.monotonic()
+            new = set(attempts_with_logs(self._run_dir)) - self._seen
+            if not new:  # the earlier attempts have been read
+                self._tails = {number: self._tails[number] for number in sorted(self._tails)[-_LIVE_ATTEMPTS:]}
+            for number in new:
+                self._add(number)
+        for number in sorted(self._tails):
+            yield from ((number, event) for event in self._tails[number])
+
+    def _add(self, attempt: int) -> None:
+        self._seen.add(attempt)
+        self._tails[attempt] = Tail(self._run_dir.logs(attempt) / self._name)
+
+
 @dataclass(frozen=True)
 class Stepped:
     """A step has ended; `left_s` is the time until the last step, if known."""
@@ -115,35 +151,15 @@ News = Stepped | Phase | Alarm
 
 
 class Follower:
-    """Reads what is new of a run, and writes nothing.
+    """Reads what is new of a run, and writes nothing; `max_steps` if it is known."""
 
-    Args:
-        events: the file with all events of `evaluate`, which has no attempts.
-        events_name: the file with the events of an attempt: each node has its own.
-        attempt: the attempt that is about to begin.
-        max_steps: if known.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        *,
-        events: Path | None = None,
-        events_name: str = "events.jsonl",
-        attempt: int | None = None,
-        max_steps: int | None = None,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, events: EventLog | None = None, *, max_steps: int | None = None) -> None:
         self._run_dir = run_dir
-        self._events_name = events_name
+        self._events = events or EventLog(run_dir)
         self._metrics = Tail(run_dir.metrics)
         self._replaced = 0
         self._is_behind = False  # steps are read that are no news
-        self._events: dict[int, Tail] = {} if events is None else {1: Tail(events)}
-        self._seen: set[int] = set()
-        self._looked = float("-inf")
         self.state = RunState(max_steps=max_steps)
-        if attempt is not None:  # not only after the next look for attempts
-            self._add(attempt)
 
     def catch_up(self) -> None:
         """Read everything that is there, without news of it."""
@@ -184,25 +200,9 @@ class Follower:
             self.state.forget_steps()
 
     def _new_events(self) -> Iterator[Phase | Alarm]:
-        if time.monotonic() - self._looked >= _LOOK_FOR_ATTEMPTS_S:
-            self._look_for_attempts()
-        for number in sorted(self._events):
-            for event in self._events[number]:
-                told = self.state.take_event(event, attempt=number)
-                if told is not None:
-                    yield told
-
-    def _look_for_attempts(self) -> None:
-        self._looked = time.monotonic()
-        new = set(attempts_with_logs(self._run_dir)) - self._seen
-        if not new:  # the earlier attempts have been read
-            self._events = {number: self._events[number] for number in sorted(self._events)[-_LIVE_ATTEMPTS:]}
-        for number in new:
-            self._add(number)
-
-    def _add(self, attempt: int) -> None:
-        self._seen.add(attempt)
-        self._events[attempt] = Tail(self._run_dir.logs(attempt) / self._events_name)
+        for number, event in self._events.new():
+            if (said := self.state.take_event(event, attempt=number)) is not None:
+                yield said
 
 
 def no_run(path: Path) -> ConfigError:
@@ -287,8 +287,8 @@ class ObservedRun:
             return
         if identity != self._identity:  # the first look, or another run after --clean
             self.is_evaluation = (self.run_dir.path / "config" / "evaluate.toml").exists()
-            events = self.run_dir.path / "logs" / "events.jsonl" if self.is_evaluation else None
-            follower = Follower(self.run_dir, events=events)
+            whole = self.run_dir.path / "logs" / "events.jsonl" if self.is_evaluation else None
+            follower = Follower(self.run_dir, EventLog(self.run_dir, whole=whole))
             follower.catch_up()
             self._follower, self._identity = follower, identity
         for _ in self._follower.news():

@@ -22,7 +22,7 @@ from holdfast.errors import DataError, HoldfastError, RunDirError
 from holdfast.run import atomic, checked, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
-from holdfast.view.follow import Tail, attempts_with_logs
+from holdfast.view.follow import EventLog, Tail
 from holdfast.view.state import Alarm, alarm_of
 from holdfast.view.tracker import TrackedRun, load_tracker
 
@@ -263,10 +263,9 @@ class Alarms:
     """
 
     def __init__(self, run_dir: RunDir, sent: Mapping[str, int], *, without: str) -> None:
-        self._run_dir = run_dir
+        self._events = EventLog(run_dir)
         self._to_skip = dict(sent)
         self._without = without
-        self._tails: dict[int, Tail] = {}
         self._names: dict[int, str] = {}
 
     def new(self) -> Iterator[tuple[str, Alarm]]:
@@ -274,15 +273,12 @@ class Alarms:
 
         An attempt is named by its number and the time of its first event: another machine counts from 1 again.
         """
-        for number in attempts_with_logs(self._run_dir):
-            self._tails.setdefault(number, Tail(self._run_dir.logs(number) / "events.jsonl"))
-        for number, tail in sorted(self._tails.items()):
-            for event in tail:
-                attempt = self._names.setdefault(number, f"{number} at {event.get('time')}")
-                alarm = alarm_of(event)
-                if alarm is None or alarm.process == self._without:
-                    continue
-                if self._to_skip.get(attempt, 0) > 0:
-                    self._to_skip[attempt] -= 1
-                    continue
-                yield attempt, alarm
+        for number, event in self._events.new():
+            attempt = self._names.setdefault(number, f"{number} at {event.get('time')}")
+            alarm = alarm_of(event)
+            if alarm is None or alarm.process == self._without:
+                continue
+            if self._to_skip.get(attempt, 0) > 0:
+                self._to_skip[attempt] -= 1
+                continue
+            yield attempt, alarm

@@ -108,13 +108,13 @@ def test_events_of_all_attempts_are_known_and_told_once(run_dir: RunDir) -> None
     write_event(second, "trainer", "training", time=200.0, step=5, max_steps=9)
     write_event(second, "trainer", "WARNING: a thing", time=201.0)
     write_event(second, "launcher", "ended", time=202.0, exit_code=0, step=9)
-    follower._looked = -1e9  # a second later
+    follower._events._looked = -1e9  # a second later
     told = list(follower.news())
     assert [type(one).__name__ for one in told] == ["Phase", "Alarm"]
     assert (state.attempt, state.max_steps, state.first_step, state.begun_unix_s) == (2, 9, 5, 200.0)
     assert state.ended == {"unix_s": 202.0, "exit_code": 0, "step": 9}
     assert [alarm.kind for alarm in state.alarms] == ["alert", "warning"]
-    follower._looked = -1e9
+    follower._events._looked = -1e9
     assert list(follower.news()) == []
 
 
