@@ -88,14 +88,9 @@ class ProfiledSteps:
             ValueError: it names no steps.
         """
         match = _STEPS.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise ValueError("should be FIRST:LAST, the first and the last step to profile, such as 3:5")
-        steps = cls(int(match[1]), int(match[2]))
-        if steps.first < 1:
-            raise ValueError("begins before the first step, which is 1")
-        if steps.last < steps.first:
-            raise ValueError(f"ends before it begins: {steps.last}:{steps.first} is the other way round")
-        return steps
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError("should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5")
+        return cls(int(match[1]), int(match[2]))
 
     def check(self, max_steps: int) -> None:
         """Check that the run comes to all of them.
@@ -104,10 +99,7 @@ class ProfiledSteps:
             ValueError: it ends before.
         """
         if self.last > max_steps:
-            raise ValueError(
-                f"profile = '{self}' goes on to step {self.last}, and the run ends with step {max_steps}: choose steps "
-                "up to there, or raise max_steps"
-            )
+            raise ValueError(f"profile = '{self}' ends after max_steps = {max_steps}: choose other steps, or raise it")
 
     def __len__(self) -> int:
         return self.last - self.first + 1

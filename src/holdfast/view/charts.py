@@ -324,11 +324,7 @@ def timeline_of(run: RunData, *, key: str, title: str) -> Chart | None:
         _bars(kind, [block for block in blocks if block.name == kind], colour_of_phase(kind, number))
         for number, kind in enumerate(kinds)
     ]
-    marks = [
-        (one.begin * _MS, str(one.number), _GREY)
-        for one in run.later_attempts
-        if one.begin is not None and one.begin >= begin
-    ]
+    marks = [(one.begin * _MS, str(one.number), _GREY) for one in run.later_attempts if one.begin >= begin]
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import tomli_w
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -44,7 +45,6 @@ _MAX_TOKENS = 300
 _MAX_CHARACTERS = 200
 _CONTEXT_TOKENS = 6
 _MAX_ROWS = 200
-_MAX_TEXT = 100_000
 _SHOWN_METRICS = ("reward/mean", "loss", "val/loss", "rewards/accuracies")
 _HERE = Path(__file__).parent
 
@@ -150,10 +150,7 @@ def page_of(runs: Sequence[RunData]) -> dict[str, Any]:
         "tables": [table for table in _tables(runs) if table.rows],
         "samples": [(run.name, samples) for run, samples, _ in found if samples],
         "settings": {
-            f"{run.name}: {name}": text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n... cut"
-            for run in runs
-            for name, text in run.settings_text.items()
-            if name == "rl.toml" or "rl.toml" not in run.settings_text  # it has all parts of `rl`
+            f"{run.name}: {name}.toml": tomli_w.dumps(table) for run in runs for name, table in _settings(run).items()
         },
         "notes": [note if len(runs) == 1 else f"{run.name}: {note}" for run, note in notes],
     }
@@ -175,7 +172,7 @@ def _facts(runs: Sequence[RunData]) -> Table:
     rows = []
     for run in runs:
         ends = [one.end for one in run.spans] + [end for _, end in run.starts.values()]
-        begins = [one.begin for one in run.attempts if one.begin is not None]
+        begins = [one.begin for one in run.attempts]
         curves = ((name, run.metrics.curve(name)[1]) for name in _SHOWN_METRICS)
         rows.append((
             run.name,
@@ -218,13 +215,7 @@ def _tables(runs: Sequence[RunData]) -> list[Table]:
         for run in runs
         for one in run.alarms[-_MAX_ROWS:]
     ]
-    num_alerts, num_checkpoints = sum(len(run.alarms) for run in runs), sum(run.num_checkpoints for run in runs)
-    checkpoints = [
-        (run.name, str(one.step), one.status, f"{size_bytes / 2**20:.1f} MiB",
-         _time(None if one.manifest is None else one.manifest.created_unix_s))
-        for run in runs
-        for one, size_bytes in run.checkpoints
-    ]  # fmt: skip
+    num_alerts = sum(len(run.alarms) for run in runs)
     estimates = [
         (run.name, "-" if version is None else str(version), environment, str(one.num_tasks), name,
          _number(estimate.value), f"{_number(estimate.low)} to {_number(estimate.high)}")
@@ -236,8 +227,6 @@ def _tables(runs: Sequence[RunData]) -> list[Table]:
     return [
         _settings_diff(runs),
         Table("Alerts", ("run", "time (UTC)", "step", "alert"), alerts, _part(len(alerts), num_alerts)),
-        Table("Checkpoints", ("run", "step", "status", "size", "saved (UTC)"), checkpoints,
-              _part(len(checkpoints), num_checkpoints)),
         Table("Evaluated", ("run", "version", "environment", "tasks", "estimate", "value", "interval"),
               estimates[-_MAX_ROWS:], _part(min(_MAX_ROWS, len(estimates)), len(estimates))),
     ]  # fmt: skip
@@ -258,9 +247,13 @@ def _settings_diff(runs: Sequence[RunData]) -> Table:
     return Table("Settings that differ", ("setting", *(run.name for run in runs)), rows)
 
 
+def _settings(run: RunData) -> dict[str, dict[str, Any]]:
+    """Return the settings by file, of `rl` only the file that has all parts."""
+    return {"rl": run.settings["rl"]} if "rl" in run.settings else run.settings
+
+
 def _flat(run: RunData) -> dict[str, Any]:
-    tables = [run.settings["rl"]] if "rl" in run.settings else list(run.settings.values())
-    flat = {key: value for table in tables for key, value in flat_settings(table).items()}
+    flat = {key: value for table in _settings(run).values() for key, value in flat_settings(table).items()}
     return {key: value for key, value in flat.items() if not key.endswith(("output_dir", "resume_step", "clean"))}
 
 

@@ -14,21 +14,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import tomli_w
 from numpy.typing import NDArray
 
 from holdfast.config import PROGRAMS
 from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.orchestrator.evaluation.statistics import Summary, summary_in
 from holdfast.run.atomic import is_gone
-from holdfast.run.checkpoints import Entry
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings, without_secrets
 from holdfast.run.timeline import Span, read_timeline
 from holdfast.view.follow import ObservedRun, Tail, no_run
 from holdfast.view.state import Alarm, alarm_of, unix_s_of
 
-_MAX_CHECKPOINTS = 100
 _MAX_STEPS = 2**53
 """Up to here every whole number is a float of its own."""
 Numbers = NDArray[np.float64]
@@ -101,16 +98,11 @@ def _checked_step(step: float | None) -> float:
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """One start or restart of a run; None for what is not known.
-
-    Attributes:
-        resume_step: the step from which its trainer resumed.
-        begin: Unix time of its first event.
-    """
+    """A start or restart at the Unix time `begin`; `resume_step` is None if the trainer did not get so far."""
 
     number: int
     resume_step: int | None
-    begin: float | None
+    begin: float
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ class RunData:
         status: as `monitor` says it.
         max_steps: of the newest attempt; None if not known.
         starts: by attempt and process, the Unix times of its first word and of the end of its start.
-        settings: of the newest attempt, by file, without secrets; `settings_text` the same as TOML.
+        settings: of the newest attempt, by file, without secrets.
         summaries: by version; those of `evaluate` are of version None.
         notes: files that could not be read, and other remarks.
     """
@@ -138,10 +130,7 @@ class RunData:
     starts: dict[tuple[int, str], tuple[float, float]]
     spans: list[Span]
     settings: dict[str, dict[str, Any]]
-    settings_text: dict[str, str]
     summaries: dict[int | None, Summary]
-    checkpoints: list[tuple[Entry, int]]
-    num_checkpoints: int
     notes: list[str]
 
     @property
@@ -168,7 +157,7 @@ def read_run(path: Path) -> RunData:
         raise no_run(path)
     notes: list[str] = []
     newest = run_dir.configs(run_dir.next_attempt() - 1)
-    settings, texts = _read_settings(newest if newest.is_dir() else path / "config", notes)
+    settings = dict(_read_settings(newest if newest.is_dir() else path / "config", notes))
     metrics = read_columns(run_dir.metrics)
     if metrics.damaged:
         notes.append(f"{metrics.damaged} lines of metrics.jsonl could not be read and are left out")
@@ -186,37 +175,29 @@ def read_run(path: Path) -> RunData:
     has_ended = program == "evaluate" and (path / SUMMARY_NAME).is_file()
     events = [(number, event) for number, log in run_dir.logged("events*.jsonl") for event in Tail(log)]
     spans = read_timeline(run_dir)
-    entries = run_dir.entries()
-    sizes = [(entry, entry.size_bytes) for entry in entries[-_MAX_CHECKPOINTS:]]
-    trainer = settings.get("trainer") or settings.get(program) or {}
     return RunData(
         run_dir,
         name=run_dir.path.name,
         program=program,
         status="finished" if has_ended else observed.status,
-        max_steps=trainer.get("max_steps"),
+        max_steps=observed.state.max_steps,
         metrics=metrics,
         attempts=_attempts(events, spans, notes),
         alarms=sorted(filter(None, (alarm_of(event) for _, event in events)), key=lambda alarm: alarm.unix_s),
         starts=_starts(events, spans),
         spans=spans,
         settings=settings,
-        settings_text=texts,
         summaries=dict(_read_summaries(run_dir, notes)),
-        checkpoints=[(entry, size) for entry, size in sizes if not is_gone(entry.path)],  # a removed one has no size
-        num_checkpoints=len(entries),
         notes=notes,
     )
 
 
-def _read_settings(directory: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    settings: dict[str, dict[str, Any]] = {}
+def _read_settings(directory: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(directory.glob("*.toml")):
         try:
-            settings[path.stem] = without_secrets(read_settings(path))
+            yield path.stem, without_secrets(read_settings(path))
         except (CheckpointError, ConfigError, OSError, ValueError) as error:
             notes.append(f"settings are left out: {error}")
-    return settings, {f"{name}.toml": tomli_w.dumps(table) for name, table in settings.items()}
 
 
 Events = list[tuple[int, dict[str, Any]]]
