@@ -61,13 +61,13 @@ def test_prometheus_reads_a_run_and_its_resume(start: Start, monkeypatch: pytest
     monkeypatch.setenv("HOLDFAST_PROMETHEUS", f"127.0.0.1:{port}")
     flags = ("--tracking.backends", "prometheus", "--data.validation-fraction", "0.2", "--val-interval", "5")
     run = start("run", *flags)
-    scraped_when(port, lambda found: found.value("holdfast_step") >= 20)
+    scraped_when(port, lambda found: "holdfast_step" in found.samples and found.value("holdfast_step") >= 20)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     with pytest.raises(OSError):
         scrape(port)
     again = start("run", *flags, "--ckpt.resume-step", "latest")
-    resumed = scraped_when(port, lambda found: found.value("holdfast_step") >= 1)
+    resumed = scraped_when(port, lambda found: "holdfast_step" in found.samples and found.value("holdfast_step") >= 1)
     os.kill(again.pid, signal.SIGTERM)
     assert again.wait().code == 128 + signal.SIGTERM
     last = read_metrics(again.output / "metrics.jsonl")[-1]

@@ -24,6 +24,7 @@ class TensorBoard(Tracker):
     process wrote these and did not note them.
     """
 
+    takes_older_steps = True
     _FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d+)\.")
     _LARGEST = (2 - 2**-23) * 2.0**127
     """The largest float32, in which TensorBoard stores every number."""
@@ -66,18 +67,11 @@ class TensorBoard(Tracker):
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in kept.items()]
         self._write(step=step, summary=self._summary(value=values))
 
-    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
-        """Log it at its own step."""
-        self.log(step, metrics)
-        return True
-
     def flush(self) -> None:
-        """Flush to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self.flush()
         self._file.close()
 
@@ -95,7 +89,6 @@ class WandB(Tracker):
     """
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Begin or resume the run."""
         import wandb
 
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of wandb
@@ -122,7 +115,6 @@ class WandB(Tracker):
         return 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the step."""
         self._run.log(dict(metrics), step=step)
         self._row, self._has_evaluation = step, False
 
@@ -150,7 +142,6 @@ class WandB(Tracker):
         """Do nothing: a process asks the service at its beginning what has arrived."""
 
     def close(self) -> None:
-        """Wait until everything is handed over."""
         self._run.finish()
 
 
@@ -161,12 +152,12 @@ class MLflow(Tracker):
     and sends only later ones.
     """
 
+    takes_older_steps = True
     _RUN_TAG = "holdfast.run_id"
     _NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
     _MAX_METRICS, _MAX_PARAMS, _MAX_CHARACTERS = 1000, 100, 500
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Begin the run, or find it."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at the import
         import mlflow
         from mlflow.entities import Metric, Param, RunTag
@@ -205,19 +196,12 @@ class MLflow(Tracker):
         if len(self._metrics) >= self._MAX_METRICS:
             self.flush()
 
-    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
-        """Log it at its own step."""
-        self.log(step, metrics)
-        return True
-
     def flush(self) -> None:
-        """Send the metrics that were kept."""
         for part in _parts(self._metrics, self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=part)
         self._metrics.clear()
 
     def close(self) -> None:
-        """End the run."""
         self.flush()
         self._client.set_terminated(self._id)
 
@@ -270,17 +254,14 @@ class Trackio(Tracker):
         self._is_unsure = False  # an evaluation or alert is not in the database yet; only steps are asked for
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the step."""
         self._run.log(dict(metrics), step=step)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
-        """Hand it over at its own step."""
         self.log(step, metrics)
         self._is_unsure = True
         return True
 
     def alert(self, kind: str, text: str, *, step: int | None) -> None:
-        """Hand over an alert."""
         from trackio import AlertLevel
 
         level = AlertLevel.WARN if kind == "alert" else AlertLevel.INFO
@@ -294,7 +275,6 @@ class Trackio(Tracker):
             self._open()
 
     def close(self) -> None:
-        """Wait until everything is handed over."""
         self._run.finish()
 
 
@@ -323,24 +303,20 @@ class Prometheus(Tracker):
         return max(0, after - 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step."""
         self.log_evaluation(step, metrics, is_last=False)
         self._step.labels(*self._labels).set(step)
         self._time.labels(*self._labels).set_to_current_time()
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
-        """Show its numbers."""
         for name, value in metrics.items():
             self._value.labels(*self._labels, name).set(value)
         return True
 
     def alert(self, kind: str, text: str, *, step: int | None) -> None:
-        """Count it."""
         self._alarms.labels(*self._labels, kind).inc()
 
     def flush(self) -> None:
         """Do nothing: only the last step is shown."""
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.close()

@@ -7,8 +7,7 @@ import html
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +42,7 @@ _OF_ORCHESTRATOR = [f"time/{name}" for name in ("wait_for_weights", "update_weig
 _WHOLES = {"trainer": "time/step", "orchestrator": "time/batch"}
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """One chart; `key` names it in the page and the picture's file, `note` says how to read it."""
 
     key: str
@@ -54,8 +52,7 @@ class Chart:
     is_timeline: bool = False
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(NamedTuple):
     """A chart of the metrics whose names match `patterns`, if a run has at least `least` of them."""
 
     key: str
@@ -92,7 +89,6 @@ SPEED = (
 
 
 def colour_of(number: int) -> str:
-    """Return the colour of the series of this number; they repeat."""
     return PALETTE[number % len(PALETTE)]
 
 
@@ -128,21 +124,14 @@ def _names(patterns: Sequence[str], runs: Sequence[RunData]) -> list[str]:
 
 
 def _chart(group: Curves, names: Sequence[str], runs: Sequence[RunData]) -> Chart | None:
-    traces: list[dict[str, Any]] = []
-    is_thinned, nulls = False, 0
+    traces = []
     for number, run in enumerate(runs):
         for position, name in enumerate(names):
-            nulls += run.metrics.nulls.get(name, 0)
-            all_x, all_y = run.metrics.curve(name)
-            if not len(all_x):
-                continue
-            x, y = thin_out(all_x, all_y)
-            is_thinned = is_thinned or len(x) < len(all_x)
+            steps, values = run.metrics.curve(name)
             title = name if len(runs) == 1 else f"{run.name}: {name}" if len(names) > 1 else run.name
-            traces.append(_line(title, x, y, runs, number, position))
-    notes = [f"{nulls} values are no finite numbers and not drawn"] if nulls else []
-    notes += [f"long curves show the extremes of {MAX_POINTS // 2 - 1} stretches"] if is_thinned else []
-    return Chart(group.key, group.title, _figure(traces, group.unit, runs), "; ".join(notes)) if traces else None
+            if len(steps):
+                traces.append(_line(title, *thin_out(steps, values), runs, number, position))
+    return Chart(group.key, group.title, _figure(traces, group.unit, runs)) if traces else None
 
 
 def thin_out(x: Numbers, y: Numbers, *, limit: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
@@ -295,8 +284,7 @@ def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """A stretch of a lane of a timeline, in unix seconds."""
 
     lane: str

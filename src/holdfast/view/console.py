@@ -250,7 +250,6 @@ class Console:
                 self._spinner.show([])
 
     def say(self, text: str) -> None:
-        """Print a line."""
         print(text, flush=True)
         self._printed = time.monotonic()
 

@@ -123,7 +123,6 @@ class EventLog:
             self._add(attempt)
 
     def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield what is new since the last call."""
         if time.monotonic() - self._looked >= _LOOK_FOR_ATTEMPTS_S:
             self._looked = time.monotonic()
             new = set(attempts_with_logs(self._run_dir)) - self._seen
@@ -249,12 +248,10 @@ class ObservedRun:
 
     @property
     def state(self) -> RunState:
-        """What is known of its steps and processes."""
         return self._follower.state
 
     @property
     def is_running(self) -> bool:
-        """Whether processes are at work."""
         return self.status not in ("finished", "stopped", "failed")
 
     @property

@@ -85,7 +85,6 @@ def _alarm_lines(run: ObservedRun) -> list[str]:
 
 
 def table_of_runs(runs: Sequence[ObservedRun], *, now: float) -> Grid:
-    """Return a table with a row for each run."""
     columns = ("run", "state", ">step", ">left", "value", "bottleneck", "checkpoint", ">restarts", ">alerts")
     return Grid(columns, [[printable(cell) for cell in _row(run, now)] for run in runs])
 
@@ -109,7 +108,6 @@ def _row(run: ObservedRun, now: float) -> list[str]:
 
 
 def document_of(run: ObservedRun) -> dict[str, Any]:
-    """Return what `--json` prints about a run."""
     state, is_running = run.state, run.status == "running"
     checkpoints = asdict(run.checkpoints)
     return {

@@ -157,7 +157,6 @@ def page_of(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _time(seconds: float | None) -> str:
-    """Return a unix time for people, in UTC."""
     try:
         return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):  # of a damaged line: there is no such year
@@ -237,7 +236,6 @@ def _part(shown: int, there: int) -> str:
 
 
 def _settings_diff(runs: Sequence[RunData]) -> Table:
-    """Return the settings that are not the same in all runs."""
     flats = [_flat(run) for run in runs]
     rows = []
     for key in sorted({key for flat in flats for key in flat}):
@@ -288,7 +286,6 @@ def _script_json(value: object) -> str:
 
 
 def library() -> str:
-    """Return the source of plotly.js."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
@@ -319,7 +316,6 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return what a command line asks for."""
     parser = Parser(
         prog="report",
         allow_abbrev=False,

@@ -38,13 +38,11 @@ class Columns:
     Attributes:
         steps: (N,) optimizer steps, ascending, each once.
         values: by name, (N,); NaN if a step has no such number.
-        nulls: by name, how many values were null.
         damaged: lines that could not be read.
     """
 
     steps: Numbers = field(default_factory=lambda: np.empty(0))
     values: dict[str, Numbers] = field(default_factory=dict)
-    nulls: dict[str, int] = field(default_factory=dict)
     damaged: int = 0
 
     def curve(self, name: str) -> tuple[Numbers, Numbers]:
@@ -62,7 +60,6 @@ def read_columns(path: Path) -> Columns:
     """
     steps: array[float] = array("d")
     values: dict[str, array[float]] = {}
-    nulls: dict[str, int] = {}
     damaged = 0
     if not path.exists():
         return Columns()
@@ -80,14 +77,12 @@ def read_columns(path: Path) -> Columns:
                 column = values.setdefault(name, array("d"))
                 column.extend([math.nan] * (len(steps) - 1 - len(column)))
                 column.append(math.nan if value is None else value)
-                if value is None:
-                    nulls[name] = nulls.get(name, 0) + 1
     for column in values.values():
         column.extend([math.nan] * (len(steps) - len(column)))
     # The last line of a step counts: the run went back to before it.
     order, last = np.unique(np.array(steps)[::-1], return_index=True)
     kept = len(steps) - 1 - last
-    return Columns(order, {name: np.array(column)[kept] for name, column in values.items()}, nulls, damaged)
+    return Columns(order, {name: np.array(column)[kept] for name, column in values.items()}, damaged)
 
 
 def _checked_step(step: float | None) -> float:
@@ -140,7 +135,6 @@ class RunData:
 
     @property
     def later_attempts(self) -> list[AttemptSummary]:
-        """Every attempt except the first."""
         return [attempt for attempt in self.attempts if attempt.number > 1]
 
 

@@ -57,7 +57,6 @@ class Cursor(msgspec.Struct):
         return self.run_id if self.history == 1 else f"{self.run_id}-{self.history}"
 
     def write(self, run_dir: RunDir, tracker: str) -> None:
-        """Write it to the file of a tracker."""
         atomic.write_file(_path(run_dir, tracker), checked.encode(msgspec.to_builtins(self)))
 
 

@@ -70,7 +70,6 @@ class WebServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, name="web", daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering."""
         self.shutdown()
         self.server_close()
 
@@ -81,7 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "holdfast", ""
 
     def do_GET(self) -> None:
-        """Answer one request."""
         if self.server.is_local and not names_this_machine(self.headers.get("Host", "")):
             # A page in a browser may give its own name the address 127.0.0.1.
             found = Response(403, b"only for this machine: address it as 127.0.0.1, ::1 or localhost\n")
@@ -127,7 +125,6 @@ class LivePage:
         self.trouble: str | None = None
 
     def answer(self, path: str) -> Response:
-        """Return the answer to a request."""
         if path not in ("/", "/state", "/update"):
             return Response(404, b"the page of the run is at /\n")
         self._asked.set()

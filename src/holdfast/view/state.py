@@ -52,7 +52,6 @@ class Bottleneck:
     why: str
 
     def __str__(self) -> str:
-        """Return the line that people see."""
         return f"no bottleneck ({self.why})" if self.part == "none" else f"bottleneck: {self.part} ({self.why})"
 
 
@@ -209,7 +208,6 @@ class RunState:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """The bottleneck of the last steps."""
         recent = list(self.recent)[-_BOTTLENECK_STEPS:]
         # The first step of an attempt waited for the start of the others.
         return find_bottleneck([line for line in recent if line["step"] > self.first_step + 1] or recent)

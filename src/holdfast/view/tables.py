@@ -79,7 +79,6 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if there are problems, else 0."""
         return 1 if self.problems else 0
 
 

@@ -44,9 +44,11 @@ class Tracker(ABC):
     Attributes:
         begins_anew: set it in `begin` if the tracker has nothing that was sent before. Evaluations and alerts are then
             sent again, too.
+        takes_older_steps: whether `log` also stores evaluations, of a step before those logged already.
     """
 
     begins_anew = False
+    takes_older_steps = False
 
     @abstractmethod
     def begin(self, run: TrackedRun, *, after: int) -> int:
@@ -67,23 +69,18 @@ class Tracker(ABC):
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
         """Store the results of an evaluation of `step` (`sft`, `dpo`). Later steps may already be logged.
 
-        The default stores nothing.
-
         Args:
             is_last: whether this is the last call.
 
         Returns:
-            Whether the tracker has stored it. If not, it is called again after the next step.
+            False: call it again after the next step.
         """
+        if self.takes_older_steps:
+            self.log(step, metrics)
         return True
 
     def alert(self, kind: str, text: str, *, step: int | None) -> None:
-        """Store an alert or a warning of the run. The default stores nothing.
-
-        Args:
-            kind: `alert` for metrics, `warning` for anything else.
-            step: the step at which it was given, if known.
-        """
+        """Store an alert of the metrics (`alert`) or another warning (`warning`). The default stores nothing."""
         return
 
     @abstractmethod
