@@ -216,13 +216,7 @@ class Console:
     """
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        *,
-        attempt: int,
-        events_name: str = "events.jsonl",
-        first_step: int,
-        max_steps: int,
+        self, run_dir: RunDir, *, attempt: int, events_name: str = "events.jsonl", first_step: int, max_steps: int
     ) -> None:
         self._events = run_dir.logs(attempt) / events_name
         self._max_steps = max_steps

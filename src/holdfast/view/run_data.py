@@ -5,10 +5,8 @@ Nothing here writes or waits. A file that goes away meanwhile is left out.
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,9 @@ class Columns:
         damaged: lines that could not be read.
     """
 
-    steps: Numbers = field(default_factory=lambda: np.empty(0))
-    values: dict[str, Numbers] = field(default_factory=dict)
-    damaged: int = 0
+    steps: Numbers
+    values: dict[str, Numbers]
+    damaged: int
 
     def curve(self, name: str) -> tuple[Numbers, Numbers]:
         """Return the steps at which a metric is a number, and its values; empty if the run has no such metric."""
@@ -53,36 +51,23 @@ class Columns:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return the metrics in a `metrics.jsonl`; none if it does not exist. Takes 8 bytes a number.
+    """Return the metrics in a `metrics.jsonl`; none if it does not exist.
 
     Raises:
         OSError: it cannot be read.
     """
-    steps: array[float] = array("d")
-    values: dict[str, array[float]] = {}
+    rows: dict[float, dict[str, float | None]] = {}
     damaged = 0
-    if not path.exists():
-        return Columns()
-    with open(path, "rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break  # being written, or its writer was killed
-            try:
-                found = msgspec.json.decode(line, type=dict[str, float | None])
-                steps.append(_checked_step(found.pop("step")))
-            except (msgspec.DecodeError, KeyError, ValueError):
-                damaged += 1
-                continue
-            for name, value in found.items():
-                column = values.setdefault(name, array("d"))
-                column.extend([math.nan] * (len(steps) - 1 - len(column)))
-                column.append(math.nan if value is None else value)
-    for column in values.values():
-        column.extend([math.nan] * (len(steps) - len(column)))
-    # The last line of a step counts: the run went back to before it.
-    order, last = np.unique(np.array(steps)[::-1], return_index=True)
-    kept = len(steps) - 1 - last
-    return Columns(order, {name: np.array(column)[kept] for name, column in values.items()}, damaged)
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            row = msgspec.json.decode(line, type=dict[str, float | None])
+            rows[_checked_step(row.pop("step"))] = row  # the last line of a step counts: the run went back before it
+        except (msgspec.DecodeError, KeyError, ValueError):
+            damaged += line.endswith(b"\n")  # else it is being written, or its writer was killed
+    steps = sorted(rows)
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    values = {name: np.array([rows[step].get(name) for step in steps], dtype=np.float64) for name in names}
+    return Columns(np.array(steps), values, damaged)
 
 
 def _checked_step(step: float | None) -> float:
