@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from holdfast.run import atomic, checked, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
 from holdfast.view.follow import EventLog, Tail
-from holdfast.view.state import Alarm, alarm_of
+from holdfast.view.state import alarm_of
 from holdfast.view.tracker import TrackedRun, load_tracker
 
 _log = logging.getLogger("holdfast")
@@ -41,7 +41,7 @@ class Cursor(msgspec.Struct):
         rewinds: how many rewinds of the run are taken into account.
         step: the last step that was sent and flushed.
         evaluated: steps whose evaluations were sent.
-        alarms: by attempt, how many of its alerts and warnings were sent.
+        alerted_unix_s: time of the newest alert or warning that was sent.
     """
 
     run_id: str
@@ -49,7 +49,7 @@ class Cursor(msgspec.Struct):
     rewinds: int = 0
     step: int = 0
     evaluated: list[int] = []
-    alarms: dict[str, int] = {}
+    alerted_unix_s: float = 0.0
 
     @property
     def tracked_id(self) -> str:
@@ -138,7 +138,7 @@ class Sending:
             attempt = self._run_dir.next_attempt() - 1
             self.step = self._tracker.begin(self._tracked_run(attempt), after=self._cursor.step)
             if self._tracker.begins_anew:
-                self._cursor.evaluated, self._cursor.alarms = [], {}
+                self._cursor.evaluated, self._cursor.alerted_unix_s = [], 0.0
             try:
                 self._follow(Evaluations(self._run_dir, attempt), is_over, wait)
             finally:
@@ -149,16 +149,17 @@ class Sending:
 
     def _follow(self, evaluations: Evaluations, is_over: Callable[[], bool], wait: Callable[[float], None]) -> None:
         lines = Tail(self._run_dir.metrics)
-        alarms = Alarms(self._run_dir, self._cursor.alarms, without=self._name)
+        events, alerted_unix_s = EventLog(self._run_dir), self._cursor.alerted_unix_s
         while True:
             over = is_over()  # before the look: the next look sees what comes in between
             steps = new_steps(lines)
             ended = evaluations.ended(self._cursor.evaluated)
             before, is_changed = self.step, False
-            for attempt, alarm in alarms.new():
-                self._tracker.alert(alarm.kind, alarm.text, step=alarm.step)
-                self._cursor.alarms[attempt] = self._cursor.alarms.get(attempt, 0) + 1
-                is_changed = True
+            for alarm in filter(None, (alarm_of(event) for _, event in events.new())):
+                if alarm.process != self._name and alarm.unix_s > alerted_unix_s:
+                    self._tracker.alert(alarm.kind, alarm.text, step=alarm.step)
+                    self._cursor.alerted_unix_s = max(self._cursor.alerted_unix_s, alarm.unix_s)
+                    is_changed = True
             for step, metrics in steps:
                 if step > self.step:  # else it was trained again after a restart, with the same result
                     self._tracker.log(step, metrics)
@@ -251,33 +252,3 @@ class Evaluations:
                 _log.warning("an evaluation is not sent: %s", error)
                 self._read[step] = {}
         return {step: metrics for step, metrics in sorted(self._read.items()) if metrics and step not in sent}
-
-
-class Alarms:
-    """Reads the alerts and warnings of a run as they come.
-
-    Args:
-        sent: by attempt, how many are left out.
-        without: the process whose own warnings are left out.
-    """
-
-    def __init__(self, run_dir: RunDir, sent: Mapping[str, int], *, without: str) -> None:
-        self._events = EventLog(run_dir)
-        self._to_skip = dict(sent)
-        self._without = without
-        self._names: dict[int, str] = {}
-
-    def new(self) -> Iterator[tuple[str, Alarm]]:
-        """Yield attempt and alarm of what came since the last call, and was not sent.
-
-        An attempt is named by its number and the time of its first event: another machine counts from 1 again.
-        """
-        for number, event in self._events.new():
-            attempt = self._names.setdefault(number, f"{number} at {event.get('time')}")
-            alarm = alarm_of(event)
-            if alarm is None or alarm.process == self._without:
-                continue
-            if self._to_skip.get(attempt, 0) > 0:
-                self._to_skip[attempt] -= 1
-                continue
-            yield attempt, alarm

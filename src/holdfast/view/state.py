@@ -201,7 +201,7 @@ class RunState:
     def left_s(self) -> float | None:
         """The time until the last step, by the mean of the last steps; None if it is not known."""
         seconds = [line["time/step"] for line in self.recent if line.get("time/step")]
-        if not seconds or self.max_steps is None:
+        if len(seconds) < 2 or self.max_steps is None:  # the first step takes longer than the others
             return None
         limit = _MAX_OF_MEDIAN * statistics.median(seconds)
         return statistics.fmean(min(each, limit) for each in seconds) * max(0, self.max_steps - self.step)

@@ -25,7 +25,7 @@ from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.scratch import scratch_name
 from holdfast.run.settings import without_secrets
 from holdfast.view.follow import Follower, Tail
-from holdfast.view.sending import Alarms, Evaluations, Sending, TrackerFailed, new_steps, take_cursor
+from holdfast.view.sending import Evaluations, Sending, TrackerFailed, new_steps, take_cursor
 from holdfast.view.track import main as track
 from holdfast.view.tracker import TrackedRun, check_tracker, load_tracker
 from tests.builders.broken_storage import unreadable
@@ -133,11 +133,7 @@ def test_a_tracker_without_evaluations_and_alerts_is_not_asked_twice(run: Tracke
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
     noted = json.loads((run.run_dir.tracking / "tests_runs_own_tracker_InFile.json").read_bytes())
-    assert (noted["step"], noted["evaluated"], noted["alarms"]) == (2, [2], {"1 at 100.0": 1})
-    # On another machine, with this note from a store, attempts are counted anew.
-    sent = list(Alarms(run.run_dir, {"1 at 7.0": 5}, without=name).new())
-    assert [alarm.text for _, alarm in sent] == ["entropy fell"]
-    assert list(Alarms(run.run_dir, noted["alarms"], without=name).new()) == []
+    assert (noted["step"], noted["evaluated"], noted["alerted_unix_s"]) == (2, [2], 101.0)
 
 
 def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> None:
