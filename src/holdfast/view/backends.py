@@ -299,7 +299,7 @@ class Prometheus(Tracker):
             found = path == "/metrics"
             return Response(200, generate_latest(registry)) if found else Response(404, b"see /metrics\n")
 
-        self._server = WebServer(host, int(port), answer)
+        self._server = WebServer(host or "127.0.0.1", int(port), answer)
         return max(0, after - 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 import tomli
 
-from holdfast.errors import NOT_SAVED, ConfigError, is_storage_failure
+from holdfast.errors import NOT_SAVED, ConfigError, is_storage_failure, printable
 from holdfast.run.lock import living_holder
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 from holdfast.view.state import Alarm, Checkpoints, Phase, RunState, look_at_checkpoints
@@ -202,6 +202,12 @@ class Follower:
         for number, event in self._events.new():
             if (said := self.state.take_event(event, attempt=number)) is not None:
                 yield said
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return names of runs that differ: their paths below the directory that holds all of them."""
+    shared = os.path.commonpath([path.absolute().parent for path in paths])
+    return [printable(path.absolute().relative_to(shared)) for path in paths]
 
 
 def no_run(path: Path) -> ConfigError:

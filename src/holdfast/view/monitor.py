@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from holdfast.errors import ConfigError, printable
 from holdfast.process.child import make_output_lossy
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import phase_text, step_line
-from holdfast.view.follow import EndSignals, ObservedRun, no_run
+from holdfast.view.follow import EndSignals, ObservedRun, no_run, short_names
 from holdfast.view.state import duration
 from holdfast.view.tables import Grid, age, print_parts
 
@@ -140,8 +139,8 @@ def main(argv: list[str]) -> int:
     for path in arguments.runs:
         if not arguments.wait and not RunDir(path).holds_run():
             raise no_run(path)
-    shared = os.path.commonpath([path.absolute().parent for path in arguments.runs])
-    runs = [ObservedRun(RunDir(path), str(path.absolute().relative_to(shared))) for path in arguments.runs]
+    names = short_names(arguments.runs)
+    runs = [ObservedRun(RunDir(path), name) for path, name in zip(arguments.runs, names, strict=True)]
     is_watching = sys.stdout.isatty() and not (arguments.once or arguments.json)
     with EndSignals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as stop:
         if is_watching:

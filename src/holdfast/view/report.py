@@ -36,6 +36,7 @@ from holdfast.view.charts import (
     phase_charts,
     timeline_of,
 )
+from holdfast.view.follow import short_names
 from holdfast.view.rollout_text import TextOf, problems_of, text_of
 from holdfast.view.run_data import RunData, read_run
 
@@ -333,11 +334,5 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     Raises:
         ConfigError: a path is no run.
     """
-    runs = [read_run(path) for path in dict.fromkeys(path.absolute() for path in paths)]
-    names: list[str] = []
-    for num_parts in (1, 2, 0):  # the directory, with its parent, the whole path: the first that tells them apart
-        names = [str(Path(*run.run_dir.path.parts[-num_parts:])) for run in runs]
-        if len(set(names)) == len(names):
-            break
-    # Names of directories are bytes: not all of them are text that a page can hold.
-    return [replace(run, name=printable(name)) for run, name in zip(runs, names, strict=True)]
+    paths = list(dict.fromkeys(path.absolute() for path in paths))
+    return [replace(read_run(path), name=name) for path, name in zip(paths, short_names(paths), strict=True)]

@@ -14,12 +14,15 @@ import secrets
 import shlex
 import signal
 import socket
+import socketserver
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ class Response:
     kind: str = "text/plain; charset=utf-8"
 
 
-class WebServer(ThreadingHTTPServer):
+class WebServer(socketserver.ThreadingTCPServer):
     """Answers GET requests in threads until `close`. On a loopback address only requests that name this machine count.
 
     Args:
@@ -58,6 +61,7 @@ class WebServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    allow_reuse_address = True
 
     def __init__(self, host: str, port: int, answer: Callable[[str], Response]) -> None:
         host = host.strip("[]")
@@ -67,6 +71,7 @@ class WebServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}") from None
+        self.port: int = self.server_address[1]
         threading.Thread(target=self.serve_forever, name="web", daemon=True).start()
 
     def close(self) -> None:
@@ -145,6 +150,7 @@ class LivePage:
             try:
                 self.make()
             except Exception as error:  # noqa: BLE001 - the page says it, and the next look tries again
+                traceback.print_exception(error)
                 self.trouble = str(error) or type(error).__name__
             time.sleep(max(_PAUSE_S, (time.process_time() - begin) * (1 / _SHARE - 1)))
 
@@ -180,14 +186,15 @@ def main() -> None:
     # Only SIGTERM of the launcher ends this process: a scheduler may signal every process.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the launcher holds it back until now
     os.nice(19)
     set_thread_environment(1)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # ends first if memory does
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ends first if memory does
     page = LivePage(Path(sys.argv[1]))
     server = WebServer(HOST, int(sys.argv[2]), page.answer)
-    events.report("ready", url=f"http://{HOST}:{server.server_port}/")
+    events.report("ready", url=f"http://{HOST}:{server.port}/")
     page.keep()
 
 

@@ -40,7 +40,7 @@ def page(run_dir: RunDir) -> LivePage:
 def port(page: LivePage) -> Iterator[int]:
     """The port at which the page is served."""
     server = WebServer(HOST, 0, page.answer)
-    yield server.server_port
+    yield server.port
     server.close()
 
 

@@ -109,9 +109,9 @@ def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tm
             evaluated(run_dir, step)
     made(run_command, first.path, third.path, "--to", tmp_path / "both.html")
     figures = figures_of(tmp_path / "both.html")
-    assert [curve["name"] for curve in figures["reward"]["data"]] == [str(first.path), str(third.path)]
+    assert [curve["name"] for curve in figures["reward"]["data"]] == ["x/run", "z/x/run"]
     found = {one["name"]: one["line"] for one in figures["evaluation_0"]["data"]}
-    lines = [found[f"{run_dir.path}: {name}"] for run_dir in (first, third) for name in ("avg@2", "pass@2")]
+    lines = [found[f"{run}: {name}"] for run in ("x/run", "z/x/run") for name in ("avg@2", "pass@2")]
     assert lines[0]["color"] == lines[1]["color"] != lines[2]["color"] and lines[0]["dash"] != lines[1]["dash"]
 
 
