@@ -415,7 +415,8 @@ class _PhasePrinter:
     """Prints the phases of the processes as they come."""
 
     def __init__(self, events: Path) -> None:
-        self._events = Tail(events, from_end=True)
+        self._events = Tail(events)
+        list(self._events)  # those of an earlier attempt
         self._state = RunState()
         self._begin = time.monotonic()
 

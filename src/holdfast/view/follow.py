@@ -44,16 +44,11 @@ class Tail:
         failure: why the storage did not give all lines at the last look; None if it did.
     """
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._before = b""  # the bytes before the offset
         self._seen: tuple[int, ...] | None = None  # of the file, when it was read to its end
-        if from_end:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
-                self._offset = file.seek(0, os.SEEK_END)
-                file.seek(max(0, self._offset - _KEPT_BYTES))
-                self._before = file.read(self._offset - file.tell())
         self.replaced = 0
         self.failure: OSError | None = None
 

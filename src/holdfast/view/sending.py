@@ -103,13 +103,7 @@ class TrackerFailed(HoldfastError):
 
 
 class Sending:
-    """Sends one run to one tracker.
-
-    Args:
-        name: the tracker, of `TrackingConfig.backends`.
-
-    Attributes:
-        step: the last step that the tracker has.
+    """Sends one run to one tracker; `step` is the last step that the tracker has.
 
     Raises:
         RunDirError: another process sends it there.
@@ -124,10 +118,6 @@ class Sending:
 
     def send(self, is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep) -> None:
         """Send what is not sent yet, and what comes, until `is_over`; return when the tracker has it all.
-
-        Args:
-            is_over: whether no further step comes.
-            wait: waits for so many seconds, or for less when there is news.
 
         Raises:
             TrackerFailed: by whatever the tracker raised.
@@ -177,11 +167,8 @@ class Sending:
 
     def _send_evaluations(self, ended: dict[int, dict[str, float]], *, is_last: bool = False) -> bool:
         """Send those of steps that are sent, and take them off; return whether there were any."""
-        taken = [
-            step
-            for step, metrics in ended.items()
-            if step <= self.step and self._tracker.log_evaluation(step, metrics, is_last=is_last)
-        ]
+        due = [step for step in ended if step <= self.step]
+        taken = [step for step in due if self._tracker.log_evaluation(step, ended[step], is_last=is_last)]
         for step in taken:
             del ended[step]
         self._cursor.evaluated += taken
@@ -227,11 +214,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Evaluations:
-    """Results of the evaluations beside a run of `sft` or `dpo`; none of other programs.
-
-    Args:
-        attempt: whose settings name the program.
-    """
+    """Results of the evaluations beside a run of `sft` or `dpo`; none of other programs."""
 
     def __init__(self, run_dir: RunDir, attempt: int) -> None:
         self._run_dir = run_dir
