@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from holdfast.trainer.rl.group_advantages import grpo
     from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
     from holdfast.trainer.rl.scored_rollouts import ScoredRollout
-    from holdfast.view.trackers.interface import TrackedRun, Tracker
+    from holdfast.view.tracker import TrackedRun, Tracker
 
 __all__ = [
     "BestMetric",
@@ -97,7 +97,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "view.trackers.interface": ("TrackedRun", "Tracker"),
+    "view.tracker": ("TrackedRun", "Tracker"),
     "orchestrator.env.harness": ("Endpoint", "HarnessEnvironment"),
     "orchestrator.env.interface": ("Environment", "Score", "Session", "SessionFull", "Task"),
     "orchestrator.env.judge": ("Judge", "Judgement"),

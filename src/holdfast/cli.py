@@ -58,9 +58,9 @@ COMMANDS = {
         None,
     ),
     "monitor": ("What runs are doing, from their files alone.", "view.monitor:main", None),
-    "track": ("Send a run to experiment trackers, or what they lack of it.", "view.trackers.main:main", None),
+    "track": ("Send a run to experiment trackers, or what they lack of it.", "view.track:main", None),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "commands.rollouts:main", None),
-    "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "view.report.main:main", None),
+    "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "view.report:main", None),
 }
 
 

@@ -32,7 +32,7 @@ PLAYERS = {
     "before_mcp_server": "holdfast.process.noted_end",
     "mathematics": "holdfast.orchestrator.env.math_answers",
     "sandbox": str(ROOT / "examples" / "environments" / "sandbox_inside.py"),
-    "tracker": "holdfast.view.trackers.process",
+    "tracker": "holdfast.view.track",
 }
 """What plays, scores or tells beside the parts of a run: a word of the command line of each, by a victim's name."""
 

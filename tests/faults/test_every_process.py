@@ -78,6 +78,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
         "test_trackers.py::test_each_step_is_there_once_after_kills_and_a_step_back",
         "test_parts.py::test_a_tracker_that_dies_late_is_started_again",
+        "test_live_page.py::test_a_page_whose_process_is_killed_is_served_again",
     ),
     "trainer/launch.py _launch": (
         HERE,
@@ -94,10 +95,6 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "launcher/cluster/hosts.py PipeWire.__init__": (
         "test_remote_processes.py::test_what_runs_there_ends_with_the_agent_and_is_lost",
-    ),
-    # The page of a run, which has no part in it.
-    "view/report/serve.py Builds._build": (
-        "test_dashboard_endpoint.py::test_a_process_that_is_killed_is_told_where_one_looks_and_made_up_for",
     ),
     # Programs of SLURM, whose failure of any kind is told before anything starts.
     "launcher/cluster/slurm.py _run": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),

@@ -129,8 +129,7 @@ REMOVALS: dict[str, str] = {
     "trainer/model/publish.py WeightPublisher.prune": "test_kill_during_save.py",
     "trainer/model/publish.py WeightPublisher.publish": "test_kill_during_save.py",
     "trainer/profiling.py Profiler._write": OWN,
-    "view/trackers/prometheus.py _remove_targets": ONE_CALL,
-    "view/trackers/wandb.py WandB.begin": "the next process of the tracker removes the rest",
+    "view/backends.py WandB.begin": "the next process of the tracker removes the rest",
 }
 """Place -> what it is driven by here, the tests that kill it, or why there is nothing to kill."""
 

@@ -16,9 +16,9 @@ from tests.forking.server import ForkServer
 from tests.lanes.marks import require
 from tests.runs.processes import HANG_S
 
-_PROCESS = "holdfast.view.trackers.process"
+_PROCESS = "holdfast.view.track"
 # Not trackio, which reads at its import where it writes.
-_IMPORTED = (_PROCESS, "holdfast.view.trackers.mlflow", "mlflow.store.tracking.sqlalchemy_store",
+_IMPORTED = (_PROCESS, "holdfast.view.backends", "mlflow", "mlflow.store.tracking.sqlalchemy_store",
              "torch.utils.tensorboard")  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def prepare() -> None:
 
 
 def be_process(argv: list[str]) -> None:
-    """In a child: be `python -m holdfast.view.trackers.process ARGV`."""
+    """In a child: be `python -m holdfast.view.track ARGV`."""
     begin()
     tempfile.tempdir = None  # an import has asked for it
     atexit._clear()  # what the server has to do at its end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from statistics import mean
@@ -11,12 +10,9 @@ import httpx
 import pytest
 
 from holdfast.run.metrics import read_metrics
-from holdfast.run.run_dir import RunDir
 from tests.pages.metrics import undocumented
-from tests.pages.series import names_of_rows
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
-from tests.runs.prometheus import scrape, scraped_when
 from tests.runs.rl import RlRun, complete
 
 pytestmark = pytest.mark.engine
@@ -34,13 +30,11 @@ def _listens(port: int) -> bool:
 
 
 def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    port, served = free_port(), free_port()
-    flags = ("--inference.server.port", str(port), "--trainer.kl", "--prometheus.port", str(served))
-    flags = (*flags, "--inference.engine.args", '{"disable_log_stats": false}')
+    port = free_port()
+    flags = ("--inference.server.port", str(port), "--trainer.kl")
     with RlRun(tmp_path / "run", *flags, starts_python=True) as run:
         run.wait_for_step(1)
         assert _listens(port)
-        _is_on_the_dashboard(run.run_dir, served, port)
         assert run.find("holdfast.inference.main")
         completed = complete(run)
     assert completed.exit_code == 0, completed.output
@@ -60,19 +54,6 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert not undocumented(lines[-1])
     assert {line["ppo_kl"] for line in lines} == {0.0}
     assert lines[0]["ref_kld"] == 0.0 and all(line["ref_kld"] > 0.0 for line in lines[1:])
-
-
-def _is_on_the_dashboard(run_dir: RunDir, served: int, port: int) -> None:
-    """Check that the endpoint of the run and vLLM's have what the dashboard shows, and that Prometheus finds both."""
-    targets = json.loads(run_dir.prometheus.read_bytes())
-    assert [entry["targets"] for entry in targets] == [[f"127.0.0.1:{served}"], [f"127.0.0.1:{port}"]]
-    of_run, of_engine = scraped_when(served, lambda found: found.value("holdfast_trainer_step") >= 1), scrape(port)
-    for name in ("trainer", "orchestrator", "inference"):
-        assert of_run.value("holdfast_process_up", process=name) == 1
-    shown = names_of_rows("Reinforcement learning", "Inference")
-    missing = sorted(shown - of_run.samples.keys() - of_engine.samples.keys())
-    assert missing == []
-    assert {name for name in shown if name.startswith("vllm:")} <= of_engine.samples.keys()
 
 
 def test_a_launcher_killed_at_the_start_takes_its_server_along(tmp_path: Path) -> None:

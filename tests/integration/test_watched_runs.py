@@ -15,20 +15,17 @@ import pytest
 
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
-from holdfast.view.report.serve import PROCESS
-from holdfast.view.trackers.main import main as track
-from holdfast.view.trackers.scrape import series_of
+from holdfast.view.track import main as track
 from tests.conftest import ROOT, ModelFactory
 from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer
-from tests.pages.series import documented_series, names_of_rows
 from tests.runs.dashboards import charts_in, curve_in, page_when, request
 from tests.runs.ports import free_port
 from tests.runs.prometheus import scrape, scraped_when
 from tests.runs.rl import RlRun, complete
 from tests.runs.terminal import Terminal
 from tests.runs.trackers import TrackedDirectory
-from tests.runs.training import SftRun, pairs_command, refused, run_sft, succeeded
+from tests.runs.training import SftRun, refused, run_sft, succeeded
 
 pytestmark = pytest.mark.launch
 
@@ -59,47 +56,23 @@ def start(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterator[
         yield begin
 
 
-def test_a_run_is_read_while_it_goes_on_and_again_after_a_kill(start: Start) -> None:
+def test_prometheus_reads_a_run_and_its_resume(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    held_out = ("--data.validation-fraction", "0.2", "--val-interval", "5")
-    run = start("run", "--prometheus.port", str(port), *held_out)
-    early = scraped_when(port, lambda found: found.value("holdfast_trainer_step") >= 1)
-    wanted = documented_series() - {"holdfast_orchestrator_step"} | names_of_rows("Run", "Training")
-    later = scraped_when(port, lambda found: wanted <= found.samples.keys())
-    assert later.value("holdfast_trainer_step") > early.value("holdfast_trainer_step")
-    assert later.value("holdfast_trainer_steps_total") == later.value("holdfast_trainer_step")
-    assert later.value("holdfast_process_up", process="trainer") == 1
-    assert later.value("holdfast_run_info", attempt="1", program="sft") == 1
+    monkeypatch.setenv("HOLDFAST_PROMETHEUS", f"127.0.0.1:{port}")
+    flags = ("--tracking.backends", "prometheus", "--data.validation-fraction", "0.2", "--val-interval", "5")
+    run = start("run", *flags)
+    scraped_when(port, lambda found: "holdfast_step" in found.samples and found.value("holdfast_step") >= 20)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     with pytest.raises(OSError):
         scrape(port)
-    steps = [int(line["step"]) for line in read_metrics(run.output / "metrics.jsonl")]
-
-    again = start("run", "--prometheus.port", str(port), *held_out, "--ckpt.resume-step", "latest")
-    resumed = scraped_when(port, lambda found: found.value("holdfast_trainer_steps_total") >= 1)
-    assert resumed.value("holdfast_run_attempt") == 2
-    # A counter that begins anew: not the steps of the attempt before.
-    assert resumed.value("holdfast_trainer_steps_total") < resumed.value("holdfast_trainer_step")
-    assert resumed.value("holdfast_trainer_step") > resumed.value("holdfast_trainer_steps_total") + 19
-    assert max(steps) >= 20
+    again = start("run", *flags, "--ckpt.resume-step", "latest")
+    resumed = scraped_when(port, lambda found: "holdfast_step" in found.samples and found.value("holdfast_step") >= 1)
     os.kill(again.pid, signal.SIGTERM)
     assert again.wait().code == 128 + signal.SIGTERM
     last = read_metrics(again.output / "metrics.jsonl")[-1]
-    assert {series_of(name).name for name in last if name != "step"} <= resumed.samples.keys()
-    assert not (again.output / "prometheus.json").exists()
-
-
-@pytest.mark.parametrize("program", ["dpo", "reward-model"])
-def test_what_the_dashboard_shows_of_preferences(program: str, tmp_path: Path, tiny_model: ModelFactory) -> None:
-    port, output = free_port(), tmp_path / "run"
-    argv = pairs_command(program, output, tiny_model(), *_ENDLESS, "--prometheus.port", str(port))[1:]
-    with _ended(shared_commands().start(program, output, argv)):
-        wanted = names_of_rows("Preferences and reward models")
-        if program == "reward-model":
-            wanted = {"holdfast_rewards_accuracies", "holdfast_rewards_margins", "holdfast_rewards_mean"}
-        found = scraped_when(port, lambda found: wanted <= found.samples.keys())
-        assert found.value("holdfast_run_info", program=program) == 1
+    shown = {labels["metric"] for labels, _ in resumed.samples["holdfast_metric"]}
+    assert {name for name, value in last.items() if name != "step" and value is not None} <= shown
 
 
 Tracked = Callable[..., SftRun]
@@ -182,30 +155,16 @@ def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(run_tracked:
     assert not run.run_dir.path.exists()
 
 
-# In every launcher: the next page is made at once. How long a run waits is tested in test_dashboard_endpoint.py.
-_AT_ONCE = """
-from holdfast.view.report import serve
-serve._SHARE = 1.0
-serve.Builds.__init__.__kwdefaults__["pause_s"] = 0.1
-"""
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT_AT_START", _AT_ONCE)
-
-
-@pytest.mark.usefixtures("at_once")
 def test_sft_is_shown_while_it_goes_on_and_another_run_gets_no_port_of_it(
     start: Start, tmp_path: Path, tiny_model: ModelFactory, sft_data: Path
 ) -> None:
     port = free_port()
     run = start("run", "--dashboard.port", str(port))
     page = page_when(port, lambda page: len(curve_in(page)) >= 1)
-    assert "<td>going on</td>" in page and "<td>sft</td>" in page
-    assert f"Dashboard: http://127.0.0.1:{port}/\n" in run.log
+    assert "<td>running</td>" in page and "<td>sft</td>" in page
+    assert f"dashboard     ready: http://127.0.0.1:{port}/\n" in run.log
     taken = run_sft(tmp_path / "other", tiny_model(weights=False), sft_data, "--dashboard.port", str(port))
-    refused(taken, f"dashboard: 127.0.0.1:{port} is in use", "--dashboard.port")
+    refused(taken, f"dashboard: 127.0.0.1:{port} cannot be used", "--dashboard.port")
     assert not (tmp_path / "other").exists()
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait().code == 128 + signal.SIGTERM
@@ -215,14 +174,13 @@ def test_sft_is_shown_while_it_goes_on_and_another_run_gets_no_port_of_it(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("at_once")
 def test_rl_is_shown_through_a_dead_trainer_a_dead_launcher_and_a_resume(rl_server: UsedServer, tmp_path: Path) -> None:
     port = free_port()
     flags = (*rl_server.flags, "--max-steps", "100000", "--trainer.optim.schedule-steps", "100")
     flags = (*flags, "--ckpt.interval", "2", "--ckpt.resume-step", "auto", "--dashboard.port", str(port))
     with RlRun(tmp_path / "run", *flags) as run:
         first = page_when(port, lambda page: len(curve_in(page, "reward")) >= 3)
-        assert curve_in(first, "reward")[0] == 1 and "<td>going on</td>" in first and 'class="rollout' in first
+        assert curve_in(first, "reward")[0] == 1 and "<td>running</td>" in first and 'class="rollout' in first
         run_id = json.loads((run.run_dir.path / "run.json").read_bytes())["run_id"]
         assert f'data-run="{run_id}"' in first
         later = page_when(port, lambda page: len(curve_in(page, "reward")) > len(curve_in(first, "reward")))
@@ -232,9 +190,7 @@ def test_rl_is_shown_through_a_dead_trainer_a_dead_launcher_and_a_resume(rl_serv
         killed_at = _step_of_ended(run.run_dir)
         healed = page_when(port, lambda page: curve_in(page, "reward")[-1:] > [killed_at + 2])
         _is_one_curve(healed, run_id, num_starts=2)
-        # While a page is being made.
-        request(port)
-        run.wait_for(lambda: run.find(PROCESS), "the process that makes the page")
+        request(port)  # while a page is being made
         run.interrupt(signal.SIGKILL)
         assert not complete(run).survivors
     with pytest.raises(OSError):
@@ -247,7 +203,7 @@ def test_rl_is_shown_through_a_dead_trainer_a_dead_launcher_and_a_resume(rl_serv
         again.interrupt(signal.SIGINT)
         ended = complete(again)
     assert ended.exit_code == 128 + signal.SIGINT, ended.output
-    assert not ended.survivors and "dashboard:" not in ended.output
+    assert not ended.survivors and "WARNING: dashboard" not in ended.output
     with pytest.raises(OSError):
         request(port)
     assert not list(run.run_dir.path.glob("*.html")) and not list(run.run_dir.path.glob("*dashboard*"))

@@ -216,7 +216,7 @@ class Checkout:
 
     def _check_report(self, command: Command) -> None:
         """Check the arguments of `report`, and that the runs that it shows are there."""
-        from holdfast.view.report.main import parse
+        from holdfast.view.report import parse
 
         for run in parse(command.words[1:]).runs:
             assert run in self.made, f"{command.where}: {command.line}\nnobody has made {run}"
@@ -290,7 +290,5 @@ def _without_start(flags: list[str]) -> list[str]:
 
 def _at_any_port(flags: list[str]) -> list[str]:
     """Return what has a run serve at free ports whatever port it is given: that may be one of somebody else's here."""
-    served = [
-        name for name in ("prometheus", "dashboard") if any(f"--{name}" in (w, w.partition(".")[0]) for w in flags)
-    ]
-    return [word for name in served for word in (f"--{name}.port", "0")]
+    is_served = any(w.partition(".")[0] == "--dashboard" for w in flags)
+    return ["--dashboard.port", "0"] if is_served else []

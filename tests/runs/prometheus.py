@@ -1,4 +1,4 @@
-"""Reading the endpoints of runs as Prometheus does."""
+"""Reading an endpoint as Prometheus does."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runs.processes import HANG_S, answer_when
 
-_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """One answer.
+    """Labels and value of each sample, by name."""
 
-    Attributes:
-        types: of the samples, by name.
-        samples: labels and value of each, by name.
-    """
-
-    types: Mapping[str, str]
     samples: Mapping[str, list[tuple[dict[str, str], float]]]
 
     def value(self, name: str, **labels: str) -> float:
@@ -33,25 +25,19 @@ class Scrape:
         return found
 
 
-def scrape(port: int, *, openmetrics: bool = False) -> Scrape:
-    """Return what the endpoint of this machine says, in one of the two formats that Prometheus asks for.
+def scrape(port: int) -> Scrape:
+    """Return what the endpoint of this machine says.
 
     Raises:
         OSError: nobody answers.
     """
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
-    if openmetrics:
-        request.add_header("Accept", _OPENMETRICS)
-    with _opener.open(request, timeout=HANG_S) as answer:
+    with _opener.open(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as answer:
         text = answer.read().decode()
-        assert answer.headers["Content-Type"].startswith("application/openmetrics" if openmetrics else "text/plain")
-    types: dict[str, str] = {}
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in (parse_openmetrics if openmetrics else parse_text)(text):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            types[sample.name] = family.type
             samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
-    return Scrape(types, samples)
+    return Scrape(samples)
 
 
 def scraped_when(port: int, is_so: Callable[[Scrape], bool]) -> Scrape:

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.config.view import TrackingConfig
 from holdfast.run.run_dir import RunDir
+from holdfast.view.sending import take_cursor
 from tests.forking.trackers import TrackingProcess
 from tests.runs.processes import HANG_S
 
@@ -30,7 +31,7 @@ class TrackedDirectory:
     """A run directory whose lines are written by the test."""
 
     def __init__(self, path: Path, home: Path) -> None:
-        self.run_dir = RunDir(path)
+        self.run_dir, self._events = RunDir(path), 0
         self.environment = {
             "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(home / "trackio"),
             "MLFLOW_TRACKING_URI": f"sqlite:///{home / 'mlflow.db'}",
@@ -89,10 +90,12 @@ class TrackedDirectory:
         return _READERS[tracker](self, metric)
 
     def tell(self, attempt: int, phase: str, *, step: int, process: str = "trainer") -> None:
+        self._events += 1
         path = self.run_dir.logs(attempt) / "events.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        event = {"time": 100.0 + self._events, "process": process, "phase": phase, "step": step}
         with open(path, "a") as file:
-            file.write(json.dumps({"time": 100.0, "process": process, "phase": phase, "step": step}) + "\n")
+            file.write(json.dumps(event) + "\n")
 
     def alerts(self, tracker: str) -> list[tuple[str, str]]:
         """Title and text of the alerts that a tracker has, sorted."""
@@ -109,6 +112,13 @@ class TrackedDirectory:
     def summary(self) -> dict[str, float]:
         """What W&B has that is of no step."""
         return {item.key: json.loads(item.value_json) for _, record in _records(self) for item in record.summary.update}
+
+
+def note_sent(run_dir: RunDir, tracker: str, step: int) -> None:
+    """Note that a tracker has everything up to `step`."""
+    cursor = take_cursor(run_dir, tracker)
+    cursor.step = step
+    cursor.write(run_dir, tracker)
 
 
 @contextmanager

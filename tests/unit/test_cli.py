@@ -62,7 +62,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_no_process_of_a_run_imports_what_only_some_runs_need() -> None:
-    processes = ["launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.trackers.process"]
+    processes = ["launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.track"]
     code = (
         "import importlib, sys, holdfast.orchestrator.check\n"
         "assert 'aiohttp' not in sys.modules\n"  # nothing is asked for yet

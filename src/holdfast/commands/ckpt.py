@@ -182,7 +182,7 @@ def _step_grid(lines: list[StepLine], metric: str) -> Grid:
         for line in lines
     ]
     columns = (">step", "status", "kind", ">size", ">age", metric, ">ranks")
-    return Grid(columns, rows, expendable=("kind", "ranks", "age", "size"))
+    return Grid(columns, rows)
 
 
 def _export_grid(lines: list[ExportLine]) -> Grid:
@@ -196,7 +196,7 @@ def _export_grid(lines: list[ExportLine]) -> Grid:
         )
         for line in lines
     ]
-    return Grid(("export", "status", ">step", ">size", ">age"), rows, expendable=("age", "size"))
+    return Grid(("export", "status", ">step", ">size", ">age"), rows)
 
 
 def _step_line(entry: Entry, metric: str, best: int | None) -> StepLine:

@@ -220,7 +220,7 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
     parts: list[Grid | str] = [
         f"A  {first}  {_shown(comparison.policies[0])}",
         f"B  {second}  {_shown(comparison.policies[1])}",
-        Grid(columns, rows, expendable=("higher/lower",)),
+        Grid(columns, rows),
     ]
     for key, (one, other) in comparison.differing.items():
         parts.append(f"they differ in {key}: A {_plain(one)}, B {_plain(other)}")
@@ -415,7 +415,8 @@ class _PhasePrinter:
     """Prints the phases of the processes as they come."""
 
     def __init__(self, events: Path) -> None:
-        self._events = Tail(events, from_end=True)
+        self._events = Tail(events)
+        list(self._events)  # those of an earlier attempt
         self._state = RunState()
         self._begin = time.monotonic()
 
@@ -426,7 +427,7 @@ class _PhasePrinter:
             if told is None:
                 continue
             if (lines := json_lines()) is not None:
-                lines.tell_news(told, max_steps=0)
+                lines.emit_news(told, max_steps=0)
             else:
                 print(event_line(told, seconds=time.monotonic() - self._begin), flush=True)
 

@@ -210,7 +210,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
             for one in batch.dropped
         ]
         columns = ("dropped", "environment", ">task", ">rollouts", ">tokens", "detail")
-        parts += ["", Grid(columns, dropped, expendable=("detail",))]
+        parts += ["", Grid(columns, dropped)]
     return Report(document, parts)
 
 
@@ -364,11 +364,7 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
         )
         cells = (*_cells(line), _shown_reasons(dropped), ", ".join(names))
         rows.append((str(batch.step), "committed", f"{num_problems:,}", *cells))
-    grid = Grid(
-        (">step", "status", ">problems", *_COLUMNS, "dropped", "environments"),
-        rows,
-        expendable=("environments", "sampled", "problems", "status"),
-    )
+    grid = Grid((">step", "status", ">problems", *_COLUMNS, "dropped", "environments"), rows)
     parts: list[Grid | str] = [grid, *([total] if total else [])] if rows else [f"no batches in {run_dir.rollouts}"]
     document = {"rollouts": str(run_dir.rollouts), "batches": lines, "ledger": ledger, "problems": problems}
     return Report(document, parts, problems)

@@ -16,10 +16,8 @@ from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, check_rewar
 from holdfast.config.view import (
     DashboardConfig,
     ProfiledSteps,
-    PrometheusConfig,
     StepWindow,
     TrackingConfig,
-    check_served_ports,
 )
 from holdfast.errors import ConfigError
 
@@ -57,9 +55,6 @@ class RlConfig(Command):
     profile: StepWindow | None = None
     """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
     ui.perfetto.dev (docs/console.md)."""
-
-    prometheus: PrometheusConfig | None = None
-    """For the trainer: the metrics of the run for Prometheus, at 127.0.0.1:9464 unless it says otherwise."""
 
     dashboard: DashboardConfig | None = None
     """For the trainer: the report of the run while it goes on, at 127.0.0.1:9466 unless it says otherwise."""
@@ -162,7 +157,6 @@ SHARED = {
     "journal": ("trainer",),
     "tracking": ("trainer",),
     "profile": ("trainer",),
-    "prometheus": ("trainer",),
     "dashboard": ("trainer",),
     "eval": ("orchestrator",),
     "deterministic": ("trainer", "inference"),
@@ -194,10 +188,6 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         setattr(config, setting, value)
         for name in names:
             setattr(getattr(config, name), setting, value)
-    try:
-        check_served_ports(config.trainer.prometheus, config.trainer.dashboard)
-    except ValueError as error:  # one of them was given to `rl`, the other one to its trainer
-        raise ConfigError(str(error)) from None
     config.trainer.clean = config.clean = config.clean or config.trainer.clean
     if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
         config.trainer.loss.constant_tokens = max(
@@ -213,18 +203,18 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
 
 
 def _check_ports(config: RlConfig) -> None:
-    """Refuse one port for the launcher and for a server that was given its own; one that picks takes another."""
+    """Refuse one port for the live page and for a server that was given its own; one that picks takes another."""
     server = config.inference.server
     is_here = config.cluster is None and config.slurm is None
     if not is_here or "port" not in server.model_fields_set:
         return
     ports = {one.server.port: name for name, one in config.inference.of_each().items()}
-    for setting, served in (("prometheus", config.trainer.prometheus), ("dashboard", config.trainer.dashboard)):
-        if served is not None and served.port in ports:
-            raise ConfigError(
-                f"{setting}.port = {served.port} is the port of {ports[served.port]} as well (inference.server.port = "
-                f"{server.port}): give the run another one with --{setting}.port, or 0 for any free one."
-            )
+    dashboard = config.trainer.dashboard
+    if dashboard is not None and dashboard.port in ports:
+        raise ConfigError(
+            f"dashboard.port = {dashboard.port} is the port of {ports[dashboard.port]} as well (inference.server.port "
+            f"= {server.port}): choose another with --dashboard.port, or 0 for any free one."
+        )
 
 
 def _check_teacher(config: RlConfig) -> None:

@@ -18,10 +18,8 @@ from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.view import (
     DashboardConfig,
     ProfiledSteps,
-    PrometheusConfig,
     StepWindow,
     TrackingConfig,
-    check_served_ports,
 )
 
 
@@ -347,9 +345,6 @@ class TrainingCommand(Command):
     tracking: TrackingConfig | None = None
     """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
 
-    prometheus: PrometheusConfig | None = None
-    """Serve the metrics to Prometheus: not unless given; a bare `--prometheus` at 127.0.0.1:9464."""
-
     dashboard: DashboardConfig | None = None
     """Serve the report of the run while it goes on: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
 
@@ -399,11 +394,6 @@ class TrainingCommand(Command):
             self.profiled_steps.check(self.max_steps)
         if self.max_steps:
             self.optim.check_warmup(self.max_steps, "optim")
-
-    @model_validator(mode="after")
-    def _serves_at_two_ports(self) -> Self:
-        check_served_ports(self.prometheus, self.dashboard)
-        return self
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:

@@ -1,4 +1,4 @@
-"""Settings of what people see of a run: alerts, the live page, Prometheus, experiment trackers and profiled steps."""
+"""Settings of what people see of a run: alerts, the live page, experiment trackers and profiled steps."""
 
 import re
 from dataclasses import dataclass
@@ -29,46 +29,22 @@ class AlertsConfig(Section):
     """`groups/zero_variance` at or above this for as many steps as `window`."""
 
 
-class PrometheusConfig(Section):
-    """Where the launcher serves the numbers of the run at `/metrics`, for Prometheus (docs/console.md)."""
-
-    port: int = Field(default=9464, ge=0, le=65535)
-    """Port of this run, each of several on a machine its own; 0: any free one, which the console and
-    `prometheus.json` in the run directory name."""
-
-    host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to listen at. `0.0.0.0` for a Prometheus on another machine: whoever reaches the port may read then."""
-
-
 class DashboardConfig(Section):
-    """Where the launcher serves the report of the run while it goes on, for a browser (docs/console.md)."""
+    """Where the report of the run is served while it is trained, for a browser (docs/console.md)."""
 
     port: int = Field(default=9466, ge=0, le=65535)
     """Port on 127.0.0.1 of this run, each of several on a machine its own; 0: any free one, which the console names."""
 
 
-def check_served_ports(prometheus: PrometheusConfig | None, dashboard: DashboardConfig | None) -> None:
-    """Refuse one port for both that a launcher serves.
-
-    Raises:
-        ValueError: they have the same; 0 is a free one for each.
-    """
-    if prometheus is not None and dashboard is not None and dashboard.port == prometheus.port != 0:
-        raise ValueError(
-            f"prometheus.port and dashboard.port are both {dashboard.port}: give each a port of its own, or 0 for any "
-            "free one"
-        )
-
-
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 
 
 class TrackingConfig(Section):
-    """Which trackers get the metrics, and what the run is called there. Where they are, and keys, is said by the
-    environment variables of each (docs/console.md)."""
+    """Trackers that get the metrics, and the name of the run there. Addresses and keys are environment variables of
+    each tracker (docs/console.md)."""
 
     backends: list[str] = Field(default=["tensorboard"], min_length=1)
-    """Of `tensorboard`, `wandb`, `mlflow`, `trackio`, and `module:Class` for one of your own."""
+    """Of `tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus`, and `module:Class` for one of your own."""
 
     project: str = Field(default="holdfast", min_length=1)
     """The project, or experiment, that the run belongs to."""
@@ -112,14 +88,9 @@ class ProfiledSteps:
             ValueError: it names no steps.
         """
         match = _STEPS.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise ValueError("should be FIRST:LAST, the first and the last step to profile, such as 3:5")
-        steps = cls(int(match[1]), int(match[2]))
-        if steps.first < 1:
-            raise ValueError("begins before the first step, which is 1")
-        if steps.last < steps.first:
-            raise ValueError(f"ends before it begins: {steps.last}:{steps.first} is the other way round")
-        return steps
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError("should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5")
+        return cls(int(match[1]), int(match[2]))
 
     def check(self, max_steps: int) -> None:
         """Check that the run comes to all of them.
@@ -128,10 +99,7 @@ class ProfiledSteps:
             ValueError: it ends before.
         """
         if self.last > max_steps:
-            raise ValueError(
-                f"profile = '{self}' goes on to step {self.last}, and the run ends with step {max_steps}: choose steps "
-                "up to there, or raise max_steps"
-            )
+            raise ValueError(f"profile = '{self}' ends after max_steps = {max_steps}: choose other steps, or raise it")
 
     def __len__(self) -> int:
         return self.last - self.first + 1

@@ -7,7 +7,7 @@ What a death costs:
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
 - the evaluations of `sft` and `dpo`: started again, and left out when that is in vain; training goes on.
-- a tracker: started again, and left out when that is in vain.
+- a tracker or the live page: started again, and left out when that is in vain.
 - a storage that cannot be written: the process that says so is started again when there may be room.
 """
 
@@ -25,7 +25,7 @@ from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
 from holdfast.launcher.exit_reasons import Deaths, end_of, how_it_ended, profile_lines, report_stop
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
-from holdfast.launcher.outputs import Endpoints, Listeners, Senders
+from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff, fullest
 from holdfast.launcher.rendezvous import NodeGroup
 from holdfast.launcher.resume.resume_step import clear_unpublished
@@ -47,14 +47,12 @@ def watch(
     plan: Plan,
     healing: Healing | None = None,
     group: NodeGroup | None = None,
-    listeners: Listeners | None = None,
 ) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
         healing: unset: the first death ends the run.
         group: of the nodes, where the run has several.
-        listeners: where the run is served; unset: nowhere.
 
     Raises:
         ProcessDied: one of them ended before its time and was not to be started again.
@@ -67,8 +65,7 @@ def watch(
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     is_shared = healing is not None and healing.cluster is not None
     with (
-        Senders(plan) as senders,
-        Endpoints(listeners or Listeners(), plan) as endpoints,
+        SideProcesses(plan) as side_processes,
         place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats,
         Supervisor() as supervisor,
     ):
@@ -78,7 +75,7 @@ def watch(
         }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, senders, endpoints).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, side_processes).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
@@ -98,11 +95,9 @@ class _Watcher:
         monitors: dict[str, LivenessMonitor],
         beats: Path,
         group: NodeGroup | None,
-        senders: Senders,
-        endpoints: Endpoints,
+        side_processes: SideProcesses,
     ) -> None:
-        self._senders = senders
-        self._endpoints = endpoints
+        self._side_processes = side_processes
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
@@ -153,7 +148,7 @@ class _Watcher:
         if isinstance(outcome, Plan):
             return outcome
         if outcome is not None:
-            self._senders.stop_waiting()
+            self._side_processes.stop_waiting()
             self._save_before_stop(outcome)
         self._supervisor.stop()
         return outcome
@@ -175,7 +170,6 @@ class _Watcher:
     def _start(self) -> None:
         """Start what does not run yet; an inference server outlives an attempt."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._endpoints.begin(self._plan)
         self._tell_of_healing()
         for name, argv in self._plan.commands.items():
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
@@ -216,9 +210,7 @@ class _Watcher:
     def _look(self) -> None:
         """Show what is new, and see to those who are told of it."""
         self._console.refresh()
-        self._senders.look(self._console.say)
-        lives = {child.name: child.process.poll() is None for child in self._supervisor.children}
-        self._endpoints.look(lives, self._console.say)
+        self._side_processes.look(self._console.say)
 
     def _pause(self, seconds: float = REFRESH_S) -> int | None:
         """Wait; return the number of a signal that came meanwhile."""

@@ -41,7 +41,7 @@ from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, r
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.nodes import launch_on_nodes, process_name, trainer_command, with_outer_nodes
-from holdfast.launcher.outputs import Listeners, check_tracking, listening_for
+from holdfast.launcher.outputs import check_outputs
 from holdfast.launcher.placement import Placed, placed
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff
 from holdfast.launcher.preflight import (
@@ -154,15 +154,8 @@ def launch_training(config: TrainingCommand) -> int:
         return submit_training(config)
     config, rank = with_outer_nodes(config, os.environ)
     check_training(config)
-    check_tracking(config)
+    check_outputs(config)
     check_evaluations(config)
-    if config.parallel.nodes > 1 and not config.dry_run:
-        return _launch_training(config, Listeners(), rank=rank)
-    with listening_for(config) as listeners:
-        return _launch_training(config, listeners, rank=rank)
-
-
-def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int | None) -> int:
     survey = settle_length(config, clean=config.clean)
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
@@ -187,7 +180,7 @@ def _launch_training(config: TrainingCommand, listeners: Listeners, *, rank: int
         processes=planned_trainer(config, placement),
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
-    return _print_plan(plan) if config.dry_run else watch(plan, listeners=listeners)
+    return _print_plan(plan) if config.dry_run else watch(plan)
 
 
 def launch_rl(config: RlConfig) -> int:
@@ -200,13 +193,12 @@ def launch_rl(config: RlConfig) -> int:
         check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
         return submit_rl(config, given)
     with (
-        listening_for(config.trainer) as listeners,
         placed(config) as places,
         _servers(config, places, picks_port=picks_port) as servers,
     ):
         machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)
-        check_tracking(config.trainer)
+        check_outputs(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         settle_length(config.trainer, clean=config.clean)
         chosen = choose_rl(config, placement, machine)
@@ -225,7 +217,7 @@ def launch_rl(config: RlConfig) -> int:
             cluster=places.cluster if places else None,
             cluster_timeout_s=config.cluster_timeout_s,
         )
-        return watch(plan, healing, listeners=listeners)
+        return watch(plan, healing)
 
 
 def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:

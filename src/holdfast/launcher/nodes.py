@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +22,6 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launcher.heal import watch
-from holdfast.launcher.outputs import Listeners, listening_for
 from holdfast.launcher.plan import Healing, Plan, Restarts, StorageBackoff
 from holdfast.launcher.rendezvous import NodeGroup
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
@@ -50,8 +48,7 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
         if group.leads:
             # Before the others come: another run in this directory is told at once.
             RunDir(config.output_dir).lock()
-        with listening_for(config) if group.leads else nullcontext(Listeners()) as listeners:
-            code = _run(config, group, environment, listeners)
+        code = _run(config, group, environment)
     except HoldfastError as error:
         code, said = error.exit_code, str(error)
         raise
@@ -63,7 +60,7 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
     return code
 
 
-def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str], listeners: Listeners) -> int:
+def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str]) -> int:
     number = group.gather(lambda: time.sleep(_MOMENT_S), lambda text: print(text, flush=True))
     if number is not None:
         return 128 + number
@@ -75,7 +72,7 @@ def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str],
             storage_backoff=StorageBackoff(0.0),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
-    return watch(plan_on_node(config, group, environment), healing, group, listeners)
+    return watch(plan_on_node(config, group, environment), healing, group)
 
 
 def plan_on_node(

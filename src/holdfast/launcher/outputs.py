@@ -1,18 +1,20 @@
-"""Side services of the launcher: the Prometheus endpoint, the live page, and one process per tracker.
+"""Processes beside a run: one for each tracker, and one that serves the live page.
 
-A tracker's process may die, hang or be slow without any effect on training.
+A side process may die, hang or be slow without any effect on training.
 """
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config.training import TrainingCommand
+from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Process
 from holdfast.launcher.plan import Plan, Restarts
 from holdfast.launcher.preflight import check_in_child
@@ -20,87 +22,39 @@ from holdfast.launcher.supervise import error_message
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
-from holdfast.view.report.serve import Dashboard, listening_for_browsers
-from holdfast.view.trackers.interface import BUILT_IN, check_tracker
-from holdfast.view.trackers.prometheus import PrometheusServer, listening_for_prometheus
-from holdfast.view.trackers.sending import label_of
-from holdfast.view.web import Listener
-
-
-@dataclass(frozen=True)
-class Listeners:
-    """Where a launcher listens; None: it does not."""
-
-    prometheus: Listener | None = None
-    dashboard: Listener | None = None
-
-
-@contextmanager
-def listening_for(config: TrainingCommand) -> Iterator[Listeners]:
-    """Listen wherever the settings say, before anything is started.
-
-    Raises:
-        ConfigError: a port is taken, or what is needed to serve there is not installed.
-    """
-    with (
-        listening_for_prometheus(config.prometheus) as prometheus,
-        listening_for_browsers(config.dashboard) as dashboard,
-    ):
-        yield Listeners(prometheus, dashboard)
-
-
-class Endpoints:
-    """Serves one run, over all attempts of this launcher; a context manager."""
-
-    def __init__(self, listeners: Listeners, plan: Plan) -> None:
-        run_dir = plan.attempt.run_dir
-        self._prometheus = PrometheusServer(listeners.prometheus, run_dir, plan.trainer.program, leads=plan.node == 0)
-        self._dashboard = Dashboard(listeners.dashboard, run_dir)
-        self._open = ExitStack()
-
-    def __enter__(self) -> Endpoints:
-        with ExitStack() as stack:
-            stack.enter_context(self._prometheus)
-            stack.enter_context(self._dashboard)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def begin(self, plan: Plan) -> None:
-        """Serve another attempt."""
-        engines = {name: health.url.removesuffix("/health") for name, health in plan.health.items()}
-        self._prometheus.begin(plan.attempt.number, max_steps=plan.trainer.max_steps, engines=engines)
-
-    def look(self, processes: dict[str, bool], say: Callable[[str], None]) -> None:
-        """Take which processes live, and say what went wrong since the last call."""
-        self._prometheus.look(processes, say)
-        self._dashboard.look(say)
-
+from holdfast.view.sending import label_of
+from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _MAX_RESTARTS, _WINDOW_S = 3, 600.0
-_DYING_S = 10.0
+_STOPPING_S = 10.0
 
 
-def check_tracking(config: TrainingCommand) -> None:
-    """Check that every tracker that the settings name is installed, before anything starts.
+def check_outputs(config: TrainingCommand) -> None:
+    """Check that the trackers of the settings are installed, and that the port of the live page is free.
 
     Raises:
-        ConfigError: one is not; with the command that installs it.
+        ConfigError: naming the remedy.
     """
-    if config.tracking is None:
-        return
-    for name in config.tracking.backends:
+    backends = config.tracking.backends if config.tracking is not None else []
+    for name in backends:
         if name in BUILT_IN:
             check_tracker(name, key="tracking.backends")
-    if any(name not in BUILT_IN for name in config.tracking.backends):
-        check_in_child("holdfast.launcher.check_trackers", config.tracking)
+    if config.tracking is not None and any(name not in BUILT_IN for name in backends):
+        check_in_child("holdfast.view.track", config.tracking)
+    if config.dashboard is None or config.parallel.nodes > 1:  # only the head node serves
+        return
+    try:
+        socket.create_server(("127.0.0.1", config.dashboard.port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"dashboard: 127.0.0.1:{config.dashboard.port} cannot be used: {error.strerror}. Give each run of this "
+            "machine its own port from 1024 on with --dashboard.port, or 0 for any free one."
+        ) from None
 
 
 @contextmanager
 def held_back(number: signal.Signals) -> Iterator[None]:
-    """Have what is started meanwhile get a signal only when it asks for it: it may come before there is a handler."""
+    """Block a signal in what is started meanwhile: it may come before the process has a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
@@ -109,114 +63,104 @@ def held_back(number: signal.Signals) -> Iterator[None]:
 
 
 @dataclass
-class _Sender:
-    """One tracker's process; None where it is not started again. `is_last`: no other follows it."""
+class _SideProcess:
+    """A tracker or `dashboard`, and the command that does its work later; `process` is None if it does not run.
 
-    tracker: str
-    process: Process | None
-    starts_at: float = 0.0
-    is_last: bool = False
+    Attributes:
+        starts_at: when it is started, in monotonic seconds; None: not again.
+    """
+
+    name: str
+    argv: list[str]
+    remedy: str
+    log: Path
+    process: Process | None = None
+    starts_at: float | None = 0.0
 
 
-class Senders:
-    """The trackers' processes of one launcher, over all attempts; a context manager, which ends them."""
+class SideProcesses:
+    """The side processes of one launcher, over all attempts; a context manager, which ends them."""
 
     def __init__(self, plan: Plan) -> None:
-        config = plan.trainer.tracking if plan.node == 0 else None
-        self._config = config
-        self._run_dir = plan.attempt.run_dir
-        self._logs = self._run_dir.logs(plan.attempt.number)
+        run, config = plan.attempt.run_dir.path, plan.trainer
+        self._logs = plan.attempt.run_dir.logs(plan.attempt.number)
         self._restarts = Restarts(_MAX_RESTARTS, _WINDOW_S)
-        self._senders = [_Sender(name, None) for name in config.backends] if config else []
-        self._is_started = False
-        self._waits_s = config.finish_timeout_s if config else 0.0
+        self._waits_s = config.tracking.finish_timeout_s if config.tracking else _STOPPING_S
+        self._processes: list[_SideProcess] = []
+        if plan.node:
+            return
+        if config.tracking is not None:
+            settings = config.tracking.model_dump_json()
+            for name in config.tracking.backends:
+                argv = module_command("holdfast.view.track", str(run), name, settings)
+                remedy = f"`track {run} --to {name}` sends what is missing."
+                log = self._logs / f"tracking_{label_of(name)}.log"
+                self._processes.append(_SideProcess(name, argv, remedy, log))
+        if config.dashboard is not None:
+            argv = module_command("holdfast.view.serve", str(run), str(config.dashboard.port))
+            remedy = f"`report {run}` makes the page."
+            self._processes.append(_SideProcess("dashboard", argv, remedy, self._logs / "dashboard.log"))
 
-    def __enter__(self) -> Senders:
+    def __enter__(self) -> SideProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
     def look(self, say: Callable[[str], None]) -> None:
-        """Start those that do not run yet, or again what has died, and say so."""
-        for sender in self._senders:
-            if sender.process is None or sender.process.poll() is None:
-                if not self._is_started or (sender.starts_at and time.monotonic() >= sender.starts_at):
-                    self._start(sender, say)
-                continue
-            code = sender.process.returncode
-            delay_s = self._restarts.delay_s(sender.tracker, code)
-            sender.process.kill()  # what it has started
-            sender.process = None
-            if delay_s is None:
-                said = error_message(self._log_of(sender)) or f"its process ended with {code}"
-                say(f"WARNING: {sender.tracker} gets no more of this run: {said}. {self._later(sender)}")
-            else:
-                sender.starts_at = time.monotonic() + delay_s
-        self._is_started = True
+        """Start the processes that are due, and start again or give up those that have died."""
+        for side in self._processes:
+            if side.process is not None and side.process.poll() is not None:
+                code = self._take(side)  # also after 0: a scheduler may signal every process
+                if side.starts_at is None:
+                    reason = error_message(side.log) or f"its process ended with {code}"
+                    say(f"WARNING: {side.name} is not started again: {reason}. {side.remedy}")
+            if side.process is None and side.starts_at is not None and time.monotonic() >= side.starts_at:
+                self._start(side, say)
 
-    def _start(self, sender: _Sender, say: Callable[[str], None]) -> None:
-        assert self._config is not None
-        sender.starts_at = 0.0
-        argv = module_command(
-            "holdfast.view.trackers.process", str(self._run_dir.path), sender.tracker, self._config.model_dump_json()
-        )
-        environment = {
-            EVENTS_ENV: str(self._logs / "events.jsonl"),
-            PROCESS_ENV: sender.tracker,
-            HEARTBEAT_ENV: "",
-        }
+    def _take(self, side: _SideProcess) -> int:
+        """Clear away a process that has ended, and decide when it is started again; return its exit code."""
+        assert side.process is not None
+        code = side.process.returncode
+        side.process.kill()  # what it has started
+        side.process = None
+        delay_s = self._restarts.delay_s(side.name, code)
+        side.starts_at = None if delay_s is None else time.monotonic() + delay_s
+        return code
+
+    def _start(self, side: _SideProcess, say: Callable[[str], None]) -> None:
+        side.starts_at = None
+        environment = {EVENTS_ENV: str(self._logs / "events.jsonl"), PROCESS_ENV: side.name, HEARTBEAT_ENV: ""}
         try:
             with held_back(signal.SIGTERM):
-                sender.process = THIS_MACHINE.start(argv, self._log_of(sender), environment)
+                side.process = THIS_MACHINE.start(side.argv, side.log, environment)
         except OSError as error:
-            say(f"WARNING: {sender.tracker} gets nothing of this run: {error}. {self._later(sender)}")
-
-    def _log_of(self, sender: _Sender) -> Path:
-        return self._logs / f"tracking_{label_of(sender.tracker)}.log"
-
-    def _later(self, sender: _Sender) -> str:
-        return f"`track {self._run_dir.path} --to {sender.tracker}` sends what is missing."
+            say(f"WARNING: {side.name} cannot be started: {error}. {side.remedy}")
 
     def stop_waiting(self) -> None:
         """Do not wait for trackers longer than a scheduler gives a run that it stops."""
-        self._waits_s = min(self._waits_s, _DYING_S)
+        self._waits_s = min(self._waits_s, _STOPPING_S)
 
     def end(self) -> None:
-        """Have every tracker take the rest; say which has not, in time. What has crashed is tried once more."""
-        for sender in self._senders:
-            if sender.process is None and sender.starts_at:  # it was to be started again: now, or never
-                self._start(sender, print)
-                sender.is_last = True
-        running = [sender for sender in self._senders if sender.process is not None]
-        for sender in running:
-            assert sender.process is not None
-            sender.process.signal(signal.SIGTERM)
+        """Have every tracker take the rest; warn of one that has not in time. A tracker that crashes is tried again."""
         deadline = time.monotonic() + self._waits_s
-        for sender in running:
-            code = self._ended(sender, deadline)
-            if code and self._is_worth_a_try(sender, code) and time.monotonic() < deadline:
-                code = self._once_more(sender, code, deadline)
-            if code != 0:
-                why = f"ended with {code}" if code is not None else "has not taken everything in time"
-                print(f"WARNING: {sender.tracker} {why}. {self._later(sender)}", flush=True)
-        self._senders = []
-
-    def _is_worth_a_try(self, sender: _Sender, code: int) -> bool:
-        return not sender.is_last and self._restarts.delay_s(sender.tracker, code) is not None
-
-    def _once_more(self, sender: _Sender, code: int, deadline: float) -> int | None:
-        """Start a tracker again that died in its last seconds; return how it ended, None: it has not in time."""
-        sender.process = None
-        self._start(sender, print)
-        if sender.process is None:
-            return code
-        sender.process.signal(signal.SIGTERM)
-        return self._ended(sender, deadline)
-
-    @staticmethod
-    def _ended(sender: _Sender, deadline: float) -> int | None:
-        assert sender.process is not None
-        code = sender.process.wait(max(0.0, deadline - time.monotonic()))
-        sender.process.kill()
-        return code
+        for side in self._processes:
+            if side.process is None and side.starts_at is not None:  # it was to be started again
+                self._start(side, print)
+            if side.process is not None:
+                side.process.signal(signal.SIGTERM)
+        for side in self._processes:
+            while side.process is not None:
+                code = side.process.wait(max(0.0, deadline - time.monotonic()))
+                if code is None:
+                    side.process.kill()
+                    print(f"WARNING: {side.name} has not finished in time. {side.remedy}", flush=True)
+                    break
+                self._take(side)
+                if code and side.starts_at is not None and time.monotonic() < deadline:
+                    self._start(side, print)
+                    if side.process is not None:
+                        side.process.signal(signal.SIGTERM)
+                elif code:
+                    print(f"WARNING: {side.name} ended with {code}. {side.remedy}", flush=True)
+        self._processes = []

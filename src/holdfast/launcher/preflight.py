@@ -255,13 +255,13 @@ def _telling(events: Path, say: Callable[[str], None], *, every_s: float = _TELL
     from holdfast.view.follow import Tail
     from holdfast.view.state import Phase
 
-    ended, tail = threading.Event(), Tail(events, from_end=False)
+    ended, tail = threading.Event(), Tail(events)
 
     def tell() -> None:
         while not ended.wait(every_s):
             for one in deque(tail, maxlen=1):
                 phase = Phase("", one.pop("phase"), one.pop("time"), {k: v for k, v in one.items() if k != "process"})
-                say(f"  {phase.name} {phase.said}".rstrip())
+                say(f"  {phase.name} {phase.text}".rstrip())
 
     thread = threading.Thread(target=tell, name="survey", daemon=True)
     thread.start()
@@ -422,9 +422,7 @@ def print_table(processes: Sequence[PlannedProcess]) -> None:
         )
         for one in processes
     ]
-    # Of one machine everybody knows the name.
-    expendable = () if any(one.host for one in processes) else ("host",)
-    print_parts([Grid(_COLUMNS, rows, expendable=expendable)])
+    print_parts([Grid(_COLUMNS, rows)])
 
 
 def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:

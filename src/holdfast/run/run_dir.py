@@ -16,7 +16,6 @@ weights/step_N/          what inference serves (Hugging Face layout)
 metrics.jsonl            one JSON object per step
 tensorboard/             what TensorBoard shows
 tracking/                how far each tracker has come, and what it keeps on this machine
-prometheus.json          where Prometheus finds the run and its engines, while the launcher lives
 judgements.log           every reply of a judge, by its request
 checked_models.json      digests of the models that passed their check at a start
 reference_logprobs.npz   what the reference of a preference run says about each pair
@@ -82,7 +81,6 @@ _OF_RUN = (
     "metrics.jsonl",
     "tensorboard",
     "tracking",
-    "prometheus.json",
     REFERENCE_NAME,
     JUDGEMENTS_NAME,
     CHECKED_MODELS_NAME,
@@ -131,7 +129,6 @@ class RunDir:
         self.judgements = self.path / JUDGEMENTS_NAME
         self.tracking = self.path / "tracking"
         self.checked_models = self.path / CHECKED_MODELS_NAME
-        self.prometheus = self.path / "prometheus.json"
         self._removal = self.path / "removal.mark"
 
     def checkpoint(self, step: int) -> Path:

@@ -1,51 +1,54 @@
-"""Follows a run: each look reads what its processes have appended to `metrics.jsonl` and `events.jsonl`."""
+"""Follows runs by their files: `Tail` one file, `Follower` what is new of a run, `ObservedRun` how a run is."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import tomli
 
-from holdfast.errors import is_storage_failure
-from holdfast.run.run_dir import RunDir
-from holdfast.view.state import RECENT_STEPS, Alarm, Checkpoints, CheckpointWatch, Phase, RunState, TimeLeft
+from holdfast.errors import NOT_SAVED, ConfigError, is_storage_failure, printable
+from holdfast.run.lock import living_holder
+from holdfast.run.run_dir import SUMMARY_NAME, RunDir
+from holdfast.view.state import Alarm, Checkpoints, Phase, RunState, look_at_checkpoints
+from holdfast.view.tables import age
 
 _KEPT_BYTES = 4096
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+_LOOK_FOR_ATTEMPTS_S = 1.0
+_LIVE_ATTEMPTS = 2
+"""An inference server that outlived its attempt may still write to the logs of the attempt before."""
+_SILENT_S = 600.0
+"""A holder of a run on another host or in another container lives if files of the run changed since."""
+_SIGNALS_S = 0.1
 
 
 class Tail:
-    """Complete new lines of a growing file, as JSON objects; what is no object is left out.
+    """Complete new lines of a growing file, as JSON objects; other lines are left out.
 
-    A file is known by what it says: by the last bytes that were read of it, which stand where they stood. Not by its
-    number (inode): some file systems (SMB, FUSE, NFS) give one file another one later.
+    A file is known by its last bytes that were read, not by its inode: some file systems (SMB, FUSE, NFS) give a file
+    another inode later.
 
     Attributes:
-        replaced: how often a file that says something else, or a shorter one, was found in its place. It was read from
-            its begin then.
-        failure: by which the storage did not give the last look all that is there; None where it did.
+        replaced: how often another or a shorter file was found in its place, and read from its beginning.
+        failure: why the storage did not give all lines at the last look; None if it did.
     """
 
-    def __init__(self, path: Path, *, from_end: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._before = b""  # what stands before the offset
+        self._before = b""  # the bytes before the offset
         self._seen: tuple[int, ...] | None = None  # of the file, when it was read to its end
-        if from_end:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
-                self._offset = file.seek(0, os.SEEK_END)
-                file.seek(max(0, self._offset - _KEPT_BYTES))
-                self._before = file.read(self._offset - file.tell())
         self.replaced = 0
         self.failure: OSError | None = None
 
@@ -58,7 +61,7 @@ class Tail:
         except OSError as error:
             self.failure = error
             if not is_storage_failure(error):
-                raise  # else they are read when the storage gives them again
+                raise  # else a later look reads the lines
 
     def _new_lines(self) -> Iterator[dict[str, Any]]:
         status = os.stat(self._path)  # noqa: PTH116 - ten times a second
@@ -68,19 +71,16 @@ class Tail:
         with open(self._path, "rb") as file:
             self._find_place(file)
             for line in file:
-                # Half a line: it is read whole at a later look, as the offset stays before it.
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n"):  # a later look reads it whole
                     break
                 self._offset += len(line)
                 self._before = (self._before + line)[-_KEPT_BYTES:]
                 if isinstance(value := _decoded(line), dict):
                     yield value
-        self._seen = seen  # of before it was read: what came meanwhile is read at the next look
+        self._seen = seen  # as before it was read: the next look reads what came meanwhile
 
     def _find_place(self, file: BinaryIO) -> None:
-        """Go to the offset, or to the begin of a file that is another one."""
         file.seek(self._offset - len(self._before))
-        # A line that was in it may be cut off again: the storage was full.
         if file.read(len(self._before)) != self._before:
             self._offset, self._before = 0, b""
             self.replaced += 1
@@ -88,29 +88,54 @@ class Tail:
 
 
 def _decoded(line: bytes) -> Any:
-    """Return the JSON of a line; None where it has none: a full disk took a part of it only, or a bit has flipped."""
+    """Return the JSON of a line; None if it is damaged."""
     try:
         try:
-            return msgspec.json.decode(line)  # a fifth of the time of what reads every dialect
+            return msgspec.json.decode(line)  # takes a fifth of the time
         except ValueError:
-            return json.loads(line)  # NaN is no JSON, and many write it
-    except (ValueError, RecursionError):  # the latter of brackets without an end
+            return json.loads(line)  # accepts NaN
+    except (ValueError, RecursionError):  # the latter for brackets without an end
         return None
 
 
-_ATTEMPT = re.compile(r"attempt_(\d+)")
-_LOOK_AT_FILES_S = 1.0
-# Those of earlier attempts are written no more, but for what an inference server says that outlived its attempt.
-_LIVE_ATTEMPTS = 2
+class EventLog:
+    """The events of a run as they come, with the numbers of their attempts.
+
+    Args:
+        name: the file of an attempt: each node has its own.
+        attempt: the attempt that is about to begin.
+        whole: the file with all events of `evaluate`, which has no attempts.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, *, name: str = "events.jsonl", attempt: int | None = None, whole: Path | None = None
+    ) -> None:
+        self._run_dir, self._name = run_dir, name
+        self._tails = {} if whole is None else {1: Tail(whole)}
+        self._seen: set[int] = set()
+        self._looked = float("-inf")
+        if attempt is not None:  # not only after the next look for attempts
+            self._add(attempt)
+
+    def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        if time.monotonic() - self._looked >= _LOOK_FOR_ATTEMPTS_S:
+            self._looked = time.monotonic()
+            new = set(attempts_with_logs(self._run_dir)) - self._seen
+            if not new:  # the earlier attempts have been read
+                self._tails = {number: self._tails[number] for number in sorted(self._tails)[-_LIVE_ATTEMPTS:]}
+            for number in new:
+                self._add(number)
+        for number in sorted(self._tails):
+            yield from ((number, event) for event in self._tails[number])
+
+    def _add(self, attempt: int) -> None:
+        self._seen.add(attempt)
+        self._tails[attempt] = Tail(self._run_dir.logs(attempt) / self._name)
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step has ended.
-
-    Attributes:
-        left_s: for the steps that are left, where that can be said.
-    """
+    """A step has ended; `left_s` is the time until the last step, if known."""
 
     metrics: dict[str, Any]
     left_s: float | None
@@ -120,145 +145,223 @@ News = Stepped | Phase | Alarm
 
 
 class Follower:
-    """Reads the files of a run, and writes none.
+    """Reads what is new of a run, and writes nothing; `max_steps` if it is known."""
 
-    Args:
-        events: the file with all events, of what has no attempts; unset: one for each attempt.
-        events_name: of the file with the events, which every node of several has for itself.
-        attempt: that is about to begin; unset: whatever attempts there are, and come.
-        max_steps: that the run trains until, where that is known before its settings are read.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        *,
-        events: Path | None = None,
-        events_name: str = "events.jsonl",
-        attempt: int | None = None,
-        max_steps: int | None = None,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, events: EventLog | None = None, *, max_steps: int | None = None) -> None:
         self._run_dir = run_dir
-        self._events_name = events_name
-        self._metrics = Tail(run_dir.metrics, from_end=False)
-        self._events: dict[int, Tail] = {}
-        self._seen: set[int] = set()
-        if events is not None:
-            self._events[1] = Tail(events, from_end=False)
-        self._watch = CheckpointWatch(run_dir.checkpoints)
-        self._time_left = TimeLeft()
-        self._looked = -math.inf
-        self._is_owed = False  # steps that have been, and are not known yet
-        self._unseen: deque[tuple[int, float | None]] = deque(maxlen=RECENT_STEPS)
+        self._events = events or EventLog(run_dir)
+        self._metrics = Tail(run_dir.metrics)
+        self._replaced = 0
+        self._is_behind = False  # steps are read that are no news
         self.state = RunState(max_steps=max_steps)
-        if attempt is not None:  # its first words are not waited for until the next look
-            self._add(attempt)
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """What was found at the last look."""
-        return self._watch.last
-
-    def set_max_steps(self, max_steps: int) -> None:
-        """Set the step that the newest attempt trains until."""
-        self.state.max_steps = max_steps
 
     def catch_up(self) -> None:
-        """Take in all that was written until now, as what has been."""
-        self._is_owed = True
+        """Read everything that is there, without news of it."""
+        self._is_behind = True
         for _ in self.news():
             pass
 
     def news(self) -> Iterator[News]:
-        """Take in what was written since the last look, and give it: what is said of a step comes after the step."""
-        # Before the steps are read: the steps that these events follow are then there.
-        told = deque(self._new_events())
+        """Yield what is new since the last call. Events of a step come after the step."""
+        # Events are read first: the steps that they follow are there by then.
+        events = deque(self._new_events())
         for stepped in self._new_steps():
-            while told and not _is_after(told[0], int(stepped.metrics["step"])):
-                yield told.popleft()
+            while events and not _is_after(events[0], int(stepped.metrics["step"])):
+                yield events.popleft()
             yield stepped
-        yield from told
+        yield from events
 
     def _new_steps(self) -> Iterator[Stepped]:
-        replaced = self._metrics.replaced
-        rest = iter(self._metrics)
-        # What is there is known with the first line only.
-        first = next(rest, None)
-        if self._metrics.replaced != replaced:
-            self.state.forget_steps()
-            self._unseen.clear()
-            self._is_owed = True
-        lines = (line for line in chain(() if first is None else (first,), rest) if _is_step(line))
-        if self._is_owed:
-            self._take_in(lines)
-            return
-        for line in list(lines):
-            self.state.take_step(line, now=time.time())
-            self.state.left_s = self._time_left.after(
-                self.state.step,
-                max_steps=self.state.max_steps,
-                now=time.monotonic(),
-                step_s=line.get("time/step") or None,
-            )
-            yield Stepped(line, self.state.left_s)
-
-    def _take_in(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Take in steps that nobody saw end, one by one; those that the storage does not give are owed still."""
         try:
-            ended = self._run_dir.metrics.stat().st_mtime
+            ended_unix_s = self._run_dir.metrics.stat().st_mtime
         except OSError:
-            ended = time.time()
-        for line in lines:
-            self.state.take_step(line, now=ended)
-            self._unseen.append((int(line["step"]), line.get("time/step")))
-        self.state.left_s = self._time_left.begin_with(
-            self._unseen, max_steps=self.state.max_steps, now=time.monotonic()
-        )
-        self._is_owed = self._metrics.failure is not None
-        if not self._is_owed:
-            self._unseen.clear()
+            ended_unix_s = time.time()
+        for line in self._metrics:
+            self._start_over_if_replaced()
+            if not isinstance(line.get("step"), int):
+                continue
+            self.state.take_step(line, unix_s=ended_unix_s)
+            if not self._is_behind:
+                yield Stepped(line, self.state.left_s)
+        self._start_over_if_replaced()  # by an empty file
+        if self._metrics.failure is None:
+            self._is_behind = False
+
+    def _start_over_if_replaced(self) -> None:
+        if self._metrics.replaced != self._replaced:  # a resume has cut the file off
+            self._replaced = self._metrics.replaced
+            self._is_behind = True
+            self.state.forget_steps()
 
     def _new_events(self) -> Iterator[Phase | Alarm]:
-        if time.monotonic() - self._looked >= _LOOK_AT_FILES_S:
-            self._look_at_files()
-        for number in sorted(self._events):
-            for event in self._events[number]:
-                told = self.state.take_event(event, attempt=number)
-                if told is not None:
-                    yield told
+        for number, event in self._events.new():
+            if (said := self.state.take_event(event, attempt=number)) is not None:
+                yield said
 
-    def _look_at_files(self) -> None:
-        """Find new attempts, leave those alone that nobody writes to any more, and look at the checkpoints."""
-        self._looked = time.monotonic()
-        self._watch.look()
-        new = set(attempts_with_logs(self._run_dir)) - self._seen
-        if not new:  # those that were there have been read once
-            live = sorted(self._events)[-_LIVE_ATTEMPTS:]
-            self._events = {number: self._events[number] for number in live}
-        for number in new:
-            self._add(number)
 
-    def _add(self, attempt: int) -> None:
-        self._seen.add(attempt)
-        self._events[attempt] = Tail(self._run_dir.logs(attempt) / self._events_name, from_end=False)
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return names of runs that differ: their paths below the directory that holds all of them."""
+    shared = os.path.commonpath([path.absolute().parent for path in paths])
+    return [printable(path.absolute().relative_to(shared)) for path in paths]
+
+
+def no_run(path: Path) -> ConfigError:
+    """Return the error that `path` holds no run."""
+    return ConfigError(
+        f"{path} holds no run: it has no run.json (from {Path.cwd()}). Name the output directory of one."
+    )
 
 
 def attempts_with_logs(run_dir: RunDir) -> Iterator[int]:
-    """Yield the numbers of the attempts whose logs are there, in no order."""
-    try:
-        names = [path.name for path in (run_dir.path / "logs").iterdir()]
-    except OSError:
-        return
-    for name in names:
-        if match := _ATTEMPT.fullmatch(name):
-            yield int(match[1])
+    """Yield the numbers of the attempts that have logs, in no order."""
+    with suppress(OSError):
+        for path in list((run_dir.path / "logs").iterdir()):
+            if match := _ATTEMPT.fullmatch(path.name):
+                yield int(match[1])
 
 
-def _is_after(told: Phase | Alarm, step: int) -> bool:
-    """Whether `told` is said of a step that is not before `step`."""
-    of = told.step if isinstance(told, Alarm) else told.details.get("step")
+def _is_after(event: Phase | Alarm, step: int) -> bool:
+    of = event.step if isinstance(event, Alarm) else event.details.get("step")
     return isinstance(of, int) and of >= step
 
 
-def _is_step(line: dict[str, Any]) -> bool:
-    return isinstance(line.get("step"), int)
+class ObservedRun:
+    """A run as it is seen from outside.
+
+    Attributes:
+        status: `waiting` for a run to begin here; `unreadable` so far; `running`; `silent`: held by a process elsewhere
+            that writes nothing any more; `finished`; `stopped` by a signal or a kill; `failed`.
+        holder: the process that holds the run, or an empty text.
+        changed_unix_s: when any process of the run wrote last.
+    """
+
+    def __init__(self, run_dir: RunDir, name: str) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self.status = "waiting"
+        self.holder = ""
+        self.changed_unix_s: float | None = None
+        self.is_evaluation = False
+        self.checkpoints = Checkpoints()
+        self._follower = Follower(run_dir)
+        self._identity = b""
+        self._trouble = ""
+
+    @property
+    def state(self) -> RunState:
+        return self._follower.state
+
+    @property
+    def is_running(self) -> bool:
+        return self.status not in ("finished", "stopped", "failed")
+
+    @property
+    def since(self) -> str:
+        """The words after the status: for how long, since when, or why."""
+        match self.status:
+            case "unreadable":
+                return f"({self._trouble})"
+            case "silent":
+                return f"(no heartbeat for {age(self._silent_s())})"
+            case "running" if self.state.begun_unix_s is not None:
+                return f"for {age(time.time() - self.state.begun_unix_s)}"
+        ended = self.changed_unix_s if self.state.ended is None else self.state.ended.get("unix_s")
+        return "" if self.is_running or not ended else f"{age(time.time() - ended)} ago"
+
+    def look(self) -> None:
+        """Read what is new; what was known stays while the storage does not give it."""
+        try:
+            self._look()
+        except OSError as error:  # or --clean removes the run at this moment
+            self._trouble = error.strerror or str(error)
+            if not self._identity:
+                self.status = "unreadable"
+
+    def _look(self) -> None:
+        try:
+            identity = (self.run_dir.path / "run.json").read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            self.status = "waiting"
+            return
+        if identity != self._identity:  # the first look, or another run after --clean
+            self.is_evaluation = (self.run_dir.path / "config" / "evaluate.toml").exists()
+            whole = self.run_dir.path / "logs" / "events.jsonl" if self.is_evaluation else None
+            follower = Follower(self.run_dir, EventLog(self.run_dir, whole=whole))
+            follower.catch_up()
+            self._follower, self._identity = follower, identity
+        for _ in self._follower.news():
+            pass
+        if self.state.max_steps is None:
+            self.state.max_steps = _max_steps(self.run_dir)
+        self.checkpoints = look_at_checkpoints(self.run_dir.checkpoints)
+        self.changed_unix_s = _last_change(self.run_dir)
+        self.status = self._status()
+
+    def _status(self) -> str:
+        holder, state = living_holder(self.run_dir.path / "run.lock"), self.state
+        self.holder = str(holder) if holder is not None else ""
+        if holder is not None and (holder.is_here or (state.ended is None and self._silent_s() < _SILENT_S)):
+            return "running"
+        if (self.run_dir.path / SUMMARY_NAME).exists():
+            return "finished"
+        if state.ended is not None:
+            code = state.ended.get("exit_code")
+            if code == 0:
+                return "finished"
+            return "stopped" if not isinstance(code, int) or code >= 128 or code == NOT_SAVED else "failed"
+        # Without a last word the launcher was killed, or the trainer was started by hand.
+        is_done = state.max_steps is not None and state.step >= state.max_steps
+        if is_done and self.run_dir.weights_of(state.step).is_dir():
+            return "finished"
+        return "stopped" if holder is None else "silent"
+
+    def _silent_s(self) -> float:
+        return time.time() - (self.changed_unix_s or 0.0)
+
+
+def _max_steps(run_dir: RunDir) -> int | None:
+    """Return the last step by the settings of the newest attempt, before its trainer has said it."""
+    for name in ("trainer", "sft", "dpo", "reward-model"):
+        with suppress(OSError, ValueError):
+            text = (run_dir.configs(run_dir.next_attempt() - 1) / f"{name}.toml").read_text()
+            if isinstance(found := tomli.loads(text).get("max_steps"), int):
+                return found
+    return None
+
+
+def _last_change(run_dir: RunDir) -> float | None:
+    """Return when any process of the run wrote last. Logs, timelines and generations change within a long step."""
+    paths = [run_dir.metrics, run_dir.path / "run.lock", run_dir.checkpoints]
+    for directory in (run_dir.path / "logs", run_dir.newest_logs(), run_dir.rollouts):
+        with suppress(OSError):
+            paths += directory.iterdir()
+    times: list[float] = []
+    for path in paths:
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times, default=None)
+
+
+class EndSignals:
+    """Notes signals that ask for the end, and waits until one comes; used as a context manager."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._numbers = numbers
+        self.is_asked = False
+
+    def __enter__(self) -> EndSignals:
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        self.is_asked = True
+
+    def wait(self, seconds: float) -> None:
+        """Wait; a signal ends the wait. Python continues a sleep after a handler, so the sleeps are short."""
+        until = time.monotonic() + seconds
+        while not self.is_asked and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_SIGNALS_S, left))

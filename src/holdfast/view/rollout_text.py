@@ -1,4 +1,4 @@
-"""Finds the batches that STEP arguments of `rollouts` mean, and turns their rollouts into text."""
+"""Batches by the STEP arguments of `rollouts`, and rollouts as text."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ _STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
 
 
 def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
-    """Return the directories of the batches that some STEP arguments mean, each once, in their order.
+    """Return the directories of the batches that STEP arguments name, each once, in their order.
 
     Raises:
         RunDirError: there is no run.
-        CheckpointError: a batch is not there, naming those that are.
-        ConfigError: an argument is no STEP.
+        CheckpointError: a batch is not there; names those that are.
+        ConfigError: an argument is not a STEP.
     """
-    if not run_dir.path.is_dir():
-        raise RunDirError(f"there is no directory {run_dir.path}. Name the run with --output-dir.")
     if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):
         raise RunDirError(f"{run_dir.path} holds no rl run. Name the run with --output-dir.")
     return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
@@ -85,9 +83,6 @@ def problems_of(batch: Batch) -> list[list[Rollout]]:
     return [list(group) for _, group in grouped]
 
 
-_FILE = "tokenizer.json"
-
-
 @dataclass(frozen=True)
 class TextOf:
     """Decodes token ids, or cannot, for a `reason`."""
@@ -101,19 +96,17 @@ class TextOf:
 
 
 def text_of(run_dir: RunDir) -> TextOf:
-    """Return the tokenizer of a run: that of the model in its newest configuration, else of its newest checkpoint."""
+    """Return the tokenizer of the model in the newest configuration of a run, else of its newest checkpoint."""
     names = [str(path) for path in _directories(run_dir)]
-    for name in names:
-        file = Path(name) / _FILE
-        if not file.is_file():
-            continue
-        from tokenizers import Tokenizer
+    file = next((path for name in names if (path := Path(name) / "tokenizer.json").is_file()), None)
+    if file is None:
+        return TextOf(None, f"there is no tokenizer.json in {' or '.join(names) or 'any model of the run'}")
+    from tokenizers import Tokenizer
 
-        try:
-            return TextOf(Tokenizer.from_file(str(file)))
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
-            return TextOf(None, f"{file} cannot be read: {error}")
-    return TextOf(None, f"there is no {_FILE} in {' or '.join(names) or 'any model of the run'}")
+    try:
+        return TextOf(Tokenizer.from_file(str(file)))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+        return TextOf(None, f"{file} cannot be read: {error}")
 
 
 def _directories(run_dir: RunDir) -> list[Path]:

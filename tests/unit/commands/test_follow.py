@@ -31,7 +31,7 @@ from holdfast.run.atomic import TEMPORARY_PREFIX
 from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import as_json_lines
-from holdfast.view.monitor import ObservedRun
+from holdfast.view.follow import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY

@@ -275,7 +275,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 def test_a_directory_without_a_run_is_refused(rollouts: Command, tmp_path: Path) -> None:
     code, _, err = rollouts("stats", "--output-dir", tmp_path / "nowhere")
-    assert code == 2 and "there is no directory" in err
+    assert code == 2 and "holds no rl run" in err
     code, _, err = rollouts("stats", "--output-dir", tmp_path)
     assert code == 2 and "holds no rl run" in err
     RunDir(tmp_path).create()

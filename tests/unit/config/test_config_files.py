@@ -298,8 +298,8 @@ def test_files_of_trainer_and_orchestrator_that_were_swapped_are_told_as_such(wr
 def test_sections_that_know_the_keys_of_a_file_equally_are_all_named_or_none(write: Write) -> None:
     served = write("served.toml", "port = 9500\n")
     assert refused("--model", "@", served, command=RlConfig) == (
-        f"{served} looks like a file for the section prometheus or dashboard: port belongs there. It was given as "
-        f"'--model @ {served}': give it as '--prometheus @ {served}' or '--dashboard @ {served}'."
+        f"{served} looks like a file for the section dashboard: port belongs there. It was given as "
+        f"'--model @ {served}': give it as '--dashboard @ {served}'."
     )
     tasks = write("tasks.toml", "[sampling]\nmax_tokens = 8\n[[environments]]\nid = 'reverse_text'\n")
     said = refused("--inference", "@", tasks, command=RlConfig)

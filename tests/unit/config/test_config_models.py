@@ -203,11 +203,6 @@ def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
             {"rewards": {"length_buffer_tokens": 9, "length_max_tokens": 8}},
             r"length_buffer_tokens \(9\) is more than length_max_tokens \(8\)",
         ),
-        (
-            SftConfig,
-            {"prometheus": {"port": 9466}, "dashboard": {}},
-            "prometheus.port and dashboard.port are both 9466",
-        ),
         (DpoConfig, {"loss": {"type": "simpoo"}}, "no 'simpoo'. Did you mean 'simpo'.*Allowed: dpo, ipo"),
     ],
 )

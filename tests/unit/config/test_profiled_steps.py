@@ -21,15 +21,15 @@ def _sft(*flags: str) -> SftConfig:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("3", 'should be FIRST:LAST, the first and the last step to profile, such as 3:5, got "3"'),
-        ("a:b", 'should be FIRST:LAST, the first and the last step to profile, such as 3:5, got "a:b"'),
+        ("3", 'should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5, got "3"'),
+        ("a:b", 'should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5, got "a:b"'),
         ("3:5:7", "should be FIRST:LAST"),
         ("-1:2", "should be FIRST:LAST"),
         ("3:9999999999", "should be FIRST:LAST"),
         ("\u0663:\u0665", "should be FIRST:LAST"),  # digits all the same, of another script
-        ("5:3", 'ends before it begins: 3:5 is the other way round, got "5:3"'),
-        ("0:2", 'begins before the first step, which is 1, got "0:2"'),
-        ("3:101", "goes on to step 101, and the run ends with step 100: choose steps up to there, or raise max_steps"),
+        ("5:3", "should be FIRST:LAST"),
+        ("0:2", "should be FIRST:LAST"),
+        ("3:101", "profile = '3:101' ends after max_steps = 100: choose other steps, or raise it"),
     ],
 )
 def test_what_names_no_steps_of_the_run_is_refused(given: str, said: str) -> None:
@@ -58,5 +58,5 @@ def test_rl_hands_it_to_its_trainer_and_checks_it_against_the_last_step_of_the_r
     of_trainer = hand_down_shared(RlConfig.model_validate({"trainer": {"profile": "2:2"}}))
     assert of_trainer.trainer.profile == of_trainer.profile == "2:2"
     for settings in ({"profile": "3:5", "max_steps": 4}, {"trainer": {"profile": "3:5", "max_steps": 4}}):
-        with pytest.raises(ValueError, match="goes on to step 5, and the run ends with step 4"):
+        with pytest.raises(ValueError, match="ends after max_steps = 4"):
             RlConfig.model_validate(settings)

@@ -215,7 +215,7 @@ def test_what_the_launcher_notes_may_find_no_storage(run_dir: RunDir) -> None:
         logs.unlink()
         logs.mkdir()
         console.note("ended", exit_code=0)
-    assert [event["phase"] for event in Tail(logs / "events.jsonl", from_end=False)] == ["ended"]
+    assert [event["phase"] for event in Tail(logs / "events.jsonl")] == ["ended"]
 
 
 def test_an_attempt_begins_without_the_phases_of_the_one_before(run_dir: RunDir) -> None:

@@ -118,7 +118,10 @@ def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest
 
 def test_what_lies_behind_the_last_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed(monkeypatch)
-    for settings, said in (({"optim": {"warmup_steps": 8}}, "must be below max_steps"), ({"profile": "3:9"}, "step 8")):
+    for settings, said in (
+        ({"optim": {"warmup_steps": 8}}, "must be below max_steps"),
+        ({"profile": "3:9"}, "max_steps = 8"),
+    ):
         with pytest.raises(ConfigError, match=said):
             settle_length(sft(tmp_path, **settings), clean=False)
 

@@ -30,9 +30,10 @@ from holdfast.remote.uploader import Uploader
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import BestMetric, Retention
 from holdfast.run.run_dir import RunDir
-from holdfast.view.trackers.sending import Cursor
+from holdfast.view.sending import take_cursor
 from tests.builders.checkpoint_files import contents, flip, write_checkpoint, write_weights
 from tests.runs.processes import HANG_S
+from tests.runs.trackers import note_sent
 
 
 @pytest.fixture
@@ -304,10 +305,9 @@ class TestFetch:
         there.create(forked_from={"run_id": "other", "step": 7, "path": "/elsewhere"})
         identity = there.identity() | {"run_id": "run"}
         (there.path / "run.json").write_text(json.dumps(identity))
-        Cursor.take(there, "wandb").write(3)
+        note_sent(there, "wandb", 3)
         there.note_rewind(2, by_attempt=2)
-        second = Cursor.take(there, "trackio")
-        second.write(1)
+        note_sent(there, "trackio", 1)
         (there.tracking / "unreadable.json").mkdir()
         write_checkpoint(there, 4, run_id="run")
         uploader = Uploader(RemoteCheckpoints(url), run_dir=there)
@@ -315,9 +315,9 @@ class TestFetch:
         uploader.close()
         assert fetch(url, empty, "latest") == 4
         assert (empty.run_id(), empty.origin(), empty.rewinds()) == ("run", "other:7", [2])
-        cursor = Cursor.take(empty, "wandb")
-        assert (cursor.run_id, cursor.step) == ("run-2", 0), "what was sent of steps behind 2 is another way"
-        assert Cursor.take(empty, "trackio").step == 1
+        cursor = take_cursor(empty, "wandb")
+        assert (cursor.tracked_id, cursor.step) == ("run-2", 0), "what was sent of steps behind 2 is another way"
+        assert take_cursor(empty, "trackio").step == 1
         empty.note_rewind(1, by_attempt=3)
         set_aside_remote_after(url, 1, empty)
         third = RunDir(tmp_path / "third")

@@ -46,7 +46,7 @@ def test_a_line_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 
 def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path, from_end=False)
+    tail = Tail(path)
     assert list(tail) == []
     path.write_text('{"a": 1}\n{"a": ')
     assert list(tail) == [{"a": 1}]
@@ -54,7 +54,6 @@ def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
         file.write('2}\n{"a": 3}\n')
     assert list(tail) == [{"a": 2}, {"a": 3}]
     assert list(tail) == []
-    assert list(Tail(path, from_end=True)) == []
     with open(path, "ab") as file:
         file.write(b'{"a": "\xff"}\n{"a": Infinity}\n{"a": \n[NaN, ' + b"[" * 100_000 + b"\n")
     assert list(tail) == [{"a": math.inf}], "of our own lines none has it, of a user's events one may"
@@ -111,7 +110,7 @@ def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> 
     run_dir.metrics.write_bytes(whole + damaged)
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is damaged: .*Remove the line"):
         read_metrics(run_dir.metrics)
-    assert [line["step"] for line in Tail(run_dir.metrics, from_end=False)] == [1]
+    assert [line["step"] for line in Tail(run_dir.metrics)] == [1]
     (aside,) = set_aside_after(run_dir, 5, 1)
     assert aside.read_bytes() == damaged and run_dir.metrics.read_bytes() == whole
 

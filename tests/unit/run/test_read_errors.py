@@ -120,12 +120,12 @@ def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDi
 def test_the_console_waits_for_lines_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"phase": "a"}\n')
-    tail = Tail(path, from_end=False)
+    tail = Tail(path)
     with unreadable(path):
         assert list(tail) == []
     assert [event["phase"] for event in tail] == ["a"]
     with pytest.raises(IsADirectoryError):
-        list(Tail(tmp_path, from_end=False))
+        list(Tail(tmp_path))
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast.run.run_dir import RunDir
-from holdfast.view.console import Console, Shown, event_line, run_lines, step_line
-from holdfast.view.follow import Follower, Stepped, Tail
-from holdfast.view.state import Alarm, Checkpoints, CheckpointWatch, RunState, TimeLeft, duration, find_bottleneck
+from holdfast.view.console import Console, event_line, step_line
+from holdfast.view.follow import Follower, ObservedRun, Stepped, Tail
+from holdfast.view.monitor import run_lines
+from holdfast.view.state import Alarm, Checkpoints, RunState, duration, find_bottleneck, look_at_checkpoints
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 
@@ -37,7 +38,7 @@ def write_event(path: Path, process: str, phase: str, *, time: float = 100.0, **
 def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 2, 3)
-    tail = Tail(path, from_end=False)
+    tail = Tail(path)
     assert [line["step"] for line in tail] == [1, 2, 3] and tail.replaced == 0
     write_steps(path, 1, 2, 3, 4, 5, other=1.0)
     assert [line["step"] for line in tail] == [1, 2, 3, 4, 5] and tail.replaced == 1, "another one, though longer"
@@ -45,22 +46,18 @@ def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
     assert list(tail) == [] and tail.replaced == 2
     path.write_text("[1]\n5\n")
     assert list(tail) == [], "JSON, but no objects"
-    from_end = Tail(path, from_end=True)
-    write_steps(path, 1, 2, other=1.0)
-    assert [line["step"] for line in from_end] == [1, 2], "replaced before its first look"
 
 
 def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -> None:
     """Where the file system gives it another number, nothing is told twice; where a new file has an old number, all."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 2, 3)
-    tail, from_end = Tail(path, from_end=False), Tail(path, from_end=True)
+    tail = Tail(path)
     assert [line["step"] for line in tail] == [1, 2, 3]
     number = path.stat().st_ino
     write_steps(path, 1, 2, 3, 4)
     assert path.stat().st_ino != number
     assert [line["step"] for line in tail] == [4] and tail.replaced == 0
-    assert [line["step"] for line in from_end] == [4] and from_end.replaced == 0
     path.unlink()
     assert list(tail) == [] and tail.failure is None
     write_steps(path, 1, 2, 3, 4, 5)
@@ -90,7 +87,7 @@ def test_steps_that_a_resume_took_back_are_forgotten(run_dir: RunDir) -> None:
 def test_a_step_that_comes_again_replaces_itself_and_what_came_after() -> None:
     state = RunState()
     for step, loss in ((1, 1.0), (2, 0.5), (3, 0.25), (2, 0.75)):
-        state.take_step({"step": step, "loss": loss}, now=0.0)
+        state.take_step({"step": step, "loss": loss}, unix_s=0.0)
     assert state.metrics["loss"] == 0.75 and [line["step"] for line in state.recent] == [1, 2]
 
 
@@ -107,13 +104,13 @@ def test_events_of_all_attempts_are_known_and_told_once(run_dir: RunDir) -> None
     write_event(second, "trainer", "training", time=200.0, step=5, max_steps=9)
     write_event(second, "trainer", "WARNING: a thing", time=201.0)
     write_event(second, "launcher", "ended", time=202.0, exit_code=0, step=9)
-    follower._looked = -1e9  # a second later
+    follower._events._looked = -1e9  # a second later
     told = list(follower.news())
     assert [type(one).__name__ for one in told] == ["Phase", "Alarm"]
     assert (state.attempt, state.max_steps, state.first_step, state.begun_unix_s) == (2, 9, 5, 200.0)
     assert state.ended == {"unix_s": 202.0, "exit_code": 0, "step": 9}
     assert [alarm.kind for alarm in state.alarms] == ["alert", "warning"]
-    follower._looked = -1e9
+    follower._events._looked = -1e9
     assert list(follower.news()) == []
 
 
@@ -130,44 +127,19 @@ def test_an_evaluation_that_has_ended_goes_on_no_more() -> None:
 
 
 def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
-    watch = CheckpointWatch(run_dir.checkpoints)
-    assert watch.look().good is None
+    assert look_at_checkpoints(run_dir.checkpoints) == Checkpoints()
     for step in (5, 10):
         write_checkpoint(run_dir, step)
     (run_dir.checkpoints / ".tmp-step_15").mkdir()
-    (run_dir.checkpoints / ".tmp-step_3-abcdef01").mkdir()  # a removal
-    found = watch.look()
-    assert (found.good, found.steps, found.saving, found.damaged) == (10, (5, 10), 15, ())
-    assert found.saved_unix_s is not None
+    found = look_at_checkpoints(run_dir.checkpoints)
+    assert (found.good, found.saving, found.damaged) == (10, 15, ()) and found.saved_unix_s is not None
     manifest = run_dir.checkpoint(10) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-20])
+    run_dir.checkpoint(12).mkdir()
+    (run_dir.checkpoint(12) / "manifest.json").symlink_to("/proc/self/mem")  # the kernel answers with an I/O error
     (run_dir.checkpoints / ".tmp-step_15").rmdir()
-    found = watch.look()
-    assert (found.good, found.damaged, found.saving) == (5, (10,), None)
-
-
-def test_a_manifest_that_cannot_be_read_now_is_not_damaged(run_dir: RunDir) -> None:
-    for step in (5, 10):
-        write_checkpoint(run_dir, step)
-    watch = CheckpointWatch(run_dir.checkpoints)
-    found = watch.look()
-    for step in (10, 15):
-        run_dir.checkpoint(step).mkdir(exist_ok=True)
-        manifest = run_dir.checkpoint(step) / "manifest.json"
-        manifest.unlink(missing_ok=True)
-        manifest.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
-    again = watch.look()
-    assert (again.good, again.saved_unix_s, again.steps) == (10, found.saved_unix_s, (5, 10)), "as it was known"
-    assert again.damaged == () and again.unreadable == (15,)
-
-
-def test_a_directory_of_checkpoints_that_cannot_be_read_has_those_of_before(run_dir: RunDir) -> None:
-    write_checkpoint(run_dir, 5)
-    watch = CheckpointWatch(run_dir.checkpoints)
-    found = watch.look()
-    run_dir.checkpoints.rename(run_dir.path / "aside")
-    run_dir.checkpoints.write_text("a file")
-    assert watch.look() == found
+    found = look_at_checkpoints(run_dir.checkpoints)
+    assert (found.good, found.damaged, found.unreadable, found.saving) == (5, (10,), (12,), None)
 
 
 RL = {"time/step": 10.0, "time/batch": 10.0}
@@ -198,29 +170,22 @@ def test_the_bottleneck_is_said_in_words_where_something_tells(metrics: dict[str
 
 def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
     state = RunState(first_step=4)
-    state.take_step(RL | {"step": 5, "time/step": 100.0, "time/wait_for_batch": 95.0}, now=0.0)
+    state.take_step(RL | {"step": 5, "time/step": 100.0, "time/wait_for_batch": 95.0}, unix_s=0.0)
     assert str(state.bottleneck).startswith("bottleneck: generation"), "it is all there is"
-    state.take_step(RL | {"step": 6, "time/wait_for_batch": 0.0, "engine/idle_share": 0.5}, now=1.0)
+    state.take_step(RL | {"step": 6, "time/wait_for_batch": 0.0, "engine/idle_share": 0.5}, unix_s=1.0)
     assert str(state.bottleneck).startswith("bottleneck: training")
 
 
 def test_the_time_left_is_the_mean_of_the_last_steps_times_those_that_are_left() -> None:
-    left = TimeLeft()
-    assert left.after(10, max_steps=100, now=5.0) is None
-    assert left.after(11, max_steps=100, now=7.0) == 2.0 * 89
-    assert left.after(13, max_steps=100, now=9.0) == pytest.approx((9 - 5) / 3 * 87), "two lines may be read at once"
-    for step in range(14, 65):
-        left.after(step, max_steps=100, now=9.0 + (step - 13))
-    assert left.after(65, max_steps=100, now=61.0) == pytest.approx(35), "only the last fifty count"
-    assert left.after(100, max_steps=100, now=99.0) == 0
-
-
-def test_the_first_step_says_nothing_and_one_that_comes_again_begins_anew() -> None:
-    left = TimeLeft()
-    assert left.after(1, max_steps=10, now=50.0, step_s=40.0) is None, "it takes longer than those after it"
-    assert left.after(2, max_steps=10, now=53.0) == 24.0
-    assert left.after(2, max_steps=10, now=100.0, step_s=1.0) is None
-    assert left.after(3, max_steps=10, now=100.0, step_s=2.0) == 14.0, "both were read at once"
+    state = RunState(max_steps=200)
+    assert state.left_s is None
+    for step in range(1, 101):
+        state.take_step({"step": step, "time/step": 60.0 if step == 51 else 2.0}, unix_s=0.0)
+    assert state.left_s == pytest.approx((49 * 2 + 5 * 2.0) / 50 * 100), "a step that waited for a start is cut"
+    state.take_step({"step": 101}, unix_s=0.0)
+    assert state.left_s == pytest.approx(2.0 * 99)
+    state.max_steps = None
+    assert state.left_s is None
 
 
 def test_durations_and_the_line_of_a_step() -> None:
@@ -228,32 +193,6 @@ def test_durations_and_the_line_of_a_step() -> None:
     line = step_line({"step": 3, "loss": 0.5, "time/step": 2.0}, 10, left_s=14.0)
     assert line.startswith("step  3/10") and line.endswith("left 0:14")
     assert "left" not in step_line({"step": 10, "loss": 0.5}, 10, left_s=0.0)
-
-
-def test_steps_that_nobody_saw_end_say_how_long_they_took_and_the_start_of_an_attempt_is_none() -> None:
-    left = TimeLeft()
-    assert left.begin_with([], max_steps=20, now=0.0) is None
-    steps = [(step, 60.0 if step == 1 else 2.0) for step in range(1, 11)]
-    assert left.begin_with(steps, max_steps=20, now=100.0) == pytest.approx(10 * 2.0)
-    assert left.after(11, max_steps=20, now=102.0) == pytest.approx(9 * 2.0)
-    assert left.begin_with([(1, None), (2, None)], max_steps=20, now=0.0) is None
-    # The start of an attempt is no step.
-    left = TimeLeft()
-    left.begin_with([(step, 1.0) for step in range(1, 101)], max_steps=1000, now=0.0)
-    assert left.after(101, max_steps=1000, now=300.0, step_s=1.0) == pytest.approx(899.0)
-    assert left.after(102, max_steps=1000, now=301.0, step_s=1.0) == pytest.approx(898.0)
-    left.begin_with([(1, 1.0), (2, 1.0)], max_steps=10, now=0.0)
-    assert left.after(3, max_steps=10, now=300.0) == pytest.approx(7 * 3.0), "at most what one may take of those"
-
-
-def test_old_checkpoints_are_asked_for_once(run_dir: RunDir) -> None:
-    for step in range(1, 6):
-        write_checkpoint(run_dir, step)
-    watch = CheckpointWatch(run_dir.checkpoints)
-    assert watch.look().steps == (1, 2, 3, 4, 5)
-    for step in (1, 5):
-        (run_dir.checkpoint(step) / "manifest.json").unlink()
-    assert watch.look().steps == (1, 2, 3, 4) and watch.last.damaged == (5,)
 
 
 @contextmanager
@@ -299,15 +238,15 @@ def test_a_launcher_never_takes_an_old_step_for_its_last(run_dir: RunDir) -> Non
     assert console.last_step == 5
 
 
-def test_the_newest_alarm_is_in_sight_whatever_came_before() -> None:
-    state = RunState()
+def test_the_newest_alarm_is_in_sight_whatever_came_before(run_dir: RunDir) -> None:
+    shown = ObservedRun(run_dir, "run")
+    state = shown.state
 
     def take(phase: str, time: float) -> None:
         state.take_event({"process": "trainer", "phase": phase, "time": time}, attempt=1)
 
     for number in range(150):
         take(f"ALERT: {number}" if number < 5 else f"WARNING: {number}", float(number))
-    shown = Shown("run", "running", state, Checkpoints())
 
     def said() -> list[str]:
         return [line for line in run_lines(shown, now=200.0) if line.startswith(("ALERT", "WARNING", "and"))]

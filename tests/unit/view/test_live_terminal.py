@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 import time
@@ -100,7 +99,7 @@ def test_a_phase_that_lasts_is_shown_below_the_lines_until_a_step(run: Run, laun
         terminal.wait_for(spins("inference loading vllm"))
         run.event("trainer", "tokenising", done=500, total=1000, unit="rows", left_s=5.0)
         screen = terminal.wait_for(spins("trainer tokenising 500 of 1,000 rows, left 0:05"))
-        assert re.search(r"[━-]{10}", screen[-1]) and sum("500 of" in line for line in screen) == 1
+        assert sum("500 of" in line for line in screen) == 1
         run.say("a line of others " * 5)
         terminal.wait_for(spins("inference loading vllm"))
         run.event("trainer", "waiting for batches", step=0, max_steps=40)

@@ -22,9 +22,10 @@ from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.run.atomic import remove_directory
 from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
-from holdfast.view.monitor import ObservedRun
-from holdfast.view.report.page import sample_rollouts
-from holdfast.view.report.run_data import read_run
+from holdfast.view.follow import ObservedRun
+from holdfast.view.monitor import document_of
+from holdfast.view.report import sample_rollouts
+from holdfast.view.run_data import read_run
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import make_run
@@ -41,7 +42,7 @@ def _report(path: Path) -> dict[str, Any]:
     run = read_run(path)
     samples, (_, *notes) = sample_rollouts(run)  # the first one names where a tokenizer was looked for
     columns = {name: run.metrics.values[name].tolist() for name in ("reward/mean", "loss")}
-    parts = ("attempts", "events", "spans", "checkpoints", "num_checkpoints", "summaries", "settings", "max_steps")
+    parts = ("attempts", "alarms", "spans", "summaries", "settings", "max_steps")
     found = {part: getattr(run, part) for part in parts}
     lines = zip(run.metrics.steps.tolist(), *columns.values(), strict=True)
     return found | {"metrics": list(lines), "samples": samples, "notes": [*run.notes, *notes]}
@@ -50,9 +51,9 @@ def _report(path: Path) -> dict[str, Any]:
 def _monitor(path: Path) -> dict[str, Any]:
     run = ObservedRun(RunDir(path), "run")
     run.look()
-    found = run.document()
+    found = document_of(run)
     names = ("attempt", "restarts", "step", "max_steps", "metrics", "status")
-    return {name: found[name] for name in names} | {name: found["checkpoint"][name] for name in ("steps", "damaged")}
+    return {name: found[name] for name in names} | {name: found["checkpoint"][name] for name in ("good", "damaged")}
 
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -23,7 +23,7 @@ from tests.unit.trainer.programs.in_process import HALF, STEPS, parts_of
 
 IN_ALL = {"model", "optim", "step", "samples", "tokens", "random_rank_0.json"}
 # Sections of settings without a state of their own.
-STATELESS = {"ckpt", "tracking", "prometheus", "dashboard", "slurm", "eval", "distillation"}
+STATELESS = {"ckpt", "tracking", "dashboard", "slurm", "eval", "distillation"}
 # Where a part of the state is another one, the next steps are others. What names a frozen model, or what the next
 # batch must follow, is compared before anything is trained.
 DIFFERS: list[tuple[str, str]] = [

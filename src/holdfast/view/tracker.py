@@ -22,12 +22,7 @@ class TrackedRun:
         id: the run's id, the same after every restart. It gets the suffix `-2` if the run was resumed from an earlier
             step and trained other steps.
         history: the number of that suffix; 1 without a suffix.
-        name: the run's name.
-        project: the run's project.
-        tags: the run's tags.
-        directory: the run directory.
         settings: the settings of the current attempt, by dotted key, without secrets.
-        attempt: the number of the current attempt.
         origin: the id and the step of the run from which this run was forked. After a resume from an earlier step: of
             this run. None otherwise.
     """
@@ -49,9 +44,11 @@ class Tracker(ABC):
     Attributes:
         begins_anew: set it in `begin` if the tracker has nothing that was sent before. Evaluations and alerts are then
             sent again, too.
+        takes_older_steps: whether `log` also stores evaluations, of a step before those logged already.
     """
 
     begins_anew = False
+    takes_older_steps = False
 
     @abstractmethod
     def begin(self, run: TrackedRun, *, after: int) -> int:
@@ -72,23 +69,18 @@ class Tracker(ABC):
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
         """Store the results of an evaluation of `step` (`sft`, `dpo`). Later steps may already be logged.
 
-        The default stores nothing.
-
         Args:
             is_last: whether this is the last call.
 
         Returns:
-            Whether the tracker has stored it. If not, it is called again after the next step.
+            False: call it again after the next step.
         """
+        if self.takes_older_steps:
+            self.log(step, metrics)
         return True
 
     def alert(self, kind: str, text: str, *, step: int | None) -> None:
-        """Store an alert or a warning of the run. The default stores nothing.
-
-        Args:
-            kind: `alert` for metrics, `warning` for anything else.
-            step: the step at which it was given, if known.
-        """
+        """Store an alert of the metrics (`alert`) or another warning (`warning`). The default stores nothing."""
         return
 
     @abstractmethod
@@ -100,13 +92,10 @@ class Tracker(ABC):
         """Close the tracker, because the run has ended or was interrupted."""
 
 
-# Name of the setting -> our class, the module that must be installed, and the extra that installs it.
-BUILT_IN = {
-    "tensorboard": ("tensorboard:TensorBoard", ("tensorboard",)),
-    "wandb": ("wandb:WandB", ("wandb",)),
-    "mlflow": ("mlflow:MLflow", ("mlflow",)),
-    "trackio": ("trackio:Trackio", ("trackio",)),
-}
+BUILT_IN = {"tensorboard": "TensorBoard", "wandb": "WandB", "mlflow": "MLflow", "trackio": "Trackio",
+            "prometheus": "Prometheus"}  # fmt: skip
+"""Name in `tracking.backends` -> class in `holdfast.view.backends`. The package to install has the same name."""
+_INSTALLED = ("prometheus",)
 
 
 def check_tracker(name: str, *, key: str) -> None:
@@ -117,30 +106,26 @@ def check_tracker(name: str, *, key: str) -> None:
     """
     if name not in BUILT_IN:
         load_tracker(name, key=key)
-        return
-    for module in BUILT_IN[name][1]:
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"{key}: '{name}' needs the package {module}, which is not installed: "
-                f"`uv sync --inexact --extra {name}` in a checkout, or `uv pip install 'holdfast[{name}]'`"
-            )
+    elif name not in _INSTALLED and importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"{key}: '{name}' needs the package {name}, which is not installed: "
+            f"`uv sync --inexact --extra {name}` in a checkout, or `uv pip install 'holdfast[{name}]'`"
+        )
 
 
 def load_tracker(name: str, *, key: str) -> type[Tracker]:
     """Return the class of a tracker, built in or the user's.
 
     Raises:
-        ConfigError: the user's cannot be loaded, or is none.
+        ConfigError: the user's class cannot be loaded, or is not a tracker.
     """
     if name in BUILT_IN:
-        module, _, class_name = BUILT_IN[name][0].partition(":")
-        return getattr(importlib.import_module(f"{__package__}.{module}"), class_name)
+        return getattr(importlib.import_module("holdfast.view.backends"), BUILT_IN[name])
     found = load_function(name, key=key)
     if not inspect.isclass(found) or not issubclass(found, Tracker):
-        raise ConfigError(f"{key}: '{name}' is no tracker: derive a class from holdfast.Tracker, see docs/console.md")
+        raise ConfigError(
+            f"{key}: '{name}' is not a tracker: derive a class from holdfast.Tracker, see docs/console.md"
+        )
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"{key}: '{name}' lacks {', '.join(missing)}, see docs/console.md")
     return found
-
-
-__all__ = ["BUILT_IN", "TrackedRun", "Tracker", "check_tracker", "load_tracker"]

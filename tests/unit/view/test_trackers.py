@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from tests.builders.evaluations import evaluated
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
 
@@ -98,7 +96,7 @@ def test_evaluations_and_alerts_are_there_once_after_kills(tracker: str, home: P
         assert steps == [(step, float(step)) for step in (0, 4, 6, 8, 9)]
     ((_, steps),) = run.steps(tracker).items()
     assert steps == [(step, float(step)) for step in range(1, 10)]
-    assert _cursor(run, tracker)["alarms"] == {"1 at 100.0": 2, "2 at 100.0": 1}
+    assert _cursor(run, tracker)["alerted_unix_s"] == 105.0
     if tracker == "trackio":
         assert run.alerts(tracker) == [("alert", "entropy fell"), ("alert", "entropy fell"), ("warning", "a thing")]
     if tracker == "wandb":
@@ -123,19 +121,14 @@ def test_files_of_another_machine_are_begun_anew(home: Path, tmp_path: Path) -> 
     assert run.steps("tensorboard") == {"history_1": [(5, 5.0), (6, 6.0), (7, 7.0)]}
 
 
-def test_values_that_tensorboard_would_have_as_infinity_are_left_out_and_told(home: Path, tmp_path: Path) -> None:
+def test_values_that_tensorboard_would_have_as_infinity_are_left_out(home: Path, tmp_path: Path) -> None:
     run = TrackedDirectory(tmp_path / "run", home)
-    run.environment |= {EVENTS_ENV: str(tmp_path / "events"), PROCESS_ENV: "tensorboard"}
-    run.run_dir.logs(1).mkdir(parents=True)
     values = [1.5, 1e39, 3.4e38, -1e300, 3.5]
     lines = [json.dumps({"step": step, "loss": loss, "lr": step}) for step, loss in enumerate(values, start=1)]
     run.run_dir.metrics.write_text("\n".join([*lines, ""]))
     run.end(run.start("tensorboard"), "tensorboard")
-    shown = run.steps("tensorboard")["history_1"]
-    assert [step for step, _ in shown] == [1, 3, 5] and all(math.isfinite(value) for _, value in shown)
+    assert [step for step, _ in run.steps("tensorboard")["history_1"]] == [1, 3, 5]
     assert [step for step, _ in run.steps("tensorboard", "lr")["history_1"]] == [1, 2, 3, 4, 5]
-    (event,) = map(json.loads, (run.run_dir.logs(1) / "events.jsonl").read_text().splitlines())
-    assert event["phase"].startswith("WARNING: loss of step 2 is 1e+39, more than a float32 holds")
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])

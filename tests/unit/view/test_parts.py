@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,19 +18,21 @@ import pytest
 from holdfast.config import SftConfig
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError, RunDirError
-from holdfast.launcher.outputs import Senders
+from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.scratch import scratch_name
 from holdfast.run.settings import without_secrets
-from holdfast.view.follow import Follower
-from holdfast.view.trackers.interface import BUILT_IN, TrackedRun, check_tracker, load_tracker
-from holdfast.view.trackers.main import main as track
-from holdfast.view.trackers.sending import Alarms, Cursor, Evaluations, Lines, Sending, TrackerFailed
+from holdfast.view.follow import Follower, Tail
+from holdfast.view.sending import Evaluations, Sending, TrackerFailed, new_steps, take_cursor
+from holdfast.view.track import main as track
+from holdfast.view.tracker import TrackedRun, check_tracker, load_tracker
 from tests.builders.broken_storage import unreadable
 from tests.builders.evaluations import evaluated
-from tests.runs.trackers import HANG_S, TrackedDirectory, short_directory, wait_until
+from tests.runs.ports import free_port
+from tests.runs.prometheus import scrape
+from tests.runs.trackers import HANG_S, TrackedDirectory, note_sent, short_directory, wait_until
 
 
 @pytest.fixture
@@ -49,49 +53,49 @@ def test_secrets_are_hidden_by_name_and_form() -> None:
 
 
 def test_lines_come_once_and_whole_and_anew_from_a_file_that_was_replaced(run: TrackedDirectory) -> None:
-    lines = Lines(run.run_dir.metrics)
-    assert lines.new() == []
+    lines = Tail(run.run_dir.metrics)
+    assert new_steps(lines) == []
     run.train(1, 2)
     with open(run.run_dir.metrics, "a") as file:
         file.write('damaged\n[3]\n{"step": 3, "loss"')
-    assert [step for step, _ in lines.new()] == [1, 2]
-    assert lines.new() == []
+    assert [step for step, _ in new_steps(lines)] == [1, 2]
+    assert new_steps(lines) == []
     with open(run.run_dir.metrics, "a") as file:
         file.write(': 0.25, "flag": true, "text": "x", "none": null}\n')
-    assert lines.new() == [(3, {"loss": 0.25, "flag": True})]
+    assert new_steps(lines) == [(3, {"loss": 0.25, "flag": True})]
     kept = run.run_dir.metrics.with_name("kept")
     kept.write_bytes(run.run_dir.metrics.read_bytes().splitlines(keepends=True)[0])
     os.rename(kept, run.run_dir.metrics)
-    assert [step for step, _ in lines.new()] == [1]
+    assert [step for step, _ in new_steps(lines)] == [1]
     with open(run.run_dir.metrics, "a") as file:
         file.write('{"step": "2"}\n{"loss": 1}\n')
-    assert lines.new() == [], "no steps"
+    assert new_steps(lines) == [], "no steps"
     run.train(2)
     with unreadable(run.run_dir.metrics), pytest.raises(OSError, match="Input/output error"):
-        lines.new()  # or a run would count as sent, whose lines nobody has read
-    assert [step for step, _ in lines.new()] == [2]
+        new_steps(lines)  # or a run would count as sent, whose lines nobody has read
+    assert [step for step, _ in new_steps(lines)] == [2]
 
 
 def test_many_lines_come_in_parts(run: TrackedDirectory) -> None:
     run.train(*range(1, 1202))
-    lines = Lines(run.run_dir.metrics)
-    parts = [[step for step, _ in lines.new()] for _ in range(4)]
+    lines = Tail(run.run_dir.metrics)
+    parts = [[step for step, _ in new_steps(lines)] for _ in range(4)]
     assert [len(part) for part in parts] == [500, 500, 201, 0]
     assert [step for part in parts for step in part] == list(range(1, 1202))
 
 
 def test_a_cursor_is_of_one_process_and_one_run(run: TrackedDirectory) -> None:
-    Cursor.take(run.run_dir, "wandb").write(7)
-    assert Cursor.take(run.run_dir, "trackio").step == 0  # another tracker is not held up
+    note_sent(run.run_dir, "wandb", 7)
+    assert take_cursor(run.run_dir, "trackio").step == 0  # another tracker is not held up
     with pytest.raises(RunDirError, match="is being sent to wandb already"):
-        Cursor.take(run.run_dir, "wandb")
+        take_cursor(run.run_dir, "wandb")
 
 
 def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "wandb", ("wandb:WandB", ("no_such_package",)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"uv sync --inexact --extra wandb.*holdfast\[wandb\]"):
         check_tracker("wandb", key="tracking.backends")
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="holds no run"):
         track([str(run.run_dir.path / "configs")])
     with pytest.raises(ConfigError, match="no tracking in its settings"):
         track([str(run.run_dir.path)])
@@ -115,7 +119,7 @@ def test_a_damaged_cursor_and_a_tracker_that_raises(run: TrackedDirectory, monke
         sending.send(lambda: True)
     (run.run_dir.tracking / "mlflow.json").write_text("{")
     with pytest.raises(RunDirError, match="damaged"):
-        Cursor.take(run.run_dir, "mlflow")
+        take_cursor(run.run_dir, "mlflow")
 
 
 def test_a_tracker_without_evaluations_and_alerts_is_not_asked_twice(run: TrackedDirectory) -> None:
@@ -129,18 +133,14 @@ def test_a_tracker_without_evaluations_and_alerts_is_not_asked_twice(run: Tracke
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
     noted = json.loads((run.run_dir.tracking / "tests_runs_own_tracker_InFile.json").read_bytes())
-    assert (noted["step"], noted["evaluated"], noted["alarms"]) == (2, [2], {"1 at 100.0": 1})
-    # On another machine, with this note from a store, attempts are counted anew.
-    sent = list(Alarms(run.run_dir, {"1 at 7.0": 5}, without=name).new())
-    assert [alarm.text for _, alarm in sent] == ["entropy fell"]
-    assert list(Alarms(run.run_dir, noted["alarms"], without=name).new()) == []
+    assert (noted["step"], noted["evaluated"], noted["alerted_unix_s"]) == (2, [2], 101.0)
 
 
 def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> None:
     evaluated(run.run_dir, 2)
-    assert [step for step, _ in Evaluations(run.run_dir, 1).but([])] == [2]
+    assert [*Evaluations(run.run_dir, 1).ended([])] == [2]
     (run.run_dir.configs(1) / "sft.toml").rename(run.run_dir.configs(1) / "trainer.toml")
-    assert Evaluations(run.run_dir, 1).but([]) == []
+    assert Evaluations(run.run_dir, 1).ended([]) == {}
 
 
 @pytest.mark.launch
@@ -175,16 +175,16 @@ def test_a_tracker_that_fails_while_the_run_ends_has_one_more_try(run: TrackedDi
     assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
 
 
-def _senders(run: TrackedDirectory, tracker: str) -> Senders:
+def _beside(run: TrackedDirectory, tracker: str) -> SideProcesses:
     settings = {"output_dir": str(run.run_dir.path), "tracking": {"backends": [tracker]}}
-    return Senders(Plan(Attempt(run.run_dir, 1, None), {}, SftConfig.model_validate(settings), []))
+    return SideProcesses(Plan(Attempt(run.run_dir, 1, None), {}, SftConfig.model_validate(settings), []))
 
 
 @pytest.mark.launch
 def test_a_tracker_that_dies_late_is_started_again(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     run.train(1, 2)
-    with _senders(run, "tests.runs.own_tracker:DiesOnce") as senders:
-        senders.look(print)
+    with _beside(run, "tests.runs.own_tracker:DiesOnce") as beside:
+        beside.look(print)
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["begin", "step", "step", "begin"]
     assert capfd.readouterr().out == "", "it has everything"
@@ -193,14 +193,12 @@ def test_a_tracker_that_dies_late_is_started_again(run: TrackedDirectory, capfd:
 def test_a_tracker_that_cannot_start_is_told(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     name, logs = "tests.runs.own_tracker:DiesOnce", run.run_dir.path / "logs"
     run.train(1, 2)
-    with _senders(run, name) as senders:
-        senders.look(print)
+    with _beside(run, name) as beside:
+        beside.look(print)
         wait_until(lambda: run.sent("tests_runs_own_tracker_DiesOnce") == 2)
         logs.rename(logs.with_name("elsewhere"))
         logs.touch()
-    told = capfd.readouterr().out.splitlines()
-    assert told[0].startswith(f"WARNING: {name} gets nothing of this run: ") and len(told) == 2
-    assert told[1].startswith(f"WARNING: {name} ended with 1. `track ")
+    assert capfd.readouterr().out.startswith(f"WARNING: {name} cannot be started: ")
 
 
 @pytest.mark.launch
@@ -224,11 +222,11 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
 def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     """In a process of its own, whose directory for temporary files it changes."""
     program = (
-        "import tempfile; from holdfast.view.trackers.main import temporary_files_of\n"
+        "import tempfile; from holdfast.view.track import use_scratch\n"
         "tempfile.tempdir = '/no/such'\n"
-        "with temporary_files_of('wandb'): assert tempfile.gettempdir() == '/no/such'\n"
+        "use_scratch(); assert tempfile.gettempdir() == '/no/such'\n"
         "tempfile.tempdir = '/' + 'long' * 20\n"
-        "with temporary_files_of('wandb'): print(tempfile.gettempdir())"
+        "use_scratch(); print(tempfile.gettempdir())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
@@ -251,3 +249,31 @@ def test_a_clock_that_was_set_back_costs_tensorboard_no_step(tmp_path: Path, mon
     shown = EventAccumulator(str(tmp_path / "tensorboard" / "history_1"), size_guidance={"scalars": 0})
     shown.Reload()
     assert [event.step for event in shown.Scalars("loss")] == [*range(1, 10)]
+
+
+def test_prometheus_gets_the_last_step_and_another_address_gets_an_error(
+    run: TrackedDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("HOLDFAST_PROMETHEUS", f"127.0.0.1:{port}")
+    run.train(1, 2)
+    evaluated(run.run_dir, 2)
+    run.tell(1, "ALERT: entropy fell", step=1)
+    config = TrackingConfig(backends=["prometheus"])
+    Sending(run.run_dir, "prometheus", config).send(lambda: True)
+    (run.run_dir.tracking / "prometheus.lock").unlink()  # as by another process
+    seen = []
+
+    def look(_: float = 0.0) -> None:
+        seen.append(scrape(port))
+
+    Sending(run.run_dir, "prometheus", config).send(lambda: bool(seen), look)
+    labels = {"run": "run", "run_id": run.run_dir.run_id()}
+    assert seen[0].value("holdfast_step", **labels) == 2, "the last step is shown again"
+    assert seen[0].value("holdfast_metric", **labels, metric="eval/sort/avg@4") == 0.5
+    with pytest.raises(OSError):
+        scrape(port)
+    (run.run_dir.tracking / "prometheus.lock").unlink()
+    taken = pytest.raises(TrackerFailed, match=f"cannot listen on 127.0.0.1:{port}: Address already in use")
+    with socket.create_server(("127.0.0.1", port)), taken:
+        Sending(run.run_dir, "prometheus", config).send(lambda: True)

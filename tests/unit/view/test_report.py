@@ -15,8 +15,7 @@ import pytest
 from holdfast.run import atomic
 from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
-from holdfast.view.report.curves import PHASE_COLOURS
-from tests.builders.checkpoint_files import write_checkpoint
+from holdfast.view.charts import PHASE_COLOURS
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
@@ -51,6 +50,7 @@ def made(run_command: RunCommand, *argv: object) -> None:
 
 def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCommand, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=24, resumed_from=(4, 8, 12, 16, 20))
+    run_dir.weights_of(24).mkdir(parents=True)
     made(run_command, run_dir.path)
     figures = figures_of(run_dir.path / "report.html")
     reward = figures["reward"]
@@ -79,8 +79,7 @@ def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: Ru
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": "x"}\n{"loss": 1}\n{"st')
     made(run_command, run_dir.path)
     shown = text_of(run_dir.path / "report.html")
-    assert "1 values are no finite numbers and not drawn" in shown
-    assert "1 bars are higher than the chart, the highest 500 s" in shown
+    assert "some bars are higher than the chart, the highest 500 s" in shown
     assert "2 lines of metrics.jsonl could not be read" in shown
     figures = figures_of(run_dir.path / "report.html")
     assert figures["kl"]["data"][0]["x"] == [1, 2, *range(4, 13)]
@@ -103,17 +102,16 @@ def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tm
     assert row in shown and "<td>max_steps</td><td>12</td><td>20</td>" in shown
     assert {"timeline_0", "timeline_1", "phases_trainer_0", "phases_trainer_1"} <= set(figures)
     assert ">attempts</th>" in shown and "<td>12 of 12</td><td>2</td>" in shown, "the first attempt counts"
-    assert "<td>20 of 20</td><td>1</td>" in shown and shown.count("<td>from scratch</td>") == 2
-    assert "restart" not in shown
+    assert "<td>20 of 20</td><td>1</td>" in shown
     third = make_run(tmp_path / "z" / "x" / "run")
     for run_dir in (first, third):
         for step in (4, 8):
             evaluated(run_dir, step)
     made(run_command, first.path, third.path, "--to", tmp_path / "both.html")
     figures = figures_of(tmp_path / "both.html")
-    assert [curve["name"] for curve in figures["reward"]["data"]] == [str(first.path), str(third.path)]
+    assert [curve["name"] for curve in figures["reward"]["data"]] == ["x/run", "z/x/run"]
     found = {one["name"]: one["line"] for one in figures["evaluation_0"]["data"]}
-    lines = [found[f"{run_dir.path}: {name}"] for run_dir in (first, third) for name in ("avg@2", "pass@2")]
+    lines = [found[f"{run}: {name}"] for run in ("x/run", "z/x/run") for name in ("avg@2", "pass@2")]
     assert lines[0]["color"] == lines[1]["color"] != lines[2]["color"] and lines[0]["dash"] != lines[1]["dash"]
 
 
@@ -146,7 +144,7 @@ def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path
     made(run_command, run_dir.path)
     figures, shown = figures_of(run_dir.path / "report.html"), text_of(run_dir.path / "report.html")
     assert {"loss", "accuracy", "phases_trainer"} <= set(figures) and "timeline_0" not in figures
-    assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>not going on</td>" in shown
+    assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>stopped</td>" in shown
 
 
 def test_a_run_that_failed_or_has_no_steps_says_so(run_command: RunCommand, tmp_path: Path) -> None:
@@ -169,12 +167,7 @@ def test_a_run_that_failed_or_has_no_steps_says_so(run_command: RunCommand, tmp_
     (run_dir.logs(2) / "events.jsonl").write_text("")
     end(2, exit_code=143)
     made(run_command, run_dir.path)
-    assert "<td>stopped at 0 of 12, nothing trained</td>" in text_of(run_dir.path / "report.html")
-    write_checkpoint(run_dir, 2)
-    for step, said in ((2, "saved"), (3, "not saved")):
-        run_dir.metrics.write_text("".join(f'{{"step": {one}}}\n' for one in range(1, step + 1)))
-        made(run_command, run_dir.path)
-        assert f"<td>stopped at {step} of 12, {said}</td>" in text_of(run_dir.path / "report.html")
+    assert "<td>stopped</td>" in text_of(run_dir.path / "report.html")
     run_dir.metrics.write_text("")
     (run_dir.logs(2) / "events.jsonl").write_text("")
     end(2, exit_code=5)
@@ -204,15 +197,13 @@ def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path:
     run_dir.lock()
     (run_dir.path / "configs" / "attempt_7").mkdir(parents=True)
     (run_dir.path / "configs" / "attempt_7" / "trainer.toml").write_text("max_steps = ")
-    (run_dir.path / "logs" / "attempt_x").mkdir(parents=True)
-    (run_dir.path / "logs" / "attempt_x" / "events.jsonl").write_text("")
+    for name in ("attempt_x", "attempt_7"):
+        (run_dir.path / "logs" / name).mkdir(parents=True)
+        (run_dir.path / "logs" / name / "events.jsonl").write_text('{"time": 1, "process": "trainer", "phase": "x"}\n')
     made(run_command, run_dir.path)
     shown = text_of(run_dir.path / "report.html")
-    assert "<td>going on</td><td>0</td>" in shown and "settings are left out" in shown
-    assert "attempts 1 to 6 are not shown: settings were removed" in shown and "<td>7</td>" in shown
-    (run_dir.path / "configs" / "attempt_7").rename(run_dir.path / "configs" / "attempt_2")
-    made(run_command, run_dir.path)
-    assert "attempt 1 is not shown: settings were removed" in text_of(run_dir.path / "report.html")
+    assert "<td>running</td><td>0</td>" in shown and "settings are left out" in shown
+    assert "attempts before 7 are not shown: their logs were removed" in shown and "<td>7</td>" in shown
 
 
 def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Path) -> None:
@@ -234,8 +225,8 @@ def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, mo
         assert code == 2 and "Traceback" not in err and ".html: " not in out
         return err
 
-    assert "holds no run (no run.json" in refused(tmp_path)
-    assert "holds no run (no run.json" in refused(tmp_path / "nowhere")
+    assert "holds no run: it has no run.json" in refused(tmp_path)
+    assert "holds no run: it has no run.json" in refused(tmp_path / "nowhere")
     assert "the name of a page ends with .html" in refused(run_dir.path, "--to", tmp_path / "page.pdf")
     assert "there is no directory" in refused(run_dir.path, "--to", tmp_path / "nowhere" / "page.html")
     assert "report --help shows what is allowed" in refused()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.config.view import DashboardConfig
 from holdfast.run.run_dir import RunDir
-from holdfast.view.report import serve
-from holdfast.view.report.serve import Builds, Dashboard, listening_for_browsers
+from holdfast.view import serve
+from holdfast.view.serve import HOST, LivePage, WebServer
 from tests.builders.shown_runs import make_run
 from tests.runs.browser import OpenPage
 from tests.runs.ports import free_port
-from tests.unit.view.report.test_dashboard_endpoint import train
+from tests.unit.view.test_live_page import train
 
 _LINE = "document.getElementById('live').textContent"
 _LAST = "document.querySelector('[data-figure=reward]').data[0].x.at(-1)"
@@ -24,11 +25,14 @@ _OPEN = "[...document.querySelectorAll('details')].map((one) => one.open)"
 _RANGE = "document.querySelector('[data-figure=reward]').layout.xaxis.range"
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    init: Callable[..., None] = Builds.__init__
-    monkeypatch.setattr(serve, "_SHARE", 1.0)
-    monkeypatch.setattr(Builds, "__init__", lambda self, *args: init(self, *args, pause_s=0.0))
+@contextmanager
+def served(run_dir: RunDir, port: int) -> Iterator[None]:
+    """Serve the page of a run, as its process does."""
+    page = LivePage(run_dir.path)
+    server = WebServer(HOST, port, page.answer)
+    threading.Thread(target=page.keep, daemon=True).start()
+    yield
+    server.close()
 
 
 def alert(run_dir: RunDir, text: str) -> None:
@@ -41,12 +45,14 @@ def top_of(page: OpenPage, selector: str) -> Any:
 
 
 @pytest.mark.docs
-def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_SHARE", 1.0)
+    monkeypatch.setattr(serve, "_PAUSE_S", 0.0)
     run_dir = make_run(tmp_path / "run")
-    config = DashboardConfig(port=free_port())
+    port = free_port()
     with OpenPage(tmp_path / "profile") as page:
-        with listening_for_browsers(config) as listener, Dashboard(listener, run_dir):
-            page.go_to(f"http://127.0.0.1:{config.port}/")
+        with served(run_dir, port):
+            page.go_to(f"http://127.0.0.1:{port}/")
             page.when("document.documentElement?.dataset.charts")  # by way of the page that says it is being made
             assert page.evaluate(_LINE).startswith("live: as of 2") and page.evaluate(_LAST) == 12
             tag = page.evaluate("document.getElementById('live').dataset.tag")
@@ -92,12 +98,12 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path) -> Non
         assert f'"uv run report {run_dir.path}" makes the file' in page.evaluate(_LINE)
         # The launcher is started again: the page goes on.
         train(run_dir, 15)
-        with listening_for_browsers(config) as listener, Dashboard(listener, run_dir):
+        with served(run_dir, port):
             page.when(_LAST, lambda step: step == 15)
             assert page.when(_LINE, lambda text: text.startswith("live: as of 2"))
             assert page.evaluate(_OPEN) == opened and page.evaluate("window.isTheSame") is True
         other = make_run(tmp_path / "other")
-        with listening_for_browsers(config) as listener, Dashboard(listener, other):
+        with served(other, port):
             page.when(_LINE, lambda text: "another run is served here now" in text)
             assert page.evaluate(_LAST) == 15
         assert [error for error in page.errors if "ERR_CONNECTION" not in error and "503" not in error] == []

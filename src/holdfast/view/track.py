@@ -1,0 +1,161 @@
+"""The command `track`, and the process that sends a run to one tracker while it is trained.
+
+`python -m holdfast.view.track RUN TRACKER SETTINGS` is that process; SETTINGS is the section `tracking` as JSON.
+SIGTERM means that no further step comes: it sends the rest and ends. Without arguments it loads the trackers of the
+settings on stdin, to check them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.arguments import Parser
+from holdfast.config import PROGRAMS
+from holdfast.config.view import TRACKERS, TrackingConfig
+from holdfast.errors import ConfigError
+from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.events import append
+from holdfast.process.imports import check_name
+from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
+from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import read_settings
+from holdfast.view.follow import EndSignals, no_run
+from holdfast.view.sending import Sending, TrackerFailed
+from holdfast.view.tracker import BUILT_IN, check_tracker
+
+_log = logging.getLogger("holdfast")
+_FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
+_MAX_HOME_BYTES = 107 - 48 - 8
+"""Of a Unix socket's path, less what W&B appends and eight random characters."""
+
+
+def main(argv: list[str]) -> int:
+    """Send the run to each tracker, one after the other; return 0.
+
+    A run that is being trained is followed to its end.
+
+    Raises:
+        ConfigError: there is no such run or tracker, or its package is missing.
+        RunDirError: the run itself sends there.
+        TrackerFailed: a tracker did.
+    """
+    parser = Parser(
+        prog="track", description="Send to experiment trackers the steps of a run that they lack.", allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="the run directory")
+    parser.add_argument("--to", nargs="+", metavar="TRACKER", help="unset: those of the run's own settings (tracking)")
+    parser.add_argument("--project", help="unset: that of the run's settings")
+    parser.add_argument("--name", help="unset: that of the run's settings")
+    arguments = parser.parse_args(argv)
+    run_dir = RunDir(arguments.run)
+    if not run_dir.holds_run():
+        raise no_run(arguments.run)
+    if (run_dir.path / "config" / "evaluate.toml").exists():
+        raise ConfigError(f"{arguments.run} is of `evaluate`: it has no steps to send. `report` makes a page of it")
+    config = _settings(run_dir, arguments.to)
+    for name in ("project", "name"):
+        if (value := getattr(arguments, name)) == "":
+            raise ConfigError(f"--{name} is empty: give a name, or leave it out")
+        if value is not None:
+            setattr(config, name, value)
+    for name in config.backends:
+        check_tracker(name, key="--to")
+    use_scratch()
+    for name in config.backends:
+        sending = Sending(run_dir, name, config)
+        sending.send(lambda: not run_dir.is_under_way(), time.sleep)
+        print(f"{name} has everything up to step {sending.step} of {run_dir.path}", flush=True)
+    return 0
+
+
+def _settings(run_dir: RunDir, names: list[str] | None) -> TrackingConfig:
+    """Return the settings of the newest attempt that has some, with the trackers `names` if given.
+
+    Raises:
+        ConfigError: there are none, or no tracker has such a name.
+    """
+    found = {}
+    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
+        paths = [run_dir.configs(attempt) / f"{'trainer' if name == 'rl' else name}.toml" for name in PROGRAMS]
+        found = next((read_settings(path).get("tracking", {}) for path in paths if path.exists()), {})
+        if found:
+            break
+    if names is None and not found:
+        raise ConfigError(f"{run_dir.path} has no tracking in its settings: say where to, such as --to tensorboard")
+    for name in names or []:
+        try:
+            check_name(name, TRACKERS)
+        except ValueError as error:
+            raise ConfigError(f"--to: {error}") from None
+    return TrackingConfig.model_validate(found | ({"backends": names} if names is not None else {}))
+
+
+def use_scratch() -> None:
+    """Put temporary files into a directory that goes with this process, however it ends.
+
+    W&B creates some at its import.
+    """
+    try:
+        home = Path(tempfile.gettempdir())
+        is_short = len(os.fsencode(home / scratch_name())) <= _MAX_HOME_BYTES
+        scratch = make_scratch(home if is_short else SHORT_HOME)
+    except OSError as error:  # the library may need none
+        _log.warning("there is no directory for temporary files: %s", error)
+        return
+    atexit.register(drop, scratch)  # runs after the exit handlers of the libraries, which register later
+    os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
+
+
+def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
+    """Send until SIGTERM, and begin again if a tracker fails; return 0 if it has everything, else 3.
+
+    The last try begins after SIGTERM.
+    """
+    with EndSignals(signal.SIGTERM) as stop:
+        # The launcher alone says when the run is over: a scheduler may signal every process.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # held back by the launcher until now
+        sending = Sending(run_dir, name, config)
+        delay_s, has_warned = _FIRST_RETRY_S, False
+        while True:
+            is_last = stop.is_asked
+            try:
+                sending.send(lambda: stop.is_asked, stop.wait)
+                return 0
+            except TrackerFailed as failure:
+                _log.warning("%s", failure, exc_info=failure.__cause__)
+                if not has_warned:
+                    # Into the log of the attempt that is running now: this process outlives the attempt it began in.
+                    text = f"WARNING: {failure}. It is tried again; training continues"
+                    append(run_dir.newest_logs() / "events.jsonl", name, text)
+                    has_warned = True
+                if is_last:
+                    return failure.exit_code
+            stop.wait(delay_s)
+            delay_s = min(_LAST_RETRY_S, delay_s * 2)
+
+
+def _be_process(argv: Sequence[str]) -> None:
+    if not argv:
+        for name in TrackingConfig.model_validate_json(sys.stdin.buffer.read()).backends:
+            check_tracker(name, key="tracking.backends")
+        return
+    run, name, settings = argv
+    set_up_logging("tracking")
+    if name in BUILT_IN:  # a user's own tracker may want to keep its files
+        use_scratch()
+    sys.exit(send_until_told(RunDir(Path(run)), name, TrackingConfig.model_validate_json(settings)))
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: _be_process(sys.argv[1:]))
