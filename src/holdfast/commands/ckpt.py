@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.arguments import Parser, Subcommands
 from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, is_temporary, occupied, show, size_of, verify
-from holdfast.commands.ckpt_export import export, import_weights, promote, prune
+from holdfast.commands.ckpt_export import export, promote, prune
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.run import manifest
 from holdfast.run.atomic import is_gone
@@ -55,10 +55,6 @@ def _subcommands() -> Subcommands:
     promote.add_argument("--name", type=_name, required=True, help="letters, digits, '.', '_' and '-'")
     _add_export(promote)
     _add_prune(add("prune", "Remove steps by the rules of --ckpt.keep, and what torn saves left."))
-    importing = add("import", "Make a warm start (--ckpt.weights-only) of weights of any kind.")
-    importing.add_argument("source", metavar="PATH", help="weights file, directory, checkpoint, or step")
-    importing.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
-    importing.add_argument("--model", metavar="NAME_OR_DIR", help="source of config and tokenizer, if PATH has none")
     return subcommands
 
 
@@ -246,7 +242,6 @@ _ACTIONS: dict[str, Callable[..., Report]] = {
     "export": export,
     "promote": promote,
     "prune": prune,
-    "import": import_weights,
 }
 
 

@@ -18,7 +18,6 @@ tensorboard/             what TensorBoard shows
 tracking/                how far each tracker has come, and what it keeps on this machine
 prometheus.json          where Prometheus finds the run and its engines, while the launcher lives
 judgements.log           every reply of a judge, by its request
-checked_models.json      digests of the models that passed their check at a start
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
                          timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B/ of profiled steps
@@ -48,7 +47,6 @@ from holdfast.run.manifest import read_manifest
 JUDGEMENTS_NAME = "judgements.log"
 INPUTS_NAME = "inputs.json"
 DISCARDED = "discarded"
-CHECKED_MODELS_NAME = "checked_models.json"
 SUMMARY_NAME = "summary.json"
 """What an evaluation writes last."""
 STEP_NAME = re.compile(r"step_(\d+)$")
@@ -85,7 +83,6 @@ _OF_RUN = (
     "prometheus.json",
     REFERENCE_NAME,
     JUDGEMENTS_NAME,
-    CHECKED_MODELS_NAME,
     INPUTS_NAME,
     "configs",
     "logs",
@@ -130,7 +127,6 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.judgements = self.path / JUDGEMENTS_NAME
         self.tracking = self.path / "tracking"
-        self.checked_models = self.path / CHECKED_MODELS_NAME
         self.prometheus = self.path / "prometheus.json"
         self._removal = self.path / "removal.mark"
 

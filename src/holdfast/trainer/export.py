@@ -35,28 +35,32 @@ from transformers import (
 )
 
 from holdfast.config.base import DType
-from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, SaveError
 from holdfast.run import atomic, manifest
-from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Kind, kind_of
-from holdfast.run.manifest import MANIFEST_NAME, Manifest
+from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR
+from holdfast.run.manifest import Manifest
 from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
 from holdfast.trainer.checkpoint.dcp import IndexReader
-from holdfast.trainer.checkpoint.init_from import load_weights_only
-from holdfast.trainer.model.build import initial_weights, is_classifier, load_model_config, trained_tensors
+from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
 from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
 
 
-def meta_model(name: str) -> PreTrainedModel:
+def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:
     """Return a model without memory, for the names and shapes of its tensors.
+
+    Args:
+        num_labels: of a model that scores sequences, whatever `name` is; None: the kind of model that `name` is.
 
     Raises:
         DataError: there is no such model config.
     """
     config = load_model_config(name)
-    kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    if num_labels is not None:
+        config.num_labels = num_labels
+    scores = num_labels is not None or is_classifier(config)
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config, dtype=torch.float32)
     model.tie_weights()
@@ -347,16 +351,12 @@ def _base(name: str, *, scores: bool) -> tuple[dict[str, Tensor], TensorLayout]:
     Args:
         scores: whether they are of a model that scores sequences: then without the head of either kind of model.
     """
-    model_config = load_model_config(name)
-    if not scores:
-        base = initial_weights(TrainedModelConfig(name=name), model_config, seed=0)
-        return base, TensorLayout(meta_model(name), names_in_files(name))
-    kind = AutoModelForSequenceClassification if is_classifier(model_config) else AutoModelForCausalLM
-    model_config.num_labels = 1
-    source = initial_weights(TrainedModelConfig(name=name), model_config, seed=0, kind=kind)
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(model_config, dtype=torch.float32)
-    base = {name: source[name] for name in trained_tensors(model) if name != HEAD}
+    model = meta_model(name, num_labels=1) if scores else meta_model(name)
+    read = open_weights(model, name, without=[HEAD] if scores else [])
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    base = {key: tensor for key, tensor in trained_tensors(model).items() if not scores or key != HEAD}
+    read(base)
     return base, TensorLayout(model, names_in_files(name))
 
 
@@ -414,47 +414,3 @@ def _write_description(
     found = {name.removeprefix(_MODEL): entry.size for name, entry in reader.saved.items() if name.startswith(_MODEL)}
     check_shapes(found, expected, f"{step} is not the model '{model}'")
     describe_model(directory, model, expected, dtype)
-
-
-def import_weights(source: Path, target: Path, model_name: str | None = None) -> Written:
-    """Read weights of any kind, compare them with the config, and write them as files of ours.
-
-    Args:
-        source: file or directory.
-        target: the directory to publish; it must not exist.
-        model_name: where config and tokenizer come from; None: `source` itself.
-
-    Raises:
-        CheckpointError: there are no weights, or they are not those of the model: missing and surplus
-            tensors and other shapes are named.
-        SaveError: the storage failed; nothing is left behind.
-    """
-    name = model_name or _described_by(source)
-    model = meta_model(name)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    tensors = trained_tensors(model)
-    layout = TensorLayout(model, names_in_files(name))
-    load_weights_only(tensors, source, layout=layout)
-    with new_directory(target) as directory:
-        describe_model(directory, name, model, torch.float32)
-        writer = SafetensorsWriter(directory)
-        for tensor_name, tensor in layout.to_files(tensors.items()):
-            writer.add(tensor_name, tensor.contiguous())
-        listing = manifest.read_manifest(source) if (source / MANIFEST_NAME).exists() else None
-        return commit(directory, target, writer, torch.float32, listing)
-
-
-def _described_by(source: Path) -> str:
-    """Return the directory whose config.json says which model the weights are of.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    kind = kind_of(source)
-    directory = {Kind.CHECKPOINT: source / MODEL_DIR, Kind.TENSORS: source.parent}.get(kind, source)
-    if not (directory / "config.json").exists():
-        raise CheckpointError(
-            f"{source} ({kind}) comes without a config.json: say with --model which model it is (a directory or hub id)"
-        )
-    return str(directory)

@@ -29,7 +29,7 @@ from holdfast.trainer.divergence import DivergenceWatch, finding_of
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
-from holdfast.trainer.model.parity_check import PassedChecks, check_model
+from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
@@ -172,8 +172,8 @@ def start_session(
         resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
     # After loading: what is compared are the weights that are trained.
-    passed, dtype = PassedChecks(config), config.model.compute_dtype
-    check_model(policy, mesh, name=config.model.name, pack=pack, share=share, dtype=dtype, passed=passed)
+    if not was_checked(config):
+        check_model(policy, mesh, name=config.model.name, pack=pack, share=share, dtype=config.model.compute_dtype)
     if ckpt is not None:
         checkpointer.reserve()
         if mesh.is_main:

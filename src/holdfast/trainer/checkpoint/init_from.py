@@ -299,7 +299,7 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
         if embedding in missing:
             missing.remove(embedding)
             names[embedding] = f"{prefix}{head}"
-        elif not _are_equal(source, f"{prefix}{embedding}", f"{prefix}{head}", tensors[embedding]):
+        elif not are_equal(source, f"{prefix}{embedding}", f"{prefix}{head}"):
             raise CheckpointError(
                 f"{what} does not fit this model: {head} differs from {embedding} there, and this model has one "
                 "tensor for both. Set tie_word_embeddings to false in the config.json of --model.name."
@@ -311,7 +311,7 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
             f"Needed: {len(tensors)} tensors such as {next(iter(tensors))}, found {len(there)}. The model is built "
             "as the config.json of --model.name says."
         )
-    _check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
+    check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
     return names
 
 
@@ -329,7 +329,12 @@ def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[st
         )
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+def check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+    """Compare shapes, and whether numbers are floats.
+
+    Raises:
+        CheckpointError: beginning with `what`, naming tensors that differ.
+    """
     wrong = [
         f"{name} is {there[name].shape} {there[name].dtype} there, {tuple(tensor.shape)} {tensor.dtype} here"
         for name, tensor in tensors.items()
@@ -341,11 +346,11 @@ def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], wha
         raise CheckpointError(f"{what} does not fit this model: {'; '.join(wrong[:3])}{more}")
 
 
-def _are_equal(source: Source, first: str, second: str, like: Tensor) -> bool:
-    """Whether two tensors of the source are equal, in the part of them that this rank would hold."""
+def are_equal(source: Source, first: str, second: str) -> bool:
+    """Whether two tensors of the source hold the same numbers. Each rank reads both as a whole."""
     if source.found[first] != source.found[second]:
         return False
-    buffers = {name: torch.empty_like(like, dtype=source.found[name].dtype) for name in (first, second)}
-    source.fill(buffers)
-    one, other = (local_part(buffer)[0] for buffer in buffers.values())
+    found = source.found[first]
+    one, other = (torch.empty(found.shape, dtype=found.dtype) for _ in range(2))
+    source.fill({first: one, second: other})
     return torch.equal(one, other)

@@ -14,26 +14,25 @@ Shape legend: L tokens of a sample, N predicted tokens of both, V vocabulary, H 
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+import tomli
 import torch
-import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.base import DType
+from holdfast.config.load import to_toml
+from holdfast.config.resolved import fingerprint
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import DataError
 from holdfast.process.events import report
-from holdfast.run import atomic
+from holdfast.run import manifest
+from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
@@ -71,55 +70,22 @@ class _Bounds:
 _BOUNDS: dict[DType, _Bounds] = {"float32": _Bounds(1e-4, 1e-5), "bfloat16": _Bounds(0.1, 1e-3)}
 
 
-class PassedChecks:
-    """Which models of a run have passed the check; in a file of its directory.
+def was_checked(config: TrainingCommand) -> bool:
+    """Whether the models of a run passed the check at an earlier start.
 
-    A resumed run goes on with weights that training has made of those that were checked. So it checks again only what
-    is not in the file: another model, or the same by other code, settings, libraries or on another device.
+    A resumed run continues with weights that training has made of the checked weights. Its models are checked again
+    only if its checkpoint was saved with other settings, ranks or versions of the libraries.
     """
-
-    def __init__(self, config: TrainingCommand) -> None:
-        self._path = RunDir(config.output_dir).checked_models
-        self._is_resumed = config.ckpt is not None and config.ckpt.resume_step is not None
-
-    def knows(self, digest: str, mesh: Mesh) -> bool:
-        """Whether on all ranks the model of this digest has passed at an earlier start of the run. Collective."""
-        return self._is_resumed and not mesh.max({"unknown": float(digest not in self._read())})["unknown"]
-
-    def note(self, digest: str, mesh: Mesh) -> None:
-        """Note that a model has passed. Where that cannot be written, the next start checks it again."""
-        if mesh.is_main:
-            with suppress(OSError):
-                atomic.write_file(self._path, json.dumps(sorted({*self._read(), digest}), indent=1).encode())
-
-    def _read(self) -> list[str]:
-        try:
-            found = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):  # none yet, or damaged
-            return []
-        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
-
-
-def digest_of_check(model: Policy | ScalarModel, mesh: Mesh, **settings: object) -> str:
-    """Return a digest of all that the check depends on beside the values of the weights."""
-    hf_model = model.hf_model
-    classes = {base for module in hf_model.modules() for base in type(module).__mro__}
-    files = {getattr(sys.modules.get(one.__module__), "__file__", None) for one in classes}
-    files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
-    layout = model.layout
-    depends = {
-        **settings,
-        "kind": type(model).__name__,
-        "config": hf_model.config.to_dict(),
-        "layout": [layout.packs, layout.attention, layout.reason],
-        "head": [getattr(model, name, None) for name in ("fp32_lm_head", "logits_chunk_tokens")],
-        "tensors": [(name, tuple(one.shape), str(one.dtype)) for name, one in hf_model.named_parameters()],
-        "code": sorted(xxhash.xxh3_128(Path(file).read_bytes()).hexdigest() for file in files if file),
-        "libraries": [importlib.metadata.version(name) for name in ("holdfast", "torch", "transformers")],
-        "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else mesh.device.type,
-        "ranks": [mesh.world_size, mesh.data_size, mesh.num_shards, mesh.cpu_offload],
-    }
-    return xxhash.xxh3_128(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()
+    step = config.ckpt.resume_step if config.ckpt else None
+    if not isinstance(step, int):
+        return False
+    directory = RunDir(config.output_dir).checkpoint(step)
+    saved = manifest.read_manifest(directory)
+    if saved.libraries != manifest.library_versions() or saved.fingerprints.config != fingerprint(config):
+        return False
+    settings = (directory / TRAINER_DIR / "config.toml").read_text(), to_toml(config)
+    before, now = (tomli.loads(text).get("parallel") for text in settings)
+    return before == now
 
 
 @torch.no_grad()
@@ -131,12 +97,10 @@ def check_model(
     pack: bool,
     dtype: DType,
     share: bool = False,
-    passed: PassedChecks | None = None,
 ) -> None:
-    """Compare the model with transformers' own forward, unless the run has done so at an earlier start. Collective.
+    """Compare the model with transformers' own forward. Collective.
 
     Args:
-        passed: knows what has passed; None: compare.
         name: of the model, for messages.
         pack: whether the run wants several samples in a row.
         dtype: of the forward pass.
@@ -146,9 +110,6 @@ def check_model(
         DataError: they differ by more than rounding, or one sample changes another.
     """
     share = share and model.layout.shares
-    digest = digest_of_check(model, mesh, name=name, pack=pack, share=share, dtype=dtype) if passed else ""
-    if passed and passed.knows(digest, mesh):
-        return
     arrangement = model.layout.arrangement(pack=pack)
     how = "several samples per row" if arrangement == "packed" else "one sample per row"
     why = {"because": model.layout.reason} if arrangement == "grouped" else {}
@@ -193,8 +154,6 @@ def check_model(
         }
     )
     _refuse(model, found, bounds, name=name, packed=packed)
-    if passed:
-        passed.note(digest, mesh)
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import (
     build_hf_model,
     filler,
-    initial_weights,
     is_classifier,
     load_model_config,
     materialize,
@@ -142,10 +141,7 @@ def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: 
         causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
-    fill = None
-    if weights:
-        make_whole = partial(initial_weights, config, model_config, seed)
-        fill = filler(causal_lm, config, mesh, seed=seed, make_whole=make_whole)
+    fill = filler(causal_lm, config, seed=seed) if weights else None
     policy = Policy(causal_lm, logits_chunk_tokens=config.head_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
     materialize(policy, config, mesh, fill)
     return policy

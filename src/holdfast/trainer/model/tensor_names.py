@@ -43,53 +43,52 @@ class _NameIndex(msgspec.Struct):
 
 
 def names_in_files(name: str) -> list[str] | None:
-    """Return the names of the tensors of a local directory or hub model; None where it has no weights.
+    """Return the names of the tensors in the files of a local directory or hub model; None if it has no weights.
 
-    The `model` directory of a checkpoint has none, and says which names those of the run have that differ from memory.
+    The `model` directory of a checkpoint has no weights, but a list of the names if they differ from those in memory.
 
     Raises:
         DataError: its files cannot be read.
     """
-    directory = Path(name)
     try:
-        if (listed := directory / NAMES_NAME).is_file():
+        if (listed := Path(name) / NAMES_NAME).is_file():
             return msgspec.json.decode(listed.read_bytes(), type=list[str])
-        if directory.is_dir() and not (directory / _INDEX_NAME).is_file():
-            single_file = directory / _SINGLE_NAME
-            files = [single_file] if single_file.is_file() else weights_files(directory)
-            return sorted(set().union(*map(_names_of, files))) or None
-        if (index := _fetched(name, _INDEX_NAME)) is not None:
-            return sorted(msgspec.json.decode(Path(index).read_bytes(), type=_NameIndex).weight_map)
         single = _fetched(name, _SINGLE_NAME)
-        return None if single is None else sorted(_names_of(Path(single)))
+        if single is None and (index := _fetched(name, _INDEX_NAME)) is not None:
+            return sorted(_weight_map(index))
+        files = weights_files(Path(name)) if single is None else [single]
+        return sorted(set().union(*map(_names_of, files))) or None
     except (OSError, SafetensorError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from error
 
 
 def weight_files(name: str) -> list[Path]:
-    """Return the safetensors files of a local directory or hub model, from which transformers would load it.
-
-    None where it has no such files, or both a single one and an index.
+    """Return the safetensors files that hold the weights of a local directory or hub model; none if there are none.
 
     Raises:
         DataError: the index cannot be read.
     """
-    index, single = _fetched(name, _INDEX_NAME), _fetched(name, _SINGLE_NAME)
-    if (index is None) == (single is None):
-        return []
+    if (single := _fetched(name, _SINGLE_NAME)) is not None:
+        return [single]
+    index = _fetched(name, _INDEX_NAME)
     if index is None:
-        return [Path(str(single))]
+        return []
     try:
-        files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_NameIndex).weight_map.values()))
+        files = sorted(set(_weight_map(index).values()))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{index} is damaged: {error}") from None
-    found = [_fetched(name, file) for file in files]
-    return [Path(path) for path in found if path is not None]
+    found = (_fetched(name, file) for file in files)
+    return [path for path in found if path is not None]
 
 
-def _fetched(name: str, file: str) -> str | None:
-    """Return the path of a file of a local directory or hub model; None where it has none."""
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+def _weight_map(index: Path) -> dict[str, str]:
+    return msgspec.json.decode(index.read_bytes(), type=_NameIndex).weight_map
+
+
+def _fetched(name: str, file: str) -> Path | None:
+    """Return the path of a file of a local directory or hub model; None if there is no such file."""
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def _names_of(path: Path) -> set[str]:

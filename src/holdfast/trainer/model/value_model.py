@@ -8,8 +8,7 @@ Shape legend: B rows, L tokens of a row, N chosen tokens, S samples, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,7 +25,6 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import (
     build_hf_model,
     filler,
-    initial_weights,
     is_classifier,
     load_model_config,
     materialize,
@@ -99,8 +97,7 @@ def build_scalar_model(
         )
     with torch.device("meta"):
         hf_model = build_hf_model(AutoModelForSequenceClassification, config, model_config)
-    names = trained_tensors(hf_model).keys()
-    if HEAD not in names:
+    if HEAD not in trained_tensors(hf_model):
         raise DataError(f"model.name = '{config.name}': {type(hf_model).__name__} has no linear head named {HEAD}")
     if config.lora is not None:
         inject_adapters(hf_model, config.lora)
@@ -109,8 +106,7 @@ def build_scalar_model(
     if weights:
         has_head = is_classifier(model_config) and config.init == "pretrained"
         drawn = {} if has_head else {HEAD: _new_head(model_config, seed, head)}
-        make_whole = partial(_initial_weights, config, model_config, seed, names=sorted(names), drawn=drawn)
-        fill = filler(hf_model, config, mesh, seed=seed, make_whole=make_whole, drawn=drawn)
+        fill = filler(hf_model, config, seed=seed, drawn=drawn)
     model = ScalarModel(hf_model)
     materialize(model, config, mesh, fill)
     return model
@@ -122,23 +118,6 @@ def _new_head(model_config: PreTrainedConfig, seed: int, head: Literal["random",
     # Not from torch's generator, which fills a random decoder from this seed.
     drawn_H = np.random.default_rng(seed).normal(0.0, (width + 1) ** -0.5, width)
     return torch.from_numpy(drawn_H).float()[None] * (head == "random")
-
-
-def _initial_weights(
-    config: TrainedModelConfig,
-    model_config: PreTrainedConfig,
-    seed: int,
-    *,
-    names: Sequence[str],
-    drawn: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Return the tensors `names`, those in `drawn` among them."""
-    if not drawn:
-        return initial_weights(config, model_config, seed, kind=AutoModelForSequenceClassification)
-    source = initial_weights(config, model_config, seed) | dict(drawn)
-    if missing := [name for name in names if name not in source]:
-        raise DataError(f"model.name = '{config.name}': the language model lacks {missing[0]}, which scoring needs")
-    return {name: source[name] for name in names}
 
 
 def predict_values(model: ScalarModel, micro: MicroBatch, index_N: Tensor | None = None) -> Tensor:

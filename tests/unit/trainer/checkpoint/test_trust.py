@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint as torch_dcp
-from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.errors import CheckpointError, SaveError
@@ -31,7 +30,6 @@ from holdfast.trainer.export import (
     TensorReader,
     describe,
     export,
-    import_weights,
     new_directory,
 )
 from holdfast.trainer.mesh import Mesh
@@ -220,9 +218,3 @@ def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(mesh: Mesh, tm
 
     refused("step_1", {"optim.x": torch.ones(1)}, r"holds no tensors named 'model\.\*'; it has optim\.x")
     refused("step_2", {"model.x": torch.ones(1)}, "holds whole weights, not a LoRA adapter: leave out --base", base="b")
-
-
-def test_weights_that_come_without_a_config_need_a_model(tmp_path: Path) -> None:
-    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"comes without a config\.json: say with --model"):
-        import_weights(tmp_path / "x.safetensors", tmp_path / "imported")
