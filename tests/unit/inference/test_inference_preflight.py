@@ -18,7 +18,7 @@ from holdfast.config.inference import ServerConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference.main import _read_arguments as read_arguments
-from holdfast.inference.preflight import bind, check, required_token, resolve_model
+from holdfast.inference.main import bind, check, required_token, resolve_model
 from holdfast.orchestrator.client.http import HttpTransport
 from tests.runs.ports import free_port
 

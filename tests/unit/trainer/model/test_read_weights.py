@@ -252,7 +252,7 @@ def test_factors_that_do_not_fit_the_model_are_refused_by_name(publish: Publish)
         ({FACTOR: torch.ones(32)}, "have the shapes"),
         ({FACTOR: torch.ones(3, 1, 32)}, "have the shapes"),
         ({FACTOR: torch.ones(())}, "have the shapes"),
-        ({FACTOR: torch.ones(3, 32, dtype=torch.int32)}, "which is no float"),
+        ({FACTOR: torch.ones(3, 32, dtype=torch.int32)}, "not a float"),
         ({FACTOR: torch.full((3, 32), torch.inf)}, "holds NaN or infinity"),
         ({"extra": torch.ones(1)}, "'extra' is no factor"),
         (BOTH, "'nowhere.weight', which it adapts, is not part of the model"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.inference.metrics import ServerMetrics
+from holdfast.inference.weights import ServerMetrics
 from holdfast.view.trackers.scrape import PrometheusSeries, environments_of, series_of
 from tests.conftest import ROOT
 from tests.pages.documentation import blocks
