@@ -25,8 +25,8 @@ from holdfast.errors import CheckpointError, HoldfastError, Stopped
 from holdfast.remote.uploader import CLOSE_S
 from holdfast.trainer.checkpoint import dcp
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.commit import Storage
 from holdfast.trainer.checkpoint.state import ObjectsState
-from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.saving import Saver
 from holdfast.trainer.stop import StopRequest
@@ -80,7 +80,7 @@ def message_of(action: Callable[[], object]) -> str:
     return ""
 
 
-class _Upload(LocalStorage):
+class _Upload(Storage):
     """A storage whose last upload lands or not."""
 
     def __init__(self, mark: Path, *, has_landed: bool) -> None:
@@ -258,7 +258,7 @@ class Scenarios:
             train(objects)
             place, stop = self.directory / name, StopRequest()
             upload = _Upload(place / "uploaded", has_landed=has_landed)
-            storage = upload if self.rank == 0 else LocalStorage(close_s=CLOSE_S)
+            storage = upload if self.rank == 0 else Storage(close_s=CLOSE_S)
             config = CkptConfig(dir="memory://store")
             checkpointer = Checkpointer(place, objects)
             saver = Saver(checkpointer, config, self.mesh, max_steps=10, committed=0, stop=stop, storage=storage)

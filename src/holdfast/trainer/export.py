@@ -42,9 +42,8 @@ from holdfast.run.manifest import Manifest
 from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
 from holdfast.trainer.checkpoint.dcp import IndexReader
 from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
-from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
-from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
+from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout, names_in_files
 
 
 def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:

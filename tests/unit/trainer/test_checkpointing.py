@@ -24,7 +24,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer import saving
 from holdfast.trainer import stop as stop_module
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
+from holdfast.trainer.checkpoint.commit import ObjectStorage, Storage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.saving import GraceOver, Saver, _is_to_be_evaluated, open_storage
 from holdfast.trainer.stop import StopRequest
@@ -37,14 +37,14 @@ from tests.runs.processes import HANG_S
 def test_without_a_store_steps_stay_where_they_are(ckpt: dict[str, Any] | None, tmp_path: Path, mesh: Mesh) -> None:
     config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
     storage = open_storage(config, RunDir(tmp_path), mesh, older_weights=0)
-    assert isinstance(storage, LocalStorage) and storage.close_s == 0
+    assert type(storage) is Storage and storage.close_s == 0
 
 
 def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(tmp_path: Path, mesh: Mesh) -> None:
     ckpt = {"dir": f"file://{tmp_path / 'there'}", "resume_step": 4}
     config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
     main, other = (open_storage(config, RunDir(tmp_path), replace(mesh, rank=rank), older_weights=0) for rank in (0, 1))
-    assert isinstance(main, ObjectStorage) and isinstance(other, LocalStorage)
+    assert isinstance(main, ObjectStorage) and type(other) is Storage
     assert main.close_s == other.close_s > 0
     main.close(HANG_S)
 

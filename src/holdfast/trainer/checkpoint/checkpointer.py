@@ -46,7 +46,7 @@ from holdfast.run.checkpoints import (
     verify_checkpoint,
 )
 from holdfast.run.manifest import Verification
-from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, read_values
+from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, Storage, read_values
 from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors
 from holdfast.trainer.checkpoint.state import (
     ObjectsState,
@@ -56,7 +56,6 @@ from holdfast.trainer.checkpoint.state import (
     restore_random_state,
     seed_everything,
 )
-from holdfast.trainer.checkpoint.storage import LocalStorage, Storage
 from holdfast.trainer.mesh import RankGroup, describe, rank_and_world_size
 
 _log = logging.getLogger("trainer")
@@ -65,17 +64,16 @@ _SMALL_ELEMENTS = 1 << 15  # torch itself copies fewer on one thread
 
 
 class Stager:
-    """Copies this rank's shards into buffers of its own, which the next copy overwrites."""
+    """Copies this rank's shards into buffers, which the next copy overwrites."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of `tensors` on the CPU, complete when this returns.
+        """Return a copy of `tensors` on the CPU, valid until the next call.
 
-        DTensors stay DTensors of the same mesh and placements, over the copied shard. The result
-        is valid until the next call.
+        DTensors stay DTensors of the same mesh and placements, over the copied shard.
         """
         staged = {}
         copies_from_gpu = False
@@ -88,13 +86,13 @@ class Stager:
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
         if copies_from_gpu:  # untested: needs a GPU
-            # The copies above are only queued; until they end the buffers hold the save before.
+            # The copies above are only queued.
             torch.cuda.current_stream().synchronize()
         return staged
 
     @torch.no_grad()
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the buffers for `tensors` and touch every page, so that the first copy is as fast as later ones."""
+        """Make the buffers for `tensors` and touch every page, so that the first copy is as fast as later copies."""
         for name, tensor in tensors.items():
             self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
 
@@ -106,14 +104,14 @@ class Stager:
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            # Pinned: only then does a copy from the GPU go on beside this thread.
+            # Copies from a GPU to pinned memory do not block this thread.
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         return buffer
 
 
 def _copy(buffer: Tensor, local: Tensor) -> None:
-    """Copy on the calling thread alone: torch would start a second team of threads on the cores that train."""
+    """Copy on the calling thread only: torch would start a second team of threads on the cores that train."""
     if local.is_cuda or local.numel() < _SMALL_ELEMENTS or not local.is_contiguous():
         buffer.copy_(local, non_blocking=local.is_cuda)
     else:
@@ -122,7 +120,7 @@ def _copy(buffer: Tensor, local: Tensor) -> None:
 
 
 def _like(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Return `shard` in the place that `tensor` has among the ranks; on the CPU whatever the mesh's device."""
+    """Return `shard` with mesh and placements of `tensor`, on the CPU."""
     if not isinstance(tensor, DTensor):
         return shard
     return DTensor(shard, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
@@ -186,7 +184,7 @@ class Checkpointer:
             RankGroup(timeout_s=collective_timeout_s),
             retention or Retention(),
             identity or Identity(),
-            storage or LocalStorage(),
+            storage or Storage(),
             may_remove,
             before_commit,
         )
@@ -207,7 +205,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif issubclass(kind, Exception):
-            self.wait()  # what was being written when the loop failed is still worth having
+            self.wait()  # finish the save in progress
 
     @property
     def num_bytes(self) -> int:
@@ -247,18 +245,17 @@ class Checkpointer:
             self.wait()
             _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
         self._collect_result()
-        # The main rank writes the attachments; others need not make their content.
         written = attachments if self._control.is_main else None
-        # Before the thread starts: the training moves counters and generators on from then.
+        # Before the thread starts: training changes counters and generators from then on.
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
         tensors = self._state.tensors()
         if self._save_async:
             if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
-                # Here, not in the thread: the next optimizer step may come before that runs.
+                # Not in the thread: the next optimizer step may come before the thread runs.
                 self._staged.clear()
             else:
                 tensors = self._stager.stage(tensors)
-            # A daemon: a save that hangs in a collective must not keep a failed process from ending.
+            # A daemon: a save that hangs in a collective must not keep a failed process alive.
             self._thread = threading.Thread(
                 target=self._write,
                 args=(lambda: self._commit.write(snapshot, tensors, stage=self._stage), step),
@@ -272,7 +269,7 @@ class Checkpointer:
         return True
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy what the training may change as soon as this returns, unless it was copied already."""
+        """Copy the tensors, unless `save` has copied them; training may change them afterwards."""
         if self._staged.is_set():
             return tensors
         try:
@@ -286,7 +283,7 @@ class Checkpointer:
     def _write(self, action: Callable[[], None], step: int) -> None:
         try:
             action()
-        except BaseException as error:  # noqa: BLE001 - kept for the next call, which raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the next call
             if isinstance(error, Exception):
                 failure = error
             else:  # such as torch's CheckpointException
@@ -299,11 +296,9 @@ class Checkpointer:
                 self._newest_failure = None
                 self._committed.append(step)
         finally:
-            # Also where staging was never reached: an optimizer step waits for it.
-            self._staged.set()
+            self._staged.set()  # also if staging was never reached: the optimizer step waits
 
     def _is_busy(self) -> bool:
-        """Whether this rank is still writing the save before."""
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> list[int]:
@@ -318,14 +313,14 @@ class Checkpointer:
         return committed
 
     def _collect_result(self) -> None:
-        """Take note of a save that has ended; the steps committed are left for `poll` to return."""
+        """Raise or log the failure of a save that has ended; `poll` returns the committed steps."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._in_flight = None
         with self._results_lock:
             failure, self._failure = self._failure, None
         if failure is not None:
-            # Without that rank no later save can succeed, whatever `on_failure` says.
+            # Without the lost rank no later save can succeed.
             if self._on_failure == "stop" or isinstance(failure, RankLost):
                 raise failure
             _log.error("%s", failure)
@@ -375,7 +370,6 @@ class Checkpointer:
         chosen = self._control.broadcast(found)
         if chosen is None:
             return 0
-        # Sizes only: rank 0 has just read the bytes, where that was asked for.
         load_state_with_optimizer(self.directory / f"step_{chosen}", self._state, seed=self._seed, verify="size")
         self._commit.protect(chosen)
         return chosen
@@ -412,7 +406,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
     ranks = RankGroup()
     whole = as_state(state)
     try:
-        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), LocalStorage()).write(
+        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), Storage()).write(
             Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
         )
     finally:
@@ -450,7 +444,7 @@ def load_state_with_optimizer(
 
 
 def _restore_random(directory: Path, listing: manifest.Manifest, seed: int) -> None:
-    """Restore this rank's generators; where another number of ranks saved, derive them from seed, step and rank."""
+    """Restore this rank's generators; derive them from seed, step and rank if another number of ranks saved."""
     rank, world_size = rank_and_world_size()
     if listing.world_size == world_size:
         data = (directory / f"random_rank_{rank}.json").read_bytes()

@@ -1,17 +1,16 @@
 """Causal attention over packed rows, on any device, registered with transformers as `packed`.
 
-A packed row holds several samples in sequence. Attention must not cross their borders, and a mask over the whole row
-would cost the square of its length. On GPUs one kernel takes samples of any lengths, without padding or mask:
-`torch.nn.attention.varlen`, FlashAttention 2 (Dao 2023, https://arxiv.org/abs/2307.08691). `reason_against` names
-features that the kernel lacks.
+Attention must not cross the borders of the samples in a row, and a mask over the whole row would cost the square of its
+length. On GPUs one kernel takes samples of any lengths: `torch.nn.attention.varlen`, FlashAttention 2 (Dao 2023,
+https://arxiv.org/abs/2307.08691).
 
 On a CPU, or if the kernel lacks a feature (the log says which), queries, keys and values become padded batches of
-samples of similar length. Causal attention runs over each batch. No mask is needed: the padding comes after the valid
-tokens, which never see it. The result equals attention over each sample alone.
+samples of similar length. Causal attention over each batch needs no mask: the valid tokens never see the padding, which
+comes after them.
 
-Some models need more. Soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118) and learned sinks (gpt-oss,
-https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unknown arguments are refused;
-`holdfast.trainer.model.packing_check` makes sure that no such model comes here.
+Soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118) and learned sinks (gpt-oss,
+https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unknown arguments are refused, and
+`holdfast.trainer.model.packing_check` finds models with such arguments before.
 
 Shape legend: T tokens of a row, S samples of a padded batch, L the longest of them, H heads, K heads of keys and
 values, D head dimension, B rows of an unpacked batch.
@@ -21,10 +20,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,78 +37,51 @@ from holdfast.trainer.model.context_parallel import RowSlice
 
 _log = logging.getLogger("trainer")
 
-_HEAD_STEP = 8  # of head dimensions, that the kernel's loads are made for
+_HEAD_STEP = 8  # the kernel loads so many numbers of a head at once
 # torch before 2.12 takes groups of heads without being told.
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-class Attend(Protocol):
-    """Attention of queries (T, H, D) to keys and values (T, K, D), within samples whose borders are `borders`."""
-
-    def __call__(
-        self,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        borders: Tensor,
-        longest: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-    ) -> Tensor: ...
-
-
 def _flash(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     borders: Tensor,
     longest: int,
     *,
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    groups = _GROUPS if query_THD.shape[1] != key_TKD.shape[1] else {}
-    attended = varlen_attn(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        borders,
-        borders,
-        longest,
-        longest,
-        scale=scale,
-        window_size=window_size,
-        **groups,
-    )
-    return cast(Tensor, attended)  # a pair only where a second result is asked for
+    groups = _GROUPS if query.shape[1] != key.shape[1] else {}
+    lengths = (borders, borders, longest, longest)
+    attended = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **groups)
+    return cast(Tensor, attended)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, and what it takes.
+    """A kernel for samples of any lengths, and its limits.
 
     Attributes:
-        attend: gives (T, H, D). Window (left, right) as in FlashAttention: so many tokens before and behind a token's
-            own are seen, all where it is -1.
-        dtypes: of queries, keys and values.
+        attend: attention (T, H, D) of queries (T, H, D) to keys and values (T, K, D) within samples, which `borders`
+            separate. `window_size` as in FlashAttention: tokens before and after that are seen, -1 for all.
         largest_head: most numbers of a head.
-        is_usable: whether a device has what the kernel needs, by its index.
+        is_usable: whether the GPU with this index has what the kernel needs.
     """
 
-    attend: Attend
+    attend: Callable[..., Tensor]
     dtypes: frozenset[torch.dtype]
     largest_head: int
     is_usable: Callable[[int | None], bool] = lambda _: True
 
 
-@torch.compiler.assume_constant_result  # asking for it would break the graph of every compiled layer
+@torch.compiler.assume_constant_result  # else the call would break the graph of every compiled layer
 def _is_ampere(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 KERNELS = {"cuda": Kernel(_flash, frozenset({torch.bfloat16, torch.float16}), 256, _is_ampere)}
-"""By the type of device. On others a padded batch is what there is, and not a way out."""
+"""By the type of device."""
 
 
 def reason_against(
@@ -122,12 +94,11 @@ def reason_against(
     softcap: float | None = None,
     has_sinks: bool = False,
 ) -> str:
-    """Return why `kernel` cannot be taken, in words; empty where it can.
+    """Return why `kernel` cannot be used; empty if it can.
 
     Args:
         dtypes: of queries, keys and values.
         head_dims: of queries and keys, and of values.
-        is_usable: what the kernel says of the device.
     """
     if not is_usable:
         return "the GPU is older than Ampere"
@@ -159,22 +130,22 @@ def attend_by_kernel(
 
     Args:
         query, key, value: (B, H or K, L, D); with `borders`, B is 1 and L the tokens of a packed row.
-        borders: S + 1 borders of the samples, int32, on their device; None: every row is one sample.
+        borders: S + 1 borders of the samples, int32; None: every row is one sample.
         longest: tokens of the longest sample.
-        sliding_window: tokens that a token sees, its own among them.
+        sliding_window: tokens that a token sees, itself included.
     """
     batch, heads, length, head_dim = query.shape
     value_dim = value.shape[-1]
     if borders is None:
         borders = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-    # Zeros add nothing to a score, and nothing to a value.
+    # Padding with zeros changes neither scores nor values.
     width = -(-max(head_dim, value_dim) // _HEAD_STEP) * _HEAD_STEP
 
     def flat(tensor: Tensor) -> Tensor:
         rows = tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], tensor.shape[-1])
         return F.pad(rows, (0, width - rows.shape[-1])) if rows.shape[-1] < width else rows
 
-    # A window counts the token itself, the kernel only those before it. (-1, 0) is plain causal attention.
+    # The kernel counts only the tokens before. (-1, 0) is plain causal attention.
     before = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
     attended_THD = kernel.attend(
         flat(query),
@@ -202,7 +173,7 @@ IRRELEVANT = {
     "return_dict",
     "use_cache",
 }
-"""Arguments that do not change what attention within samples gives."""
+"""Arguments that do not change attention within samples."""
 
 _named: set[str] = set()
 _is_silent = False
@@ -210,7 +181,7 @@ _is_silent = False
 
 @contextmanager
 def without_naming() -> Iterator[None]:
-    """Say nothing of the kernel in the block, whose attention is no model's that is trained."""
+    """Log nothing about the kernel in the block, which probes attention."""
     global _is_silent
     before, _is_silent = _is_silent, True
     try:
@@ -240,19 +211,24 @@ def packed_attention(
 
     Args:
         query, key, value: (1, H, T, D) packed, or (B, H, L, D) with padding on the right.
-        attention_mask: must be None; the structure is in `packed_index`.
+        attention_mask: must be None; `packed_index` has the structure.
         softcap: c in scores = c * tanh(scores / c).
         s_aux: the score (H,) of a sink that takes part in the softmax and has no value.
         packed_index: layout of the row; None for rows of one sample each.
-        row_slice: the rows are those of several ranks, and query, key and value this rank's tokens of them.
+        row_slice: if ranks share rows; query, key and value are then this rank's tokens.
 
     Returns:
         (1, T, H, D) or (B, L, H, D), and no weights.
 
     Raises:
-        DataError: the model wants something of attention that is not known here.
+        DataError: the model calls attention with an unknown argument.
     """
-    _refuse_unknown(module, others, is_causal=is_causal)
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
+    if unknown or is_causal is False:
+        raise DataError(
+            f"{type(module).__name__} calls its attention with {', '.join(unknown) or 'is_causal = False'}, which "
+            "packed attention does not know: set model.attention to eager"
+        )
     assert attention_mask is None, "packed attention takes no mask"
     if row_slice is not None:
         attended, _ = packed_attention(
@@ -273,12 +249,18 @@ def packed_attention(
     if kernel is not None:
         borders = None if packed_index is None else packed_index.cu_seqlens
         longest = query.shape[2] if packed_index is None else packed_index.max_len
-        window = sliding_window
         shared = None if packed_index is None else packed_index.tokens_E
         if shared is not None:
             query, key, value = (tensor.index_select(2, shared) for tensor in (query, key, value))
         attended = attend_by_kernel(
-            kernel, query, key, value, borders=borders, longest=longest, scaling=scaling, sliding_window=window
+            kernel,
+            query,
+            key,
+            value,
+            borders=borders,
+            longest=longest,
+            scaling=scaling,
+            sliding_window=sliding_window,
         )
         places = None if packed_index is None else packed_index.places_T
         return attended if places is None else attended.index_select(1, places), None
@@ -293,20 +275,10 @@ def packed_attention(
     return _attend_padded(attend, query, key, value, packed_index), None
 
 
-def _refuse_unknown(module: nn.Module, others: Mapping[str, object], *, is_causal: bool | None) -> None:
-    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
-    if unknown or is_causal is False:
-        what = ", ".join(unknown) or "is_causal = False"
-        raise DataError(
-            f"{type(module).__name__} calls its attention with {what}, which packed attention does not know: set "
-            "model.attention to eager"
-        )
-
-
 def _attend_padded(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
 ) -> Tensor:
-    """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of batches."""
+    """Return (1, T, H, D): attention over the samples of a packed row, which `attend` gets as (S, H, L, D)."""
     places = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
 
     def unpack(packed: Tensor) -> list[Tensor]:
@@ -332,7 +304,7 @@ def _kernel_for(
     softcap: float | None,
     has_sinks: bool,
 ) -> Kernel | None:
-    """Return the kernel to take; None where the device has none, or none for this, which is named once."""
+    """Return the kernel to use; None if the device has none, or if it cannot be used, which is logged once."""
     kernel = KERNELS.get(query.device.type)
     if kernel is None:
         return None
@@ -347,7 +319,7 @@ def _kernel_for(
     )
     if not reason:
         return kernel
-    # Compiled code cannot log; the check of the model at a start is not compiled.
+    # Compiled code cannot log; the parity check at the start is not compiled.
     if not torch.compiler.is_compiling() and not _is_silent and reason not in _named:
         _named.add(reason)
         _log.warning(
@@ -364,7 +336,7 @@ def _causal(
 ) -> Tensor:
     length = query.shape[2]
     mask = None
-    # No mask where the window holds all: SDPA has faster kernels for is_causal.
+    # Without a mask SDPA has faster kernels.
     if sliding_window is not None and length > sliding_window:
         mask = _seen(length, sliding_window, query.device)
     return F.scaled_dot_product_attention(
@@ -380,7 +352,7 @@ def _causal(
 
 
 def _seen(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """Return which of L tokens sees which, (L, L)."""
+    """Return which token (row) sees which token (column), (L, L)."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (sliding_window or length))
 
@@ -396,7 +368,7 @@ def _causal_scores(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return what `_causal` does, from scores that exist as a tensor: (B, H, L, L)."""
+    """Compute attention like `_causal`, with the scores (B, H, L, L) as a tensor."""
     length, group = query.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -407,7 +379,7 @@ def _causal_scores(
     if sinks_H is not None:
         sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    # In float32 and back, as transformers' eager attention. The sink takes its share and is dropped.
+    # In float32 and back, as in transformers' eager attention. The sink takes its share and is dropped.
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
     return F.dropout(weights, dropout) @ value
 

@@ -19,9 +19,8 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import Trained
-from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.model.lora import Adapters, whole_tensors
-from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout
 
 
 class WeightPublisher:

@@ -20,9 +20,8 @@ from holdfast.run.journal import STATE_NAME
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from holdfast.trainer.checkpoint.commit import Identity, fingerprint_tensors
+from holdfast.trainer.checkpoint.commit import Identity, ObjectStorage, fingerprint_tensors
 from holdfast.trainer.checkpoint.state import capture_random_state, seed_everything
-from holdfast.trainer.checkpoint.storage import ObjectStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.state import TrainState
 from tests.builders.checkpoint_files import write_checkpoint, write_weights

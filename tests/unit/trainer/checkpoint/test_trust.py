@@ -33,7 +33,7 @@ from holdfast.trainer.export import (
     new_directory,
 )
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.hf_files import SafetensorsWriter
+from holdfast.trainer.model.tensor_names import SafetensorsWriter
 from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [
