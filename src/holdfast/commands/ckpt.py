@@ -67,7 +67,6 @@ def _add_looking(ls: Parser, verify: Parser) -> None:
 def _add_export(command: Parser) -> None:
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     command.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="such as 4GB or 500MiB (4GiB)")
-    command.add_argument("--model", metavar="NAME_OR_DIR", help="config and tokenizer for a step that has none")
     command.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
 
 

@@ -31,7 +31,6 @@ def export(
     to: Path,
     dtype: DType | None,
     max_shard_size: int | None,
-    model: str | None,
     base: str | None,
 ) -> Report:
     """Write the model of a step as a new Hugging Face directory; the step is verified first."""
@@ -41,7 +40,7 @@ def export(
     with tensor_work("reading and writing tensors"):
         with heavy_imports():
             from holdfast.trainer.export import Export, export
-        written = export(Export(directory, to.absolute(), dtype, max_shard_size, model, base))
+        written = export(Export(directory, to.absolute(), dtype, max_shard_size, base))
     return _report(written)
 
 
@@ -52,7 +51,6 @@ def promote(
     name: str,
     dtype: DType | None,
     max_shard_size: int | None,
-    model: str | None,
     base: str | None,
 ) -> Report:
     """Export a step under a name; nothing ever removes it."""
@@ -61,7 +59,7 @@ def promote(
         raise CheckpointError(
             f"the export '{name}' exists already: {to}. Choose another --name, or remove it yourself."
         )
-    return export(dirs, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model, base=base)
+    return export(dirs, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, base=base)
 
 
 def _refuse_existing(directory: Path, flag: str) -> None:

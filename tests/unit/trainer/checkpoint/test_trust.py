@@ -172,7 +172,7 @@ def test_tensors_are_read_one_by_one(tensors: Path, tmp_path: Path) -> None:
     assert reader.read("model.dtype").dtype == torch.bfloat16
     for file in tensors.glob("*.distcp"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.near cannot be read from .*tensors"):
+    with pytest.raises(CheckpointError, match=r"loading .*tensors failed"):
         reader.read("model.near")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         TensorReader(tmp_path)
