@@ -4,7 +4,7 @@ A model starts on the meta device; `materialize` gives a sharded model its memor
 part of every tensor from the safetensors files of `model.name`. So no rank holds the whole model or waits for another.
 Rank 0 draws random weights as a whole, and broadcasts them.
 
-An error is reported in one line, since transformers' own errors come from anywhere in its code.
+Errors of transformers, which come from anywhere in its code, become one line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trained(Protocol):
 
 
 def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that an optimizer changes, by their names in `trained_tensors`."""
+    """Return the parameters that an optimizer updates, by their names in `trained_tensors`."""
     if is_adapted(hf_model):
         return adapter_parameters(hf_model)
     return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
@@ -73,10 +73,10 @@ def load_model_config(name: str) -> PreTrainedConfig:
     """Return the transformers config of a local directory or hub model.
 
     Raises:
-        DataError: there is none, it contradicts itself, or its weights are quantised.
+        DataError: there is no config, it contradicts itself, or the weights are quantised.
     """
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # unset, it would ask at a terminal
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it asks at a terminal
     except Exception as error:
         _log.debug("the model config was not loaded", exc_info=True)
         if any(words in str(error) for words in ("trust_remote_code", "does not recognize this architecture")):
@@ -97,10 +97,9 @@ def load_model_config(name: str) -> PreTrainedConfig:
 
 
 def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the transformers model of a config, with the weights that torch's default device and generator make.
+    """Return the transformers model of a config, on torch's default device.
 
-    Some kinds of models choose their attention when they are built. `packed` is not among their choices: it comes
-    in afterwards, where the layers can take it.
+    `packed` attention is set later: some models choose between other attentions when they are built.
 
     Raises:
         DataError: transformers has no such model, or it cannot be built with `model.attention`.
@@ -118,14 +117,14 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
 
 
 def is_classifier(model_config: PreTrainedConfig) -> bool:
-    """Return whether a directory holds a model with a head that scores sequences instead of predicting tokens."""
+    """Whether a directory holds a model that scores sequences instead of predicting tokens."""
     return any(name.endswith("ForSequenceClassification") for name in model_config.architectures or [])
 
 
 def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
-    """Return what checkpoints hold of a model: parameters and persistent buffers by name, tied ones once.
+    """Return the tensors of a model in checkpoints: parameters and persistent buffers, or only its adapters.
 
-    Of tied names the first wins. Of a model with adapters it is the adapters alone.
+    A tied tensor has its first name.
     """
     if is_adapted(hf_model):
         return {name: factor.detach() for name, factor in adapter_parameters(hf_model).items()}
@@ -133,7 +132,7 @@ def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of another library in one line, its beginning where it is long."""
+    """Return the message of another library in one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
@@ -256,10 +255,10 @@ def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, with
 
 
 def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None) -> None:
-    """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
+    """Shard a model from the meta device, give it memory and weights, and set training mode. Collective.
 
     Args:
-        fill: puts the weights into the transformers model in it; None: they will be loaded from a checkpoint.
+        fill: fills in the weights; None: a checkpoint will.
 
     Raises:
         DataError: the model cannot be used in the configured way.
@@ -275,7 +274,7 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fil
     _prepare(model, config, mesh)
     model.share_rows(mesh.sequence)
     if fill is not None:
-        # Sending the weights of rank 0 to the others asks for one device of all that is filled.
+        # The broadcast needs all tensors on one device.
         _move_buffers(hf_model, mesh.parameter_device)
         fill(hf_model)
         _move_buffers(hf_model, mesh.device)
@@ -289,16 +288,15 @@ def _move_buffers(hf_model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
-    """Have the model find out how it is to be used, before it has its weights: that must not depend on them."""
+    """Have the model find out its layout, before it has weights: the layout must not depend on them."""
     with torch.no_grad():
         for parameter in model.parameters():
-            # to_empty left garbage, of which the comparisons in `prepare` could be NaN.
+            # to_empty left garbage, perhaps NaN.
             parameter.fill_(1.0)
     model.layout = Layout(packs=takes_positions(model.hf_model), attention=config.attention)
     was_training = model.training
     model.eval()
     devices = [mesh.device] if mesh.device.type == "cuda" else []
-    # fork_rng: whatever is random in these passes must not move the generators of the run.
     with naming_failures(model, config.name, config.compute_dtype), torch.random.fork_rng(devices=devices):
         model.run(model.prepare)
     reshard(model)
@@ -308,11 +306,11 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> Non
 
 @contextmanager
 def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None]:
-    """Name the model whose forward pass in the block fails.
+    """Name the model if its forward pass in the block fails.
 
     Raises:
-        RankLost: a collective of it failed, as another rank has ended.
-        DataError: it failed: the model cannot compute with its config.json in this dtype.
+        RankLost: a collective failed, because another rank has ended.
+        DataError: the model cannot compute with its config.json in this dtype.
     """
     try:
         yield
@@ -330,22 +328,22 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
 
 
 def _reset_buffers(hf_model: PreTrainedModel) -> None:
-    """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage.
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies.
 
     Raises:
-        DataError: transformers does not say what belongs into one of them, or cannot say it of shards.
+        DataError: transformers cannot compute a buffer, or not for shards.
     """
     for parameter in hf_model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips these
     for module in hf_model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
     buffers = {name: buffer for name, buffer in hf_model.named_buffers() if buffer.is_floating_point()}
     for buffer in buffers.values():
-        # NaN marks those that initialize_weights passes over.
+        # NaN marks buffers that initialize_weights skips.
         buffer.fill_(math.nan)
     try:
         hf_model.initialize_weights()
-    except RuntimeError as error:  # of code that computes with a parameter, of which here is a shard
+    except RuntimeError as error:  # computes with a parameter, which is a shard here
         raise DataError(
             f"{type(hf_model).__name__} cannot be divided among ranks: transformers' code that initialises it fails "
             f"with shards ({one_line(error)})"
@@ -357,4 +355,4 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
         )
     for name, buffer in buffers.items():
         if name in persistent and buffer.isnan().any():
-            buffer.fill_(1.0)  # the weights or a checkpoint fill it
+            buffer.fill_(1.0)  # weights or a checkpoint fill it
