@@ -378,7 +378,7 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
     update = {"path": str(model), "version": 1}
     get, post = (functools.partial(one, timeout=HANG_S) for one in (httpx.get, httpx.post))
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
-        for path in ("/update_weights", "/pause", "/resume"):
+        for path in ("/update_weights", "/claim", "/release"):
             response = post(server.url + path, json=update, headers=headers)
             assert response.status_code == 401
             assert "s3cret" not in response.text

@@ -31,9 +31,7 @@ from holdfast.protocol.inference import (
     CLAIM_ROUTE,
     GENERATE_ROUTE,
     OWNED,
-    PAUSE_ROUTE,
     RELEASE_ROUTE,
-    RESUME_ROUTE,
     UPDATE_ROUTE,
     ErrorBody,
     ErrorCode,
@@ -41,7 +39,7 @@ from holdfast.protocol.inference import (
     OwnerStatus,
 )
 
-ADMIN = frozenset({UPDATE_ROUTE, CLAIM_ROUTE, RELEASE_ROUTE, PAUSE_ROUTE, RESUME_ROUTE})
+ADMIN = frozenset({UPDATE_ROUTE, CLAIM_ROUTE, RELEASE_ROUTE})
 # Routes of vLLM that compute something and change nothing; what else it has for POST is its own administration.
 _ASKING_THE_MODEL = re.compile(
     r"/(v[12]/(?!(load|unload)_lora_adapter$).+|invocations|pooling|classify|score|rerank|embed|generative_scoring)"

@@ -8,7 +8,6 @@ checked.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config import InferenceConfig
-from holdfast.config.base import ModelConfig, is_loopback
+from holdfast.config.base import is_loopback
 from holdfast.config.devices import DeviceType
 from holdfast.config.inference import ServerConfig
 from holdfast.config.load import read_toml
@@ -40,11 +39,9 @@ from holdfast.process.heartbeat import start_heartbeat
 from holdfast.process.imports import leave_out_working_directory, protect_children
 from holdfast.process.scratch import SHORT_HOME, scratch_directory, scratch_name
 from holdfast.protocol.inference import Owner, read_admin_token
-from holdfast.run.inputs import check_max_len
+from holdfast.run.inputs import check_max_len, check_model_path, check_tokenizer_path, check_weights_path
 from holdfast.run.run_dir import RunDir, owner_of
-from holdfast.run.weights import weights_files
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 # Of a Unix socket's path, without `/UUID` and eight random characters.
 _MOST_BYTES_OF_HOME = 107 - 37 - 8
@@ -218,47 +215,24 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def resolve_model(config: InferenceConfig) -> tuple[Path, Path]:
-    """Return the directories of the model and of its tokenizer, fetching them from the hub if need be.
+    """Return the directories of the model and of its tokenizer, fetched from the hub if need be.
 
     Raises:
         DataError: a directory is missing or incomplete, or the hub does not have the model.
     """
+    check_model_path(config.model.name, key="model.name")
     directory = _local_directory(config.model.name, "model.name")
-    config_file = directory / "config.json"
-    try:
-        json.loads(config_file.read_text())
-    except FileNotFoundError:
-        raise DataError(f"{directory} has no config.json: it is not a model directory (model.name)") from None
-    except ValueError as error:
-        raise DataError(f"{config_file} cannot be read: {error}") from None
-    if config.model.load == "auto" and not weights_files(directory):
-        raise DataError(
-            f"{directory} holds no *.safetensors file. "
-            "Name a model with weights, or start with --model.load dummy and push them."
-        )
-    tokenizer = _tokenizer_directory(config.model, directory)
+    if config.model.load == "auto":
+        check_weights_path(str(directory), needs_index=False)
+    tokenizer = _local_directory(config.model.tokenizer, "model.tokenizer") if config.model.tokenizer else directory
+    check_tokenizer_path(str(tokenizer), key="model.tokenizer")
     return directory, tokenizer
 
 
-def _tokenizer_directory(model: ModelConfig, model_dir: Path) -> Path:
-    directory = _local_directory(model.tokenizer, "model.tokenizer") if model.tokenizer else model_dir
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        raise DataError(
-            f"{directory} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}). "
-            "Name the directory that has it with --model.tokenizer."
-        )
-    return directory
-
-
 def _local_directory(name: str, key: str) -> Path:
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return path.absolute()
-    if path.exists():
-        raise DataError(f"{key} = '{name}' is a file, not a model directory")
-    parts = name.split("/")
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
-        raise DataError(f"{key} = '{name}': there is no such directory")
     report(f"asking the hub for {name}")
     import httpx
     from huggingface_hub import snapshot_download

@@ -5,7 +5,6 @@
     GET  /weights                 version and digest of the served weights, user of the server, owner
     POST /update_weights          replace the weights (admin); refused to all except the owner
     POST /claim, /release         own the server, and give it back (admin)
-    POST /pause, /resume          freeze and thaw generation (admin)
 
 All other routes that read or generate, such as `/metrics`, are vLLM's. `inference.access` says who may use a route.
 `holdfast.protocol.inference` defines bodies, answers and error codes. Every answer names the policy version that made
@@ -41,9 +40,7 @@ from holdfast.protocol.inference import (
     HEALTH_ROUTE,
     OTHER_WEIGHTS,
     OWNER_HEADER,
-    PAUSE_ROUTE,
     RELEASE_ROUTE,
-    RESUME_ROUTE,
     UPDATE_ROUTE,
     VERSION_HEADER,
     WEIGHTS_ROUTE,
@@ -53,7 +50,6 @@ from holdfast.protocol.inference import (
     GenerateResponse,
     HealthStatus,
     Owner,
-    PauseStatus,
     ServedWeights,
     UpdateRequest,
     largest_request,
@@ -160,8 +156,6 @@ class Routes:
             UPDATE_ROUTE: (self.update_weights, "POST"),
             CLAIM_ROUTE: (self.claim, "POST"),
             RELEASE_ROUTE: (self.release, "POST"),
-            PAUSE_ROUTE: (self.pause, "POST"),
-            RESUME_ROUTE: (self.resume, "POST"),
         }
         return [
             Route(path, _answering(handler, self._sampler.died), methods=[method])
@@ -238,23 +232,12 @@ class Routes:
         self.ownership.release(await _owner_in(request))
         return _json(self._served())
 
-    async def pause(self, request: Request) -> Response:
-        """Freeze generation."""
-        await self._engine_weights.pause()
-        return _json(PauseStatus(paused=True))
-
-    async def resume(self, request: Request) -> Response:
-        """Thaw generation."""
-        await self._engine_weights.resume()
-        return _json(PauseStatus(paused=False))
-
     async def health(self, request: Request) -> Response:
         """Prove that the engine works: it gave output in the last seconds, or answers a probe in time."""
         reason = await self._failure_reason()
         body = HealthStatus(
             status="ok" if reason is None else "failing",
             weights=self._engine_weights.version,
-            paused=self._engine_weights.paused,
             reason=reason,
         )
         return _json(body, status=200 if reason is None else 503)
@@ -276,8 +259,7 @@ class Routes:
             return "the engine died"
 
     async def _run_probe(self) -> str | None:
-        generates = self._engine_weights.version is not None and not self._engine_weights.paused
-        return await self._sampler.probe(generates=generates)
+        return await self._sampler.probe(generates=self._engine_weights.version is not None)
 
     def _served(self) -> ServedWeights:
         return ServedWeights(

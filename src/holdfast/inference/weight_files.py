@@ -61,7 +61,6 @@ OUTPUT_LAYER = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 _ACCEPTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INDEX_NAME = "model.safetensors.index.json"
 _MOST_FILES = 10_000
 _SETTINGS_BYTES = 1 << 26  # of manifest, index and settings
 _BYTES_PER_PARAMETER = 8  # of float64, which is larger than all accepted dtypes
@@ -186,7 +185,9 @@ def read_files(
         DataError: a file is missing, damaged, not of `version`, or larger than weights of `architecture` can be.
     """
     require_regular(directory, most_bytes=architecture.most_bytes)
-    paths = _complete_files(directory)
+    paths = weights_files(directory)
+    if not paths:
+        raise DataError(f"{directory} holds no *.safetensors file")
     expected = _manifest_entries(directory, version)
     for name in expected or ():
         if name.endswith(".safetensors") and "/" not in name and directory / name not in paths:
@@ -260,24 +261,6 @@ def _manifest_entries(directory: Path, version: int | None) -> dict[str, Weights
             f"but was pushed as version {version}"
         )
     return {name: WeightsFile(name, entry.size_bytes, entry.xxh3_128) for name, entry in manifest.files.items()}
-
-
-def _complete_files(directory: Path) -> list[Path]:
-    """Return the weights files; an index must name only these files."""
-    paths = weights_files(directory)
-    if not paths:
-        raise DataError(f"{directory} holds no *.safetensors file")
-    index = directory / _INDEX_NAME
-    if index.exists():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{index} cannot be read: {error}") from None
-        if strange := [name for name in named if not isinstance(name, str)]:
-            raise DataError(f"{index} names {strange[0]!r:.80} as a file")
-        if missing := sorted(named - {path.name for path in paths}):
-            raise DataError(f"{directory}: file '{missing[0]}', which {_INDEX_NAME} names, is missing")
-    return paths
 
 
 def _listed(path: Path, expected: dict[str, WeightsFile]) -> WeightsFile:

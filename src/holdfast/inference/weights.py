@@ -101,7 +101,6 @@ class EngineWeights:
         digest: `holdfast.run.weights` of the bytes that the worker loaded.
         num_updates: how often the weights were replaced.
         boot_id: of this server's process. A restarted server has another id.
-        paused: whether the last request of `/pause` and `/resume` was `/pause`.
     """
 
     def __init__(
@@ -111,30 +110,16 @@ class EngineWeights:
         self._metrics = metrics
         self._ownership = ownership
         self._update_timeout_s = update_timeout_s if math.isfinite(update_timeout_s) else None
-        # One update or pause at a time: a resume in the middle of an update would run a half-written model.
         self._lock = asyncio.Lock()
         self.version: int | None = None
         self.digest: str | None = None
         self.num_updates = 0
         self.boot_id = uuid.uuid4().hex
-        self.paused = False
 
     async def adopt_initial(self) -> None:
         """Call the weights that the engine loaded at its start version 0."""
         digests: list[str | None] = await self._engine.collective_rpc("loaded_digest")
         await self._adopt(0, _agreed(digests))
-
-    async def pause(self) -> None:
-        """Freeze generation; requests in flight and new ones wait for `resume`."""
-        async with self._lock:
-            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            self.paused = True
-
-    async def resume(self) -> None:
-        """Thaw generation."""
-        async with self._lock:
-            await self._engine.resume_generation()
-            self.paused = False
 
     def require(self, digest: str) -> None:
         """Refuse a request that is meant for other weights than those that serve.
@@ -174,8 +159,7 @@ class EngineWeights:
                 self.num_updates += 1
                 digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
                 await self._adopt(version, _agreed(digests))
-                if not self.paused:
-                    await self._engine.resume_generation()
+                await self._engine.resume_generation()
             finally:
                 does("serving")
             seconds = time.perf_counter() - started

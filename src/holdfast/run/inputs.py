@@ -152,8 +152,8 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
         return f"has no *.safetensors. {_what_to_give(path)}"
     if kind_of(path) is Kind.PICKLED:
         return "holds pickles, which may hold code and are never loaded: have transformers load and save the model"
-    from_scratch = " Set model.init = random to train from scratch." if is_trained else ""
-    return f"has no *.safetensors.{from_scratch}"
+    without = "Set model.init = random to train from scratch" if is_trained else "With model.load = dummy, push weights"
+    return f"has no *.safetensors. {without}."
 
 
 def _wrong_with_weights(path: Path) -> str | None:

@@ -53,7 +53,7 @@ def test_a_form_of_another_site_replaces_no_weights() -> None:
             assert ask("POST", path, content=content, headers={"Content-Type": kind}).status_code == 415
         kind = {"Content-Type": "application/json; charset=utf-8"}
         assert ask("POST", path, content=content, headers=kind).json() == {"bytes": len(content)}
-    assert ask("POST", "/pause").status_code == 200, "nothing to take for something else"
+    assert ask("POST", "/release").status_code == 200, "nothing to take for something else"
 
 
 def test_what_the_weights_decide_is_told_from_what_they_do_not() -> None:

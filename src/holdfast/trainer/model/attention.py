@@ -84,37 +84,6 @@ KERNELS = {"cuda": Kernel(_flash, frozenset({torch.bfloat16, torch.float16}), 25
 """By the type of device."""
 
 
-def reason_against(
-    kernel: Kernel,
-    *,
-    dtypes: set[torch.dtype],
-    head_dims: tuple[int, int],
-    is_usable: bool = True,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    has_sinks: bool = False,
-) -> str:
-    """Return why `kernel` cannot be used; empty if it can.
-
-    Args:
-        dtypes: of queries, keys and values.
-        head_dims: of queries and keys, and of values.
-    """
-    if not is_usable:
-        return "the GPU is older than Ampere"
-    if len(dtypes) > 1 or not dtypes <= kernel.dtypes:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        known = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes))
-        return f"it takes {known}, and attention is in {names}"
-    if max(head_dims) > kernel.largest_head:
-        return f"it takes heads of up to {kernel.largest_head} numbers, and the model's have {max(head_dims)}"
-    if dropout > 0:
-        return "it has no dropout"
-    if softcap is not None:
-        return "it has no soft caps of scores"
-    return "it has no sinks" if has_sinks else ""
-
-
 def attend_by_kernel(
     kernel: Kernel,
     query: Tensor,
@@ -308,25 +277,24 @@ def _kernel_for(
     kernel = KERNELS.get(query.device.type)
     if kernel is None:
         return None
-    reason = reason_against(
-        kernel,
-        dtypes={query.dtype, key.dtype, value.dtype},
-        head_dims=(query.shape[-1], value.shape[-1]),
-        is_usable=kernel.is_usable(query.device.index),
-        dropout=dropout,
-        softcap=softcap,
-        has_sinks=has_sinks,
-    )
-    if not reason:
+    dtypes, largest_head = {query.dtype, key.dtype, value.dtype}, max(query.shape[-1], value.shape[-1])
+    fits = len(dtypes) == 1 and dtypes <= kernel.dtypes and largest_head <= kernel.largest_head
+    if fits and not dropout and softcap is None and not has_sinks and kernel.is_usable(query.device.index):
         return kernel
     # Compiled code cannot log; the parity check at the start is not compiled.
-    if not torch.compiler.is_compiling() and not _is_silent and reason not in _named:
-        _named.add(reason)
+    name = type(module).__name__
+    if not torch.compiler.is_compiling() and not _is_silent and name not in _named:
+        _named.add(name)
         _log.warning(
-            "%s attends to padded batches of samples instead of PyTorch's kernel for variable lengths: %s. It takes "
-            "more time and memory, and with a sliding window a mask of the square of the longest sample.",
-            type(module).__name__,
-            reason,
+            "%s attends to padded batches of samples, which takes more time and memory, and with a sliding window a "
+            "mask of the square of the longest sample. PyTorch's kernel for variable lengths needs an Ampere GPU, %s, "
+            "heads of up to %d numbers, and neither dropout nor soft caps of scores nor sinks; this attention is in %s "
+            "with heads of %d numbers.",
+            name,
+            " or ".join(sorted(map(str, kernel.dtypes))),
+            kernel.largest_head,
+            " and ".join(sorted(map(str, dtypes))),
+            largest_head,
         )
     return None
 
