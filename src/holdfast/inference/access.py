@@ -179,11 +179,7 @@ class Ownership:
         return OwnerStatus(self._owner.run_id, self._owner.directory, silent_s, self._lease_s)
 
     def claim(self, owner: Owner | None) -> None:
-        """Make `owner` the owner. None only asks whether the server is free.
-
-        Raises:
-            RequestError: 409, another run owns the server.
-        """
+        """Make `owner` the owner; None only asks if the server is free. Raise RequestError (409) if it is not."""
         current = self.status()
         if current is not None and not _is_same(current, owner):
             until = "was started for that run alone"
@@ -218,11 +214,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def decode_body(body: bytes, kind: type[_T]) -> _T:
-    """Return the `kind` in `body`.
-
-    Raises:
-        RequestError: 400, naming the first wrong value or unknown field.
-    """
+    """Return the `kind` in `body`. Raise RequestError (400) that names the first wrong value or field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

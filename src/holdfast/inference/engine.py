@@ -65,11 +65,7 @@ _SWITCHES = ("disable-log-stats",)
 
 
 def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path, device: DeviceType) -> list[str]:
-    """Return the command line of vLLM's server for `config`, whose defaults by device are filled in.
-
-    Raises:
-        ConfigError: `engine.args` sets something that the server relies on.
-    """
+    """Return the command line of vLLM's server. Raise ConfigError if `engine.args` sets a reserved argument."""
     engine = config.engine
     arguments = {
         "model": str(model_dir),
@@ -137,11 +133,7 @@ def _flag(name: str, value: object) -> str:
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
-    """Parse vLLM's command line.
-
-    Raises:
-        ConfigError: vLLM does not know an argument, or refuses its value.
-    """
+    """Parse vLLM's command line. Raise ConfigError if vLLM refuses an argument."""
     parser = make_arg_parser(FlexibleArgumentParser())
 
     def refuse(message: str) -> NoReturn:
@@ -172,12 +164,7 @@ async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
 
 
 async def generate_one_token(engine: AsyncLLM) -> None:
-    """Have the engine generate a token.
-
-    Raises:
-        EngineDeadError: the engine has died.
-        EngineGenerateError: the engine failed and lives.
-    """
+    """Have the engine generate a token. Raise EngineDeadError or EngineGenerateError if it cannot."""
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     async for _ in engine.generate(tokens_input([0]), params, f"probe-{time.monotonic_ns()}"):
         pass
@@ -199,11 +186,7 @@ class VllmSampler:
         return self._engine.errored
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Have the engine answer, with a token if it may generate one; return why it cannot, or None.
-
-        Raises:
-            EngineDeadError: the engine ended.
-        """
+        """Have the engine answer, with a token if it may generate one; return why it cannot, or None."""
         if not generates:
             await self._engine.get_weight_version()  # the answer comes from the engine's own loop
             return None
@@ -214,12 +197,7 @@ class VllmSampler:
         return None
 
     async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
-        """Sample one choice. Cancelling this drops it in the engine.
-
-        Raises:
-            RequestError: 400, vLLM refuses the request.
-            EngineDeadError: the engine ended.
-        """
+        """Sample one choice. Cancelling this drops it in the engine. Raise RequestError (400) if vLLM refuses."""
         params = SamplingParams(
             seed=seed,
             temperature=request.temperature,
@@ -316,8 +294,7 @@ def _cache_prefixes(args: Namespace) -> None:
 def _fork_engine() -> None:
     """Let vLLM fork its engine instead of spawning it, which saves a second import of everything.
 
-    Safe on CPU only: CUDA contexts do not survive a fork, and neither do OpenMP teams. So this process must not compute
-    with torch.
+    On CPU only: CUDA contexts and OpenMP teams do not survive a fork, so this process must not compute with torch.
     """
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
     server_pid = forking_pid = os.getpid()

@@ -85,11 +85,7 @@ def _read_arguments(argv: list[str]) -> tuple[InferenceConfig, Owner | None]:
 
 
 def run(config: InferenceConfig, owner: Owner | None = None) -> int:
-    """Check, import vLLM and serve; return the exit code.
-
-    Args:
-        owner: the run that the server is for; None: for any run.
-    """
+    """Check, import vLLM and serve the run `owner`, or any run; return the exit code."""
     home = Path(tempfile.gettempdir())
     is_short = len(os.fsencode(home / scratch_name())) <= _MOST_BYTES_OF_HOME
     with scratch_directory(home if is_short else SHORT_HOME) as scratch:
@@ -175,11 +171,7 @@ def check(config: InferenceConfig, *, is_alone: bool) -> Preflight:
 
 
 def required_token(server: ServerConfig) -> str | None:
-    """Return the token that the admin routes ask for; None: no token, on a server for this machine only.
-
-    Raises:
-        ConfigError: the server binds a public address without a token, or the token cannot be used.
-    """
+    """Return the token for admin routes; None on loopback without a token. Raise ConfigError if it cannot be used."""
     token = read_admin_token(server.admin_token_env)
     if token is None and not is_loopback(server.host):
         raise ConfigError(
@@ -190,11 +182,7 @@ def required_token(server: ServerConfig) -> str | None:
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """Return a socket bound to the configured address, not listening.
-
-    Raises:
-        ConfigError: the port is in use, or the address is not this machine's.
-    """
+    """Return a socket bound to the configured address, not listening. Raise ConfigError if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -215,11 +203,7 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def resolve_model(config: InferenceConfig) -> tuple[Path, Path]:
-    """Return the directories of the model and of its tokenizer, fetched from the hub if need be.
-
-    Raises:
-        DataError: a directory is missing or incomplete, or the hub does not have the model.
-    """
+    """Return the directories of model and tokenizer, fetched from the hub if need be. Raise DataError if they lack."""
     check_model_path(config.model.name, key="model.name")
     directory = _local_directory(config.model.name, "model.name")
     if config.model.load == "auto":

@@ -190,11 +190,7 @@ class Routes:
             )
 
     async def _sample(self, request: GenerateRequest) -> GenerateResponse:
-        """Sample one choice per seed. Cancelling this aborts all in the engine.
-
-        Raises:
-            RequestError: 400, the request cannot be served; 409, it is for other weights; 503, the server is ending.
-        """
+        """Sample one choice per seed. Cancelling this aborts all in the engine."""
         self._check(request)
         digest = request.weights_digest
         if digest is not None:

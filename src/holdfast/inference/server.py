@@ -71,10 +71,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None = None) -> int:
-    """Serve until asked to stop; return the exit code.
-
-    Args:
-        owner: the run that the server is started for; None: for any run.
+    """Serve the run `owner`, or any run, until asked to stop; return the exit code.
 
     Raises:
         ConfigError: vLLM refuses an argument, or another server took the port meanwhile.
@@ -158,11 +155,7 @@ async def _serve(
 async def _run(
     server: _Server, engine: AsyncLLM, *, sock: socket.socket, signals: Sequence[signal.Signals], ready: str
 ) -> int:
-    """Serve until one of `signals` comes or the engine dies.
-
-    Args:
-        ready: the line for people who started the server by itself, once it answers.
-    """
+    """Serve until one of `signals` comes or the engine dies; print the line `ready`, if it has text."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in signals:
@@ -204,11 +197,7 @@ async def _run(
 
 
 async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`, which asks the engine; vLLM never answers requests to a dead engine.
-
-    Raises:
-        EngineDeadError: the engine died.
-    """
+    """Return the result of `work`, which asks the engine. Raise EngineDeadError if the engine dies."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_engine_death(engine))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -241,11 +230,7 @@ async def _check_first_token(engine: AsyncLLM) -> None:
 
 
 def _require_readable(model_dir: Path) -> None:
-    """Read all files of the model: an engine that fails, or dies by SIGBUS, does not name unreadable files.
-
-    Raises:
-        ReadError: the storage fails, so the run waits for the storage.
-    """
+    """Read all files of the model, whose failure an engine does not name. Raise ReadError if the storage fails."""
     for path in sorted(model_dir.iterdir()):
         try:
             if path.is_file():

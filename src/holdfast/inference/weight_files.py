@@ -179,11 +179,7 @@ def read_weights(
 def read_files(
     directory: Path, architecture: Architecture, *, version: int | None = None
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return all tensors in `directory` by name, and the digest of their bytes.
-
-    Raises:
-        DataError: a file is missing, damaged, not of `version`, or larger than weights of `architecture` can be.
-    """
+    """Return all tensors in `directory` by name, and the digest of their bytes. Raise DataError if they are damaged."""
     require_regular(directory, most_bytes=architecture.most_bytes)
     paths = weights_files(directory)
     if not paths:
@@ -220,13 +216,7 @@ def read_files(
 
 
 def require_regular(directory: Path, *, most_bytes: int) -> None:
-    """Refuse pipes, devices and files larger than weights can be, before anything is opened.
-
-    Opening a pipe waits for its writer, and a device may have no end.
-
-    Raises:
-        DataError: naming the file, and what is allowed.
-    """
+    """Refuse pipes, which block, devices, which have no end, and files larger than weights can be."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory")
     total = 0
@@ -341,11 +331,7 @@ class BaseWeights:
 def read_adapter(
     directory: Path, base: BaseWeights, *, dtype: torch.dtype, version: int | None = None
 ) -> CheckedWeights:
-    """Return the weights that `base` and the adapter in `directory` make, with the digest of the adapter.
-
-    Raises:
-        DataError: the adapter is damaged, or belongs to other weights.
-    """
+    """Return the weights that `base` and an adapter make, and the adapter's digest. Raise DataError if damaged."""
     tensors, digest = read_files(directory, base.architecture, version=version)
     if (directory / MANIFEST_NAME).exists():
         try:
@@ -408,12 +394,7 @@ def _adapted(
 
 
 class DirectorySource:
-    """Reads published weights while the engine uses others.
-
-    Args:
-        model_dir: directory of the engine's model, whose weights adapters are added to.
-        dtype: of the engine.
-    """
+    """Reads published weights in the engine's dtype; `model_dir` has the base of adapters."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
         self._model_dir = model_dir

@@ -122,11 +122,7 @@ class EngineWeights:
         await self._adopt(0, _agreed(digests))
 
     def require(self, digest: str) -> None:
-        """Refuse a request that is meant for other weights than those that serve.
-
-        Raises:
-            RequestError: 409.
-        """
+        """Raise RequestError (409) if other weights than `digest` serve."""
         if digest != self.digest:
             raise RequestError(
                 409,

@@ -137,11 +137,7 @@ class CheckedLoader(BaseModelLoader):
         """Do nothing: the server resolves hub names before it starts the engine."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Read, check and load the weights of `model.name`.
-
-        Raises:
-            DataError: the directory is incomplete or damaged, or vLLM's model has weights that it does not hold.
-        """
+        """Read, check and load the weights of `model.name`. Raise DataError if weights are missing or damaged."""
         global _loaded_digest
         directory = Path(model_config.model)
         checked = read_weights(directory, read_architecture(directory), dtype=_engine_dtype(model_config))

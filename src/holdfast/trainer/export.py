@@ -37,14 +37,7 @@ from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, Tenso
 
 
 def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:
-    """Return a model without memory, for the names and shapes of its tensors.
-
-    Args:
-        num_labels: of a model that scores sequences, whatever `name` is; None: the kind of model that `name` is.
-
-    Raises:
-        DataError: there is no such model config.
-    """
+    """Return a model without memory; with `num_labels` the model that scores sequences. Raise DataError if unknown."""
     config = load_model_config(name)
     if num_labels is not None:
         config.num_labels = num_labels
@@ -66,22 +59,14 @@ class Group:
 
 
 class TensorReader:
-    """Reads single tensors of a torch.distributed.checkpoint directory of any origin.
-
-    Raises:
-        CheckpointError: the index is missing, or cannot be read.
-    """
+    """Reads single tensors of a torch.distributed.checkpoint directory of any origin."""
 
     def __init__(self, directory: Path) -> None:
         self._reader = IndexReader(directory)
         self.saved = self._reader.tensors()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises:
-            CheckpointError: its data is missing or cannot be read.
-        """
+        """Return a whole tensor on the CPU. Raise CheckpointError if its data is missing or cannot be read."""
         entry = self.saved[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         read_tensors({name: tensor}, self._reader)
@@ -89,11 +74,7 @@ class TensorReader:
 
 
 def describe(directory: Path) -> dict[str, Group]:
-    """Count the tensors of a directory by the first part of their names; no data is read.
-
-    Raises:
-        CheckpointError: the index of the tensors is not there or cannot be read.
-    """
+    """Count the tensors of a directory by the first part of their names, from its index."""
     groups: dict[str, Group] = {}
     for name, entry in TensorReader(directory).saved.items():
         group = groups.setdefault(name.split(".", 1)[0], Group())
@@ -160,11 +141,7 @@ def set_dtype(path: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `final`, which is removed if the block fails.
-
-    Raises:
-        SaveError: the storage failed.
-    """
+    """Yield a temporary sibling of `final`, removed if the block fails. Raise SaveError if the storage fails."""
     temporary = atomic.temporary_sibling(final)
     descriptor = None
     try:
@@ -184,11 +161,7 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 
 def commit(directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch.dtype, source: Manifest) -> Written:
-    """Finish the files, write the manifest and give the directory its name.
-
-    Args:
-        source: manifest of the checkpoint that the weights come from.
-    """
+    """Finish the files, write the manifest and give the directory its name; `source` is the checkpoint's manifest."""
     writer.close()
     files = manifest.describe_files(directory)
     listing = Manifest(
@@ -281,11 +254,7 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
 
 
 def _base(name: str, *, scores: bool) -> tuple[dict[str, Tensor], TensorLayout]:
-    """Return the weights that adapters belong to, and their layout in files.
-
-    Args:
-        scores: whether the adapters are of a model that scores sequences: then without a head.
-    """
+    """Return the weights that adapters belong to, without a head if the adapters score, and their layout in files."""
     model = meta_model(name, num_labels=1) if scores else meta_model(name)
     read = open_weights(model, name, without=[HEAD] if scores else [])
     model.to_empty(device="cpu")

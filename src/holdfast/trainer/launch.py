@@ -65,11 +65,7 @@ _log = logging.getLogger("trainer")
 
 
 def node_rank(parallel: ParallelConfig) -> int:
-    """Return the rank of this node.
-
-    Raises:
-        ConfigError: the environment has no such rank; or there is no endpoint.
-    """
+    """Return the rank of this node. Raise ConfigError if the environment lacks the rank or the endpoint."""
     if parallel.nodes == 1:
         return 0
     said = os.environ.get(NODE_RANK_ENV, "")

@@ -187,13 +187,7 @@ class Mesh:
 
 @contextmanager
 def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
-    """Join the process group that torchrun describes in the environment; leave it after the block.
-
-    If the process has a group already, the block uses that group and does not leave it.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Join the process group that torchrun describes, unless there is a group; leave it after the block."""
     if config.device == "cuda":
         require_cuda()
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -219,11 +213,7 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
 
 
 def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: torch.device) -> Mesh:
-    """Return this process's place among the ranks of the process group. Collective.
-
-    Raises:
-        ConfigError: the ranks cannot be divided as `config` says.
-    """
+    """Return this process's place among the ranks. Raise ConfigError if `config` cannot divide them. Collective."""
     try:
         config.check_ranks(world_size)
     except ValueError as error:
@@ -274,11 +264,7 @@ class RankGroup:
         return self.rank == 0
 
     def together(self, action: Callable[[], T], *, error: type[HoldfastError] = SaveError) -> T:
-        """Run `action` on every rank and return its result.
-
-        Raises:
-            HoldfastError: of the class `error`, on every rank, if a rank failed: which, and why.
-        """
+        """Run `action` on every rank, and return its result. If a rank fails, raise `error` on every rank."""
         result, failure = None, None
         try:
             result = action()

@@ -88,11 +88,7 @@ class Saver:
     def after_step(
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
     ) -> list[int]:
-        """Save if it is time to; return the steps that were committed since the last call.
-
-        Raises:
-            SaveError: a save failed, and `ckpt.on_failure` is `stop`.
-        """
+        """Save if it is time to; return the steps committed since the last call. Raise SaveError if a save failed."""
         config = self._config
         if config is None:
             return []
@@ -171,20 +167,12 @@ class Saver:
         raise stopped
 
     def wait(self) -> None:
-        """Wait until the last save is committed.
-
-        Raises:
-            SaveError: it failed, and `ckpt.on_failure` is `stop`.
-        """
+        """Wait until the last save is committed. Raise SaveError if it failed."""
         self._checkpointer.wait()
         self._checkpointer.poll()
 
     def close(self) -> None:
-        """Wait for the last save and its upload, then leave the process groups.
-
-        Raises:
-            SaveError: one of them failed.
-        """
+        """Wait for the last save and its upload, then leave the process groups. Raise SaveError if one failed."""
         self._checkpointer.close()
         self._close_storage(self._storage.close_s)
 

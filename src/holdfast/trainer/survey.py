@@ -43,11 +43,7 @@ _MOST_PARTS = 4
 def load_preferences(
     config: DpoConfig | RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase, *, mesh: Mesh | None = None
 ) -> Sequence[Preference]:
-    """Return the pairs, or for `kto` the answers, in the order of the file.
-
-    Raises:
-        ConfigError, DataError: the data cannot be used.
-    """
+    """Return the pairs, or for `kto` the answers, in the order of the file. Raise DataError if they cannot be used."""
     if isinstance(config, RewardTrainingConfig):
         return load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
     if config.loss.type == "kto":
@@ -103,11 +99,7 @@ def _shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def take_survey(config: SupervisedCommand) -> Survey:
-    """Read and count the data of a program. Warnings become notes of the survey.
-
-    Raises:
-        ConfigError, DataError: the data cannot be used.
-    """
+    """Read and count the data of a program. Warnings become notes of the survey."""
     notes: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]

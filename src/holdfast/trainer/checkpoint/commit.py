@@ -212,10 +212,6 @@ class Commit:
 
         Args:
             alone: whether no other process may write beside `final`.
-
-        Raises:
-            SaveError: `final` exists.
-            RunDirError: another process has the directory.
         """
         if alone and self._lock is None:
             atomic.make_directory(self._directory)
@@ -281,11 +277,7 @@ class Commit:
         return dict(self._ranks.gather((name, manifest.describe(content))))
 
     def _check_same_step(self, step: int) -> None:
-        """Refuse to mix the shards of two saves.
-
-        Raises:
-            RankLost: on every rank.
-        """
+        """Raise RankLost on every rank if the ranks save different steps."""
         steps = self._ranks.all_gather(step)
         if set(steps) != {step}:
             raise RankLost(
@@ -393,11 +385,7 @@ def _mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_values(directory: Path) -> dict[str, Any]:
-    """Return the plain values of a verified checkpoint's trainer directory.
-
-    Raises:
-        CheckpointError: the file is missing or not JSON.
-    """
+    """Return the plain values of a verified checkpoint's trainer directory. Raise CheckpointError if unreadable."""
     path = directory / _VALUES_NAME
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -67,11 +67,7 @@ class IndexReader(FileSystemReader):
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index; torch calls this.
-
-        Raises:
-            pickle.UnpicklingError: the index names something else than its own classes.
-        """
+        """Return the index; torch calls this. Raise UnpicklingError if it names foreign classes."""
         if self._index is None:
             self._index = self._read_index(self._get_metadata_path(kwargs.get("rank")))
         about = getattr(self._index, "storage_meta", None) or StorageMeta()
@@ -80,20 +76,12 @@ class IndexReader(FileSystemReader):
         return self._index
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape and dtype of every tensor by name, without other objects.
-
-        Raises:
-            CheckpointError: the index cannot be read.
-        """
+        """Return shape and dtype of every tensor by name. Raise CheckpointError if the index cannot be read."""
         saved = self._entries()
         return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
     def only_tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape and dtype of every tensor.
-
-        Raises:
-            CheckpointError: the index cannot be read, or names something else than tensors.
-        """
+        """Return the same. Raise CheckpointError if there is something else than tensors."""
         tensors = self.tensors()
         if others := sorted(self._entries().keys() - tensors.keys()):
             raise CheckpointError(f"{self.directory} holds objects that are not tensors: {some(others)}")

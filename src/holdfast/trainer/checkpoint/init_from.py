@@ -81,11 +81,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Region]:
 
 
 def open_source(path: Path, kind: Kind) -> Source:
-    """Return the source at `path`; no tensor is read yet.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the source at `path`; no tensor is read yet. Raise CheckpointError if it cannot be read."""
     if kind is Kind.CHECKPOINT:
         return _DcpSource(path / TRAINER_DIR)
     if kind is Kind.DCP:
@@ -264,11 +260,7 @@ def _verify(path: Path, kind: Kind, how: Verification) -> None:
 
 
 def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, ...], what: str) -> dict[str, str]:
-    """Return own name -> name in the source, for exactly the tensors of the model.
-
-    Raises:
-        CheckpointError: the source is of another model.
-    """
+    """Return own name -> name in the source. Raise CheckpointError if the source is of another model."""
     prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in source.found for name in tensors))
     there = {
         name.removeprefix(prefix): found
@@ -315,11 +307,7 @@ def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[st
 
 
 def check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
-    """Compare shapes, and whether numbers are floats.
-
-    Raises:
-        CheckpointError: beginning with `what`, naming tensors that differ.
-    """
+    """Raise CheckpointError, beginning with `what`, if shapes differ, or floats from other numbers."""
     wrong = [
         f"{name} is {there[name].shape} {there[name].dtype} there, {tuple(tensor.shape)} {tensor.dtype} here"
         for name, tensor in tensors.items()

@@ -29,14 +29,7 @@ from holdfast.errors import CheckpointError
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return `value` as something that JSON holds and `decode` reverts. Subclasses of dict become dicts.
-
-    Args:
-        where: its place in the state, for the error.
-
-    Raises:
-        CheckpointError: it is, or holds, something that is not plain; its place is named.
-    """
+    """Return `value` as JSON that `decode` reverts. Raise CheckpointError that names `where` a value is not plain."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -125,11 +118,7 @@ class ObjectsState:
                 raise CheckpointError(f"'{name}' has a dot, which separates names of tensors: choose another name")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of modules and optimizers.
-
-        Raises:
-            CheckpointError: a module or optimizer keeps state that would be lost.
-        """
+        """Return all tensors of modules and optimizers. Raise CheckpointError if some state would be lost."""
         tensors: dict[str, Tensor] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
@@ -176,11 +165,7 @@ class ObjectsState:
         return targets
 
     def values(self) -> dict[str, Any]:
-        """Return what optimizers hold besides tensors, states of other objects, and dicts.
-
-        Raises:
-            CheckpointError: JSON cannot hold one of these.
-        """
+        """Return what optimizers hold besides tensors, states of other objects, and dicts."""
         values: dict[str, Any] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, Optimizer):

@@ -70,11 +70,7 @@ Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
 
 def load_model_config(name: str) -> PreTrainedConfig:
-    """Return the transformers config of a local directory or hub model.
-
-    Raises:
-        DataError: there is no config, it contradicts itself, or the weights are quantised.
-    """
+    """Return the transformers config of a local directory or hub model. Raise DataError if it cannot be trained."""
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it asks at a terminal
     except Exception as error:
@@ -255,14 +251,7 @@ def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, with
 
 
 def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None) -> None:
-    """Shard a model from the meta device, give it memory and weights, and set training mode. Collective.
-
-    Args:
-        fill: fills in the weights; None: a checkpoint will.
-
-    Raises:
-        DataError: the model cannot be used in the configured way.
-    """
+    """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective."""
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)
     model.to_empty(device=mesh.parameter_device)
@@ -306,12 +295,7 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> Non
 
 @contextmanager
 def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None]:
-    """Name the model if its forward pass in the block fails.
-
-    Raises:
-        RankLost: a collective failed, because another rank has ended.
-        DataError: the model cannot compute with its config.json in this dtype.
-    """
+    """Raise DataError that names the model, or RankLost, if its forward pass in the block fails."""
     try:
         yield
     except (HoldfastError, torch.OutOfMemoryError):
@@ -328,11 +312,7 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
 
 
 def _reset_buffers(hf_model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint holds, such as rotary frequencies.
-
-    Raises:
-        DataError: transformers cannot compute a buffer, or not for shards.
-    """
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies. Raise DataError if that fails."""
     for parameter in hf_model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips these
     for module in hf_model.modules():

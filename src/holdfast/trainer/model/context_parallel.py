@@ -35,12 +35,7 @@ def reason_against(heads: int, key_heads: int, num_ranks: int) -> str:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """This rank's tokens of the rows of one micro-batch.
-
-    Attributes:
-        ranks: that share the rows.
-        length: L.
-    """
+    """This rank's tokens of the rows, of `length` L, that `ranks` share."""
 
     ranks: SequenceGroup
     length: int

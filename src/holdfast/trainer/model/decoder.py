@@ -57,11 +57,7 @@ class DecoderModel(nn.Module):
         self.layout = replace(found, pair_cost=pair_cost(self.hf_model), shares=shares)
 
     def share_rows(self, ranks: SequenceGroup | None) -> None:
-        """Have ranks share the rows of every pass from now on. Call after `prepare`.
-
-        Raises:
-            DataError: the model does not allow it.
-        """
+        """Have ranks share the rows of every pass, after `prepare`. Raise DataError if the model cannot."""
         if ranks is None:
             return
         reason = self.layout.reason

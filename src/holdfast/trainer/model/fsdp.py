@@ -23,11 +23,7 @@ from holdfast.trainer.model.structure import decoder_layers
 
 
 def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
-    """Wrap a model in place, as `config` says. One rank in float32 without offload needs no FSDP.
-
-    Raises:
-        DataError: transformers cannot recompute the layers of this model.
-    """
+    """Wrap a model in place. Raise DataError if transformers cannot recompute its layers."""
     hf_model = model.hf_model
     layers = decoder_layers(hf_model)
     if config.activation_checkpointing:

@@ -29,12 +29,7 @@ _BLOCK = 512  # of running sums; about the root of a vocabulary
 
 @dataclass(frozen=True)
 class SamplingByToken:
-    """Several distributions that tokens were sampled from.
-
-    Attributes:
-        table: the distributions.
-        index_N: index of each token's distribution, long; empty before tokens are chosen.
-    """
+    """Several distributions, and the index of each token's distribution, long; empty before tokens are chosen."""
 
     table: tuple[Sampling, ...]
     index_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))

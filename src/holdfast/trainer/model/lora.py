@@ -43,11 +43,7 @@ _ADAPTER_INFIX = ".default."  # peft's name of the one adapter that we make
 
 
 def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters beside the linear layers that `config` chooses, and freeze all other tensors except a scoring head.
-
-    Raises:
-        DataError: `config.target_modules` names a layer that the model does not have.
-    """
+    """Put adapters beside the chosen linear layers, and freeze all other tensors except a scoring head."""
     import peft  # takes a second
 
     scores = _scores(hf_model)
@@ -137,11 +133,7 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Te
 
 
 def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model by name, whole, merged and on the CPU. Collective.
-
-    Args:
-        keep: whether this rank gets the tensors; every rank takes part.
-    """
+    """Yield every tensor of a model by name, whole, merged and on the CPU, if this rank shall `keep` it. Collective."""
     factors = adapter_parameters(hf_model)
     matrices = adapted_matrices(factors)
     scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
@@ -162,11 +154,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None) -> str:
-    """Return `holdfast.run.weights.tensors_digest` of tensors, sharded or not, in float32. Collective.
-
-    Args:
-        layout: converts the tensors to tensors of files first.
-    """
+    """Return `tensors_digest` of tensors in float32, in the `layout` of files, if any. Collective."""
 
     def values() -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         wholes = ((name, _whole(tensor)) for name, tensor in tensors.items())
@@ -178,11 +166,7 @@ def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None)
 
 
 class Adapters(State):
-    """The adapters of a run as files, and the weights that they belong to, which checkpoints do not hold. Collective.
-
-    Attributes:
-        base: name and digest of the weights that the adapters are added to.
-    """
+    """The adapters of a run as files, and `base`, the weights that they belong to. Collective."""
 
     def __init__(self, hf_model: PreTrainedModel, layout: TensorLayout, *, base_name: str) -> None:
         places = {name: layout.name_in_files(name) for name in adapted_matrices(adapter_parameters(hf_model))}
@@ -218,11 +202,7 @@ class Adapters(State):
         return msgspec.to_builtins(self.base)
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Check that the checkpoint's adapters were trained on these weights.
-
-        Raises:
-            CheckpointError: they were trained on others.
-        """
+        """Raise CheckpointError if the checkpoint's adapters were trained on other weights."""
         saved = msgspec.convert(values, Base)
         if saved.digest != self.base.digest:
             raise CheckpointError(

@@ -35,11 +35,7 @@ _OFFSET = 2  # unused rows in the tables of OPT and models after it
 
 
 def decoder_of(hf_model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that makes hidden states of tokens, without the head.
-
-    Raises:
-        DataError: there is no such part.
-    """
+    """Return the model without its head. Raise DataError if it cannot be told from the head."""
     inside = [module for module in hf_model.children() if isinstance(module, PreTrainedModel)]
     for found in (hf_model.get_decoder(), hf_model.base_model, *inside):
         if isinstance(found, PreTrainedModel) and found is not hf_model:

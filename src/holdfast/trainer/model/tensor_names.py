@@ -67,11 +67,7 @@ def names_in_files(name: str) -> list[str] | None:
 
 
 def weight_files(name: str) -> list[Path]:
-    """Return the safetensors files that hold the weights of a local directory or hub model; none if there are none.
-
-    Raises:
-        DataError: the index cannot be read.
-    """
+    """Return the safetensors files of a directory or hub model, or none. Raise DataError if the index is damaged."""
     if (single := _fetched(name, _SINGLE_NAME)) is not None:
         return [single]
     index = _fetched(name, _INDEX_NAME)

@@ -608,4 +608,4 @@ def test_what_is_switched_on_later_starts_afresh_and_says_so(start: Start, caplo
     resumed.save(2)
     caplog.clear()
     start(resume_step=2)
-    assert "the checkpoint holds kl, which this configuration has no use for" in caplog.text
+    assert "the checkpoint holds kl, which this configuration does not use" in caplog.text
