@@ -55,7 +55,7 @@ _EXIT_TIMEOUT_S = 10.0
 # Arguments that the server sets itself.
 _RESERVED = (
     "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
-    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
+    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config"
 )  # fmt: skip
 
 _request_ids = itertools.count()

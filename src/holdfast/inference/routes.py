@@ -185,8 +185,7 @@ class Routes:
                 raise RequestError(400, f"{name} holds {largest}, the vocabulary has {self._sampler.vocab_size} tokens")
         if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
             raise RequestError(
-                400,
-                f"temperature is {request.temperature}; allowed are 0 and {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}",
+                400, f"temperature is {request.temperature}; allowed are 0 and {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}"
             )
 
     async def _sample(self, request: GenerateRequest) -> GenerateResponse:
@@ -232,9 +231,7 @@ class Routes:
         """Prove that the engine works: it gave output in the last seconds, or answers a probe in time."""
         reason = await self._failure_reason()
         body = HealthStatus(
-            status="ok" if reason is None else "failing",
-            weights=self._engine_weights.version,
-            reason=reason,
+            status="ok" if reason is None else "failing", weights=self._engine_weights.version, reason=reason
         )
         return _json(body, status=200 if reason is None else 503)
 

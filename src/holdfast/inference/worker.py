@@ -26,12 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from holdfast.errors import DataError, ReadError, is_storage_failure
-from holdfast.inference.weight_files import (
-    CheckedWeights,
-    DirectorySource,
-    read_architecture,
-    read_weights,
-)
+from holdfast.inference.weight_files import CheckedWeights, DirectorySource, read_architecture, read_weights
 from holdfast.process.child import die_with_parent
 
 LOAD_FORMAT = "holdfast"

@@ -18,11 +18,7 @@ from pathlib import Path
 import tomli
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from holdfast.config.base import DType
 from holdfast.errors import CheckpointError, ConfigError, SaveError

@@ -414,11 +414,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
 
 
 def load_state_with_optimizer(
-    directory: str | Path,
-    state: State | Mapping[str, Any],
-    *,
-    seed: int = 0,
-    verify: Verification = "full",
+    directory: str | Path, state: State | Mapping[str, Any], *, seed: int = 0, verify: Verification = "full"
 ) -> int:
     """Restore everything that `save_state` saved, and return its step. Collective.
 

@@ -222,14 +222,7 @@ def packed_attention(
         if shared is not None:
             query, key, value = (tensor.index_select(2, shared) for tensor in (query, key, value))
         attended = attend_by_kernel(
-            kernel,
-            query,
-            key,
-            value,
-            borders=borders,
-            longest=longest,
-            scaling=scaling,
-            sliding_window=sliding_window,
+            kernel, query, key, value, borders=borders, longest=longest, scaling=scaling, sliding_window=sliding_window
         )
         places = None if packed_index is None else packed_index.places_T
         return attended if places is None else attended.index_select(1, places), None

@@ -20,12 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.training import TrainedModelConfig
@@ -138,11 +133,7 @@ Fill = Callable[[PreTrainedModel], None]
 
 
 def filler(
-    hf_model: PreTrainedModel,
-    config: TrainedModelConfig,
-    *,
-    seed: int,
-    drawn: Mapping[str, Tensor] | None = None,
+    hf_model: PreTrainedModel, config: TrainedModelConfig, *, seed: int, drawn: Mapping[str, Tensor] | None = None
 ) -> Fill:
     """Return what fills `hf_model` with the weights that it begins with. Collective.
 

@@ -87,13 +87,7 @@ def was_checked(config: TrainingCommand) -> bool:
 
 @torch.no_grad()
 def check_model(
-    model: Policy | ScalarModel,
-    mesh: Mesh,
-    *,
-    name: str,
-    pack: bool,
-    dtype: DType,
-    share: bool = False,
+    model: Policy | ScalarModel, mesh: Mesh, *, name: str, pack: bool, dtype: DType, share: bool = False
 ) -> None:
     """Compare the model with transformers' own forward. Collective.
 

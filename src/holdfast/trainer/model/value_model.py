@@ -38,12 +38,7 @@ class ScalarModel(DecoderModel):
     """A decoder and a head that maps the hidden state of a token to a number."""
 
     def forward(
-        self,
-        input_ids_BL: Tensor,
-        position_ids_BL: Tensor,
-        index_N: Tensor,
-        *,
-        packed_index: PackedIndex | None = None,
+        self, input_ids_BL: Tensor, position_ids_BL: Tensor, index_N: Tensor, *, packed_index: PackedIndex | None = None
     ) -> Tensor:
         """Return the values (N,) in float32 of the tokens at `index_N`, places in the flattened (B * L) rows."""
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
