@@ -92,9 +92,8 @@ class Saver:
         config = self._config
         if config is None:
             return []
-        is_last = step == self._max_steps
-        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
-            self._save(step, metrics, attachments, urgent=is_last)
+        if step == self._max_steps or self._is_time or (config.interval is not None and step % config.interval == 0):
+            self._save(step, metrics, attachments)
         self._check_storage()
         self._poll()
         committed, self._committed = self._committed, []
@@ -114,13 +113,11 @@ class Saver:
                 raise SaveError(str(error)) from error
             _log.error("%s", error)
 
-    def _save(
-        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None, *, urgent: bool
-    ) -> None:
+    def _save(self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None) -> None:
         self._check_best(step, metrics)
-        if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
-            self._last_save_time = time.monotonic()
-            self._is_time = False
+        self._checkpointer.save(step, metrics=metrics, attachments=attachments)
+        self._last_save_time = time.monotonic()
+        self._is_time = False
 
     def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once if a checkpoint lacks the metric of `ckpt.keep_best`, which may be misspelt."""
@@ -156,7 +153,7 @@ class Saver:
             except SaveError as error:  # of an earlier step
                 _log.error("%s", error)
             if step > self._newest:
-                self._save(step, metrics, attachments, urgent=True)
+                self._save(step, metrics, attachments)
                 is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
         if not is_in_time:
             raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
@@ -223,7 +220,6 @@ def make_checkpointer(
         run_dir.checkpoints,
         state,
         save_async=ckpt.save_async if ckpt else False,
-        when_busy=ckpt.when_busy if ckpt else "wait",
         on_failure=ckpt.on_failure if ckpt else "stop",
         retention=Retention.of(ckpt),
         seed=config.seed,

@@ -117,7 +117,6 @@ class Loop:
             directory,
             {"model": self.weight, "counter": self.counter},
             save_async=section.save_async,
-            when_busy=section.when_busy,
             on_failure=section.on_failure,
         )
         self.saver = Saver(self.checkpointer, section, mesh, max_steps=MAX_STEPS, committed=committed, stop=self.stop)
@@ -181,21 +180,6 @@ def test_it_saves_when_minutes_have_passed_since_the_last_save(
     loop.step()
     loop.saver.close()
     assert run_dir.committed_steps() == [2, 4, 5, 7]
-
-
-def test_a_save_that_was_left_out_is_made_up_for(
-    start: Callable[..., Loop], clock: Clock, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = start(every_minutes=1.0, when_busy="skip")
-    with held_writes(monkeypatch) as held:
-        for _ in range(2):
-            clock.pass_minutes(2)
-            loop.step()
-        held.release()
-        loop.settle()
-    loop.step()
-    loop.saver.close()
-    assert run_dir.committed_steps() == [1, 3]
 
 
 def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDir, mesh: Mesh) -> None:

@@ -96,11 +96,6 @@ class Stager:
         for name, tensor in tensors.items():
             self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
-
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
@@ -137,7 +132,6 @@ class Checkpointer:
         state: a `State`, or a mapping from names to modules, optimizers, schedulers, other objects with `state_dict`
             and `load_state_dict`, and dicts of plain values.
         save_async: whether `save` returns after copying the state. If False, it returns after the commit.
-        when_busy: what `save` does while an earlier save is being written: `wait`, or `skip` this save.
         on_failure: what the next call does after a failed save: raise its `SaveError` (`stop`), or log it (`warn`).
         retention: which old steps are removed after a commit. Unset: none.
         seed: the seed of a rank's random generators if another number of ranks wrote the checkpoint.
@@ -159,7 +153,6 @@ class Checkpointer:
         state: State | Mapping[str, Any],
         *,
         save_async: bool = True,
-        when_busy: Literal["wait", "skip"] = "wait",
         on_failure: Literal["stop", "warn"] = "stop",
         retention: Retention | None = None,
         seed: int = 0,
@@ -173,7 +166,6 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self._state = as_state(state)
         self._save_async = save_async
-        self._when_busy = when_busy
         self._on_failure = on_failure
         self._seed = seed
         self._control = RankGroup(timeout_s=collective_timeout_s)
@@ -224,23 +216,17 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         attachments: Mapping[str, Attachment] | None = None,
-        urgent: bool = False,
-    ) -> bool:
-        """Save the state as the checkpoint of `step`. Return False if the save was skipped.
+    ) -> None:
+        """Save the state as the checkpoint of `step`, after the end of an earlier save.
 
         Args:
             metrics: numbers of this step for the manifest. `Retention.keep_best` reads them.
             attachments: more files by their path in the checkpoint: the content, or a function that returns it.
-            urgent: wait for a save in progress, even with `when_busy = "skip"`.
 
         Raises:
             SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
         """
-        if self._when_busy == "skip" and not urgent:
-            if any(self._control.all_gather(self._is_busy())):  # all ranks must decide alike
-                _log.warning("step %d is not saved: the save before it is still being written", step)
-                return False
-        elif self._is_busy():
+        if self._thread is not None and self._thread.is_alive():
             started = time.perf_counter()
             self.wait()
             _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
@@ -266,7 +252,6 @@ class Checkpointer:
         else:
             self._write(lambda: self._commit.write(snapshot, tensors), step)
             self._collect_result()
-        return True
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy the tensors, unless `save` has copied them; training may change them afterwards."""
@@ -297,9 +282,6 @@ class Checkpointer:
                 self._committed.append(step)
         finally:
             self._staged.set()  # also if staging was never reached: the optimizer step waits
-
-    def _is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> list[int]:
         """Return the steps committed since the last call. Not collective.
