@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from holdfast.config.training import OptimConfig, TrainedModelConfig
 from holdfast.run.manifest import FileEntry
+from holdfast.trainer.checkpoint.commit import Storage
 from holdfast.trainer.checkpoint.dcp import ShardWriter
-from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
@@ -124,7 +124,7 @@ def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
             held.release()
 
 
-class NotifyingStorage(LocalStorage):
+class NotifyingStorage(Storage):
     """Calls `notify` with the directory of every committed step, from the thread that commits."""
 
     def __init__(self, notify: Callable[[Path], object]) -> None:

@@ -58,7 +58,6 @@ KINDS = (
     # What is made again without a word.
     (r"run/weights/step_N/.*", "same"),
     (r"run/reference_logprobs\.npz", "same"),
-    (r"run/checked_models\.json", "same"),
     (r"run/(evaluations/)?(run|orchestrator)\.lock", "shown"),
     (r"cache/.*", "same"),
     # What is shown, and read by no process that trains.

@@ -23,9 +23,8 @@ from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.attention import KERNELS, packed_attention
 from holdfast.trainer.model.logprobs import plain_head, token_logprobs
 from holdfast.trainer.model.parity_check import check_model
-from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.policy import build_policy, supervised_step
 from holdfast.trainer.model.publish import WeightPublisher
-from holdfast.trainer.supervised import supervised_step
 from tests.gpu.gpu_place import LARGE, Place
 from tests.models.families import FAMILIES, random_samples, reference_outcome, trainer_outcome, write_model
 

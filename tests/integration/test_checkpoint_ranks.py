@@ -62,11 +62,6 @@ def test_ranks_lose_step(seen: list[dict[str, Any]]) -> None:
         assert one["told"].startswith("RankLost: the ranks save different steps (5, 6)") and one["left"] == []
 
 
-def test_both_skip(seen: list[dict[str, Any]]) -> None:
-    for rank in seen:
-        assert rank == {"answers": [False, True], "left": ["step_1", "step_3"]}
-
-
 def test_changes_its_number(seen: list[dict[str, Any]], directory: Path) -> None:
     """1 to 2 to 1 ranks, and 2 to 1: the state is the same bits."""
     for rank in seen:

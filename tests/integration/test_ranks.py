@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from holdfast.config.training import SftDataConfig, TrainedModelConfig
+from holdfast.config.training import SftDataConfig
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.build import initial_weights, load_model_config
+from holdfast.trainer.model.build import trained_tensors
 from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, random_samples, reference_outcome, write_model
 from tests.ranks.families import LENGTHS, compute
@@ -60,8 +61,7 @@ def test_a_family_that_cannot_be_divided_is_refused_by_name(model: Path, tmp_pat
 @pytest.mark.parametrize(("model", "read_whole"), [("qwen3", ()), ("qwen3_moe", ("experts",))], indirect=["model"])
 def test_each_rank_reads_its_part(model: Path, read_whole: tuple[str, ...], tmp_path: Path) -> None:
     """Experts are one tensor of a layer in memory and many in files: each rank makes the whole, and keeps its part."""
-    config = TrainedModelConfig(name=str(model))
-    whole = initial_weights(config, load_model_config(config.name), seed=0)
+    whole = trained_tensors(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
     ranks = shared_commands().two_ranks("tests.ranks.initial_weights", tmp_path, model)
     for rank in ranks:
         assert rank["weights"].keys() == whole.keys()

@@ -209,10 +209,9 @@ class Checkout:
         from holdfast.commands.rollouts import parse as parse_rollouts
 
         arguments = (parse if command.words[0] == "ckpt" else parse_rollouts)(command.words[1:])
-        if arguments.command != "import":
-            maker = self.made.get(arguments.output_dir)
-            assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
-            assert command.words[0] == "ckpt" or maker == "rl"
+        maker = self.made.get(arguments.output_dir)
+        assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
+        assert command.words[0] == "ckpt" or maker == "rl"
 
     def _check_report(self, command: Command) -> None:
         """Check the arguments of `report`, and that the runs that it shows are there."""

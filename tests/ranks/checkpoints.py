@@ -7,7 +7,6 @@ Each rank goes through all scenarios, and notes what it saw by scenario.
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,13 @@ from holdfast.errors import CheckpointError, HoldfastError, Stopped
 from holdfast.remote.uploader import CLOSE_S
 from holdfast.trainer.checkpoint import dcp
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.commit import Storage
 from holdfast.trainer.checkpoint.state import ObjectsState
-from holdfast.trainer.checkpoint.storage import LocalStorage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.saving import Saver
 from holdfast.trainer.stop import StopRequest
-from tests.builders.train_states import NotifyingStorage, copied, held_writes, same
+from tests.builders.train_states import copied, held_writes, same
 from tests.ranks.two import run_on_ranks
-from tests.runs.processes import HANG_S
 
 Objects = dict[str, Any]
 WIDTH = 256
@@ -80,7 +78,7 @@ def message_of(action: Callable[[], object]) -> str:
     return ""
 
 
-class _Upload(LocalStorage):
+class _Upload(Storage):
     """A storage whose last upload lands or not."""
 
     def __init__(self, mark: Path, *, has_landed: bool) -> None:
@@ -115,7 +113,7 @@ class Scenarios:
             held.release()
             train(objects, 5)
             saving.save(3)
-            staged = saving._stager.num_bytes
+            staged = sum(buffer.nbytes for buffer in saving._stager._buffers.values())
         other = make_objects(1, self.mesh.device_mesh)
         with Checkpointer(place, other) as loading:
             step = loading.load(2)
@@ -181,30 +179,6 @@ class Scenarios:
         told = message_of(lambda: checkpointer.save(5 + self.rank))
         return {"told": told, "left": names_in(place)}
 
-    def both_skip(self) -> dict[str, Any]:
-        """Rank 0 is still busy after the commit, rank 1 is not: they must decide alike."""
-        released = threading.Event()
-        objects = make_objects(0, self.mesh.device_mesh)
-        place = self.directory / "skip"
-
-        def linger(path: Path) -> None:
-            if path.name == "step_1":
-                released.wait(HANG_S)
-
-        checkpointer = Checkpointer(place, objects, when_busy="skip", storage=NotifyingStorage(linger))
-        checkpointer.save(1)
-        if self.rank == 1:
-            checkpointer.wait()
-            checkpointer.poll()
-        dist.barrier()
-        answers = [checkpointer.save(2)]
-        released.set()
-        checkpointer.wait()
-        dist.barrier()
-        answers.append(checkpointer.save(3))
-        checkpointer.close()
-        return {"answers": answers, "left": names_in(place)}
-
     def changes_its_number(self) -> dict[str, Any]:
         """Load what one process saved, save it again, and save a trained state for one process to load."""
         objects = make_objects(5, self.mesh.device_mesh)
@@ -258,7 +232,7 @@ class Scenarios:
             train(objects)
             place, stop = self.directory / name, StopRequest()
             upload = _Upload(place / "uploaded", has_landed=has_landed)
-            storage = upload if self.rank == 0 else LocalStorage(close_s=CLOSE_S)
+            storage = upload if self.rank == 0 else Storage(close_s=CLOSE_S)
             config = CkptConfig(dir="memory://store")
             checkpointer = Checkpointer(place, objects)
             saver = Saver(checkpointer, config, self.mesh, max_steps=10, committed=0, stop=stop, storage=storage)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.config.training import ParallelConfig, SftDataConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh, join_mesh
-from holdfast.trainer.model.policy import build_policy
-from holdfast.trainer.supervised import supervised_step
+from holdfast.trainer.model.policy import build_policy, supervised_step
 from tests.models.families import random_samples
 from tests.ranks.two import run_on_ranks
 

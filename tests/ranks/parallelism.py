@@ -15,13 +15,12 @@ from holdfast.config.training import OptimConfig, ParallelConfig, SftDataConfig,
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.parity_check import check_model
-from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.policy import build_policy, supervised_step
 from holdfast.trainer.model.value_model import build_scalar_model, score_samples
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
-from holdfast.trainer.supervised import supervised_step
 from tests.models.families import random_samples
 from tests.ranks.policy_metrics import measured, ragged_samples, statistics_of, taught
 from tests.ranks.two import run_on_ranks

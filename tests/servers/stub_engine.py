@@ -32,10 +32,9 @@ from holdfast.config.base import is_loopback
 from holdfast.errors import ConfigError, DataError, InferenceError, ReadError, is_storage_failure
 from holdfast.inference import main as program
 from holdfast.inference.access import Ownership
-from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.preflight import Preflight
+from holdfast.inference.main import Preflight
 from holdfast.inference.routes import Routes, build_application
-from holdfast.inference.weights import EngineWeights
+from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.process.child import is_ignored
 from holdfast.process.events import report
 from holdfast.protocol.inference import MODELS_ROUTE, ModelCard, ModelList, Owner
@@ -65,7 +64,7 @@ async def _serve(
     config: InferenceConfig, preflight: Preflight, owner: Owner | None, signals: Sequence[signal.Signals]
 ) -> int:
     metrics, ownership = ServerMetrics(), Ownership(config.server.lease_s, reserved=owner)
-    metrics.register(REGISTRY)
+    REGISTRY.register(metrics)
     sampler = _load(config, preflight.model_dir, metrics)
     engine_weights = EngineWeights(
         sampler,  # type: ignore[arg-type] - it has what is asked of vLLM's client

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import DataError, ReadError, is_storage_failure
-from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.weights import read_label
+from holdfast.inference.weights import ServerMetrics, read_label
 from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
 from holdfast.protocol.rollouts import Logprobs, TokenIds
 from tests.servers.stub_model import Cache, Floats, Model

@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.arguments import Parser, Subcommands
 from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, is_temporary, occupied, show, size_of, verify
-from holdfast.commands.ckpt_export import export, import_weights, promote, prune
+from holdfast.commands.ckpt_export import export, promote, prune
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.run import manifest
 from holdfast.run.atomic import is_gone
@@ -55,10 +55,6 @@ def _subcommands() -> Subcommands:
     promote.add_argument("--name", type=_name, required=True, help="letters, digits, '.', '_' and '-'")
     _add_export(promote)
     _add_prune(add("prune", "Remove steps by the rules of --ckpt.keep, and what torn saves left."))
-    importing = add("import", "Make a warm start (--ckpt.weights-only) of weights of any kind.")
-    importing.add_argument("source", metavar="PATH", help="weights file, directory, checkpoint, or step")
-    importing.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
-    importing.add_argument("--model", metavar="NAME_OR_DIR", help="source of config and tokenizer, if PATH has none")
     return subcommands
 
 
@@ -71,7 +67,6 @@ def _add_looking(ls: Parser, verify: Parser) -> None:
 def _add_export(command: Parser) -> None:
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     command.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="such as 4GB or 500MiB (4GiB)")
-    command.add_argument("--model", metavar="NAME_OR_DIR", help="config and tokenizer for a step that has none")
     command.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
 
 
@@ -246,7 +241,6 @@ _ACTIONS: dict[str, Callable[..., Report]] = {
     "export": export,
     "promote": promote,
     "prune": prune,
-    "import": import_weights,
 }
 
 

@@ -1,4 +1,4 @@
-"""`ckpt export`, `promote`, `import` and `prune`: what writes and removes."""
+"""`ckpt export`, `promote` and `prune`: what writes and removes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.commands.ckpt_dirs import CheckpointDirs, is_temporary, size_of, t
 from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports
 from holdfast.run import atomic
-from holdfast.run.checkpoints import BestMetric, Entry, Kind, Retention, describe_found, kind_of, to_safetensors
+from holdfast.run.checkpoints import BestMetric, Entry, Retention
 from holdfast.run.lock import is_directory_locked
 from holdfast.view.tables import Grid, Report, size
 
@@ -31,7 +31,6 @@ def export(
     to: Path,
     dtype: DType | None,
     max_shard_size: int | None,
-    model: str | None,
     base: str | None,
 ) -> Report:
     """Write the model of a step as a new Hugging Face directory; the step is verified first."""
@@ -41,7 +40,7 @@ def export(
     with tensor_work("reading and writing tensors"):
         with heavy_imports():
             from holdfast.trainer.export import Export, export
-        written = export(Export(directory, to.absolute(), dtype, max_shard_size, model, base))
+        written = export(Export(directory, to.absolute(), dtype, max_shard_size, base))
     return _report(written)
 
 
@@ -52,7 +51,6 @@ def promote(
     name: str,
     dtype: DType | None,
     max_shard_size: int | None,
-    model: str | None,
     base: str | None,
 ) -> Report:
     """Export a step under a name; nothing ever removes it."""
@@ -61,25 +59,7 @@ def promote(
         raise CheckpointError(
             f"the export '{name}' exists already: {to}. Choose another --name, or remove it yourself."
         )
-    return export(dirs, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, model=model, base=base)
-
-
-def import_weights(dirs: CheckpointDirs, *, source: str, to: Path, model: str | None) -> Report:
-    """Turn weights of any kind into a new directory for `--ckpt.weights-only` and `--model.name`."""
-    path = Path(source) if Path(source).exists() or not source.isdecimal() else dirs.step_directory(source)
-    if kind_of(path) is Kind.PICKLED:
-        raise CheckpointError(f"no weights can be imported from {path}: it {to_safetensors(path)}")
-    if kind_of(path) is Kind.UNKNOWN:
-        raise CheckpointError(
-            f"no weights can be imported from {path}: it is {describe_found(path)}. Needed: a .safetensors "
-            "file, a Hugging Face directory, a checkpoint, or a torch.distributed.checkpoint directory."
-        )
-    _refuse_existing(to, "--to")
-    with tensor_work("reading and writing tensors"):
-        with heavy_imports():
-            from holdfast.trainer.export import import_weights
-        written = import_weights(path.absolute(), to.absolute(), model)
-    return _report(written)
+    return export(dirs, step=step, to=to, dtype=dtype, max_shard_size=max_shard_size, base=base)
 
 
 def _refuse_existing(directory: Path, flag: str) -> None:

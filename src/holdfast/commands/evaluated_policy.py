@@ -135,7 +135,7 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
     resolve_resume_step(run_dir, step)
     model = read_settings(run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).get("model", {})
     base = model.get("name") if model.get("lora") else None
-    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, max_shard_size=None, model=None, base=base)
+    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, max_shard_size=None, base=base)
     return target
 
 

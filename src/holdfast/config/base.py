@@ -115,10 +115,6 @@ class CkptConfig(Section):
     save_async: bool = True
     """Copy the state and write it behind the training; off: training waits until it is committed."""
 
-    when_busy: Literal["wait", "skip"] = "wait"
-    """What a save does when the one before it is still being written: wait for it, or be left out.
-    The final step and the save on a signal always wait."""
-
     on_failure: Literal["stop", "warn"] = "stop"
     """What follows a save that failed (disk full, I/O error): end the run, or say so and train on."""
 

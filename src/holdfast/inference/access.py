@@ -1,19 +1,17 @@
 """Guards the routes of the inference server: access rules, ownership by one run, decoding of bodies, error answers.
 
-    reading, generating                     everyone who can connect
-    what changes the server (`ADMIN`)       with the token, if one is set; JSON only; no page of a browser
-    vLLM's own routes that change it        nobody: they are not part of this server
+    routes that read or generate            everyone who can connect
+    routes that change the server (ADMIN)   with the token, if one is set; JSON only; no page of a browser
+    other routes of vLLM                    nobody
 
-Access is checked before anything in a request is used. A loopback server is not safe from browsers on its machine: any
-open page may send forms to the server, and may point its own name at 127.0.0.1. So a loopback server only answers
-requests that are addressed to this machine by its own names. Admin routes refuse requests from a page of another
-origin.
+Any page that is open in a browser may send forms to a loopback server, and may point its own name at 127.0.0.1. So a
+loopback server only answers requests that are addressed to this machine by its own names, and admin routes refuse
+requests from a page.
 
 A server has at most one owner. A run owns a server from its first push of weights on, and the server then refuses
-weights from anybody else. Ownership ends when the run gives the server back, or stays silent for a lease. Every request
-with the run's id in the header `OWNER_HEADER` counts as a heartbeat. The same run may claim its server again at any
-time. So may a new run in the same directory, since only one run can hold the directory. If a launcher starts a server
-for its own run, the run owns the server for good, and both end together.
+weights from other runs. Ownership ends when the run gives the server back, or is silent for a lease. Every request
+with the run's id in the header `OWNER_HEADER` counts as a heartbeat. The same run, or a new run in the same directory,
+may claim the server again at any time. A server that a launcher starts for its own run belongs to that run for good.
 """
 
 from __future__ import annotations
@@ -33,18 +31,15 @@ from holdfast.protocol.inference import (
     CLAIM_ROUTE,
     GENERATE_ROUTE,
     OWNED,
-    PAUSE_ROUTE,
     RELEASE_ROUTE,
-    RESUME_ROUTE,
     UPDATE_ROUTE,
     ErrorBody,
     ErrorCode,
-    GenerateRequest,
     Owner,
     OwnerStatus,
 )
 
-ADMIN = frozenset({UPDATE_ROUTE, CLAIM_ROUTE, RELEASE_ROUTE, PAUSE_ROUTE, RESUME_ROUTE})
+ADMIN = frozenset({UPDATE_ROUTE, CLAIM_ROUTE, RELEASE_ROUTE})
 # Routes of vLLM that compute something and change nothing; what else it has for POST is its own administration.
 _ASKING_THE_MODEL = re.compile(
     r"/(v[12]/(?!(load|unload)_lora_adapter$).+|invocations|pooling|classify|score|rerank|embed|generative_scoring)"
@@ -59,13 +54,12 @@ def asks_the_model(method: str, path: str) -> bool:
 
 
 class Gate:
-    """Refuses requests by their first line, headers and length; what passes goes to `app`.
+    """Refuses requests by their first line, headers and length, and passes the others to `app`.
 
     Args:
-        app: the application behind it.
-        local: the server is for this machine alone.
-        admin_token: what admin routes ask for; None: nothing.
-        most_body_bytes: a longer body is not read.
+        local: the server is for this machine only.
+        admin_token: the token that admin routes ask for; None: no token.
+        most_body_bytes: a longer body is refused.
     """
 
     def __init__(self, app: ASGIApp, *, local: bool, admin_token: str | None, most_body_bytes: int) -> None:
@@ -91,7 +85,7 @@ class Gate:
         await self._app(scope, self._bounded(receive), send)
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-        """Return status and reason of the answer to a request that is not let through."""
+        """Return status and reason if the request is refused."""
         if self._local and not names_this_machine(headers.get("host", "")):
             return 403, "this server is for this machine alone: address it as 127.0.0.1, ::1 or localhost"
         length = headers.get("content-length", "0")
@@ -111,7 +105,6 @@ class Gate:
         return None
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Receive no more than a body may have, whatever its header says."""
         total = 0
 
         async def counted() -> Message:
@@ -149,13 +142,7 @@ async def _answer(send: Send, status: int, reason: str) -> None:
 
 
 class RequestError(Exception):
-    """A request that gets a status and a reason instead of an answer; the server goes on.
-
-    Args:
-        status: of HTTP.
-        reason: for people.
-        code: for programs, where they can do something about it.
-    """
+    """A request that gets an HTTP status and a reason instead of an answer; `code` is for programs."""
 
     def __init__(self, status: int, reason: str, *, code: ErrorCode | Literal[""] = "") -> None:
         super().__init__(reason)
@@ -169,8 +156,8 @@ class Ownership:
 
     Args:
         lease_s: how long a silent run owns the server.
-        reserved: the run that the server was started for; None: it is for whoever comes.
-        clock: seconds; a server that was frozen has not been able to hear anybody.
+        reserved: the run that the server was started for; None: the server is for any run.
+        clock: seconds in which this process was not frozen.
     """
 
     def __init__(self, lease_s: float, *, reserved: Owner | None = None, clock: Callable[[], float] = awake_s) -> None:
@@ -181,7 +168,7 @@ class Ownership:
         self._heard = clock()
 
     def status(self) -> OwnerStatus | None:
-        """Return the owner, or None where there is none (any more)."""
+        """Return the owner, or None."""
         if self._owner is None:
             return None
         silent_s = self._clock() - self._heard
@@ -192,78 +179,45 @@ class Ownership:
         return OwnerStatus(self._owner.run_id, self._owner.directory, silent_s, self._lease_s)
 
     def claim(self, owner: Owner | None) -> None:
-        """Make `owner` the owner; None: somebody who needs no server for long, and may use one that nobody owns.
-
-        Raises:
-            RequestError: 409, the server is another's.
-        """
+        """Make `owner` the owner; None only asks if the server is free. Raise RequestError (409) if it is not."""
         current = self.status()
         if current is not None and not _is_same(current, owner):
+            until = "was started for that run alone"
+            if current.lease_s is not None:
+                until = f"is free when that run ends, or {current.lease_s:g} s after its last heartbeat"
             raise RequestError(
                 409,
                 f"this server is owned by the run in {current.directory} (run {current.run_id}, last heard of "
-                f"{current.silent_s:.0f} s ago), and {_free(current)}. Use another server, or stop that run.",
+                f"{current.silent_s:.0f} s ago), and {until}. Use another server, or stop that run.",
                 code=OWNED,
             )
-        # A reserved server stays its run's: whoever passes here is that run.
         if owner is not None and self._reserved is None:
             self._owner, self._heard = owner, self._clock()
 
     def renew(self, run_id: str) -> None:
-        """Take note of a sign of life of run `run_id`."""
-        # Even after the lease: nobody else has claimed it since.
+        """Count a heartbeat of run `run_id`, even after its lease, if no other run has claimed the server."""
         if self._owner is not None and self._owner.run_id == run_id:
             self._heard = self._clock()
 
     def release(self, owner: Owner) -> None:
-        """Let `owner` go, if it is the owner."""
+        """End the ownership of `owner`, if it is the owner."""
         if self._reserved is None and self._owner is not None and _is_same(self._owner, owner):
             self._owner = None
 
 
 def _is_same(current: Owner | OwnerStatus, other: Owner | None) -> bool:
-    """Whether `other` may have what is the `current` owner's: it is the same run, or the next one in its directory."""
+    """Whether `other` is the same run, or the next run in its directory."""
     return other is not None and (other.run_id == current.run_id or other.directory == current.directory)
-
-
-def _free(owner: OwnerStatus) -> str:
-    if owner.lease_s is None:
-        return "was started for that run alone"
-    return f"is free when that run ends, or {owner.lease_s:g} s after its last sign of life"
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def decode_request(body: bytes) -> GenerateRequest:
-    """Return the generate request in `body`.
-
-    Raises:
-        RequestError: 400, naming the unknown fields or the first wrong value.
-    """
-    try:
-        return decode_body(body, GenerateRequest)
-    except RequestError:
-        known = GenerateRequest.__struct_fields__
-        try:
-            unknown = sorted(msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - set(known))
-        except (ValueError, RecursionError):  # the first error says more
-            unknown = []
-        if unknown:
-            shown = ", ".join(unknown)
-            raise RequestError(400, f"unknown fields: {shown:.500}. Allowed: {', '.join(known)}.") from None
-        raise
-
-
 def decode_body(body: bytes, kind: type[_T]) -> _T:
-    """Return the `kind` in `body`.
-
-    Raises:
-        RequestError: 400, naming the first wrong value.
-    """
+    """Return the `kind` in `body`. Raise RequestError (400) that names the first wrong value or field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise RequestError(400, str(error)) from None
-    except (ValueError, RecursionError) as error:  # broken text, too
+        raise RequestError(400, f"{error!s:.500}") from None
+    except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from None

@@ -1,7 +1,7 @@
 """vLLM's engine, set up from the project's configuration.
 
-Importing this module imports vLLM, which takes many seconds. `set_environment` must run before
-that: vLLM and torch read their environment at import.
+Importing this module imports vLLM, which takes many seconds. `inference.main` sets the environment before, since vLLM
+and torch read it at import.
 """
 
 from __future__ import annotations
@@ -52,24 +52,20 @@ _MIN_BATCHED_TOKENS = 8192
 # A process that has closed its files ends within milliseconds.
 _EXIT_TIMEOUT_S = 10.0
 
-# What the server relies on; set elsewhere in the configuration or not at all.
+# Arguments that the server sets itself.
 _RESERVED = (
     "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
-    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
+    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config"
 )  # fmt: skip
 
 _request_ids = itertools.count()
 
 _SWITCHES = ("disable-log-stats",)
-"""What vLLM has no `--no-` form of: false leaves them out."""
+"""Flags that vLLM has no `--no-` form of: false leaves them out."""
 
 
 def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path, device: DeviceType) -> list[str]:
-    """Return the command line of vLLM's server for `config`, in which nothing is left to the device any more.
-
-    Raises:
-        ConfigError: `engine.args` sets something that the server relies on.
-    """
+    """Return the command line of vLLM's server. Raise ConfigError if `engine.args` sets a reserved argument."""
     engine = config.engine
     arguments = {
         "model": str(model_dir),
@@ -82,7 +78,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         "max-model-len": config.model.max_len,
         "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
         "worker-extension-cls": "holdfast.inference.worker.PolicyWorker",
-        # Those of the distribution that is sampled from: after temperature and truncation.
+        # Of the distribution that tokens are sampled from: after temperature and truncation.
         "logprobs-mode": "processed_logprobs",
         # The model's own top-p and top-k would bend the distribution that the policy is trained on.
         "generation-config": "vllm",
@@ -98,7 +94,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
             "max-num-batched-tokens": max(_MIN_BATCHED_TOKENS, config.model.max_len, engine.max_num_seqs),
             "kv-cache-memory-bytes": engine.kv_cache_bytes,
         }
-    else:  # where a long prompt is prefilled in chunks, of a size that vLLM knows for the GPU
+    else:
         arguments |= {"gpu-memory-utilization": engine.gpu_memory_utilization}
     given = {name.replace("_", "-"): value for name, value in engine.args.items()}
     tools = None if given.keys() & {"tool-call-parser", "enable-auto-tool-choice"} else tool_parser_of(tokenizer_dir)
@@ -122,26 +118,12 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
 
 
 def tool_parser_of(tokenizer_dir: Path) -> str | None:
-    """Return which of vLLM's parsers reads the calls of tools that the chat template shows; None: it shows none."""
+    """Return which of vLLM's parsers reads the tool calls of the chat template; None if the template shows none."""
     try:
         tokenizer = load_tokenizer(str(tokenizer_dir))
         return tool_format_of(tokenizer.template(tools=[]).source) if tokenizer.has_template else None
-    except (ConfigError, DataError):  # vLLM reads tokenizers that we do not, and says what is wrong with others
+    except (ConfigError, DataError):  # vLLM may read this tokenizer, or says what is wrong with it
         return None
-
-
-def tools_in_words(config: InferenceConfig, args: Namespace, tokenizer_dir: Path) -> str:
-    """Return which parser reads calls of tools, or that the chat template is why none does; empty if neither is so."""
-    if args.enable_auto_tool_choice:
-        return f"tools by {args.tool_call_parser}"
-    given = {name.replace("_", "-") for name in config.engine.args}
-    if given & {"tool-call-parser", "enable-auto-tool-choice", "chat-template"}:
-        return ""
-    try:
-        has_template = load_tokenizer(str(tokenizer_dir)).has_template
-    except (ConfigError, DataError):  # as above
-        return ""
-    return "no tools: the chat template shows no form of calls that is known" if has_template else ""
 
 
 def _flag(name: str, value: object) -> str:
@@ -151,11 +133,7 @@ def _flag(name: str, value: object) -> str:
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
-    """Parse vLLM's command line.
-
-    Raises:
-        ConfigError: vLLM does not know an argument, or refuses its value.
-    """
+    """Parse vLLM's command line. Raise ConfigError if vLLM refuses an argument."""
     parser = make_arg_parser(FlexibleArgumentParser())
 
     def refuse(message: str) -> NoReturn:
@@ -164,8 +142,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     # argparse would print its usage and exit.
     parser.error = refuse  # type: ignore[method-assign]
     if current_platform.is_cpu():
-        # vLLM looks at the model's class in a second process that imports everything again, lest
-        # this one touches CUDA. Here there is none.
+        # vLLM looks at the model's class in a second process that imports everything again, so that this process
+        # does not touch CUDA. A CPU has no CUDA.
         model_registry._run_in_subprocess = lambda inspect: inspect()
     args = parser.parse_args(arguments)
     assert args is not None
@@ -186,22 +164,14 @@ async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
 
 
 async def generate_one_token(engine: AsyncLLM) -> None:
-    """Have the engine generate a token, whatever it is.
-
-    Raises:
-        EngineDeadError: it died, of this or before.
-        EngineGenerateError: it failed and lives.
-    """
+    """Have the engine generate a token. Raise EngineDeadError or EngineGenerateError if it cannot."""
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     async for _ in engine.generate(tokens_input([0]), params, f"probe-{time.monotonic_ns()}"):
         pass
 
 
 class VllmSampler:
-    """Samples with vLLM's engine; implements `holdfast.inference.generate.Sampler`.
-
-    Attributes: see there.
-    """
+    """Samples with vLLM's engine; implements `holdfast.inference.routes.SamplingEngine`."""
 
     died: type[Exception] = EngineDeadError
 
@@ -216,11 +186,7 @@ class VllmSampler:
         return self._engine.errored
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Have the engine answer, with a token if it may generate one; return why it cannot, or None.
-
-        Raises:
-            EngineDeadError: the engine ended.
-        """
+        """Have the engine answer, with a token if it may generate one; return why it cannot, or None."""
         if not generates:
             await self._engine.get_weight_version()  # the answer comes from the engine's own loop
             return None
@@ -231,12 +197,7 @@ class VllmSampler:
         return None
 
     async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
-        """Sample one choice. Cancelling this drops it in the engine.
-
-        Raises:
-            RequestError: 400, vLLM refuses the request.
-            EngineDeadError: the engine ended.
-        """
+        """Sample one choice. Cancelling this drops it in the engine. Raise RequestError (400) if vLLM refuses."""
         params = SamplingParams(
             seed=seed,
             temperature=request.temperature,
@@ -258,33 +219,28 @@ class VllmSampler:
             async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):
                 choice = _choice(index, output.outputs[0])
                 if request.prompt_logprobs:
-                    choice.prompt_logprobs = _prompt_logprobs(request.token_ids, output.prompt_logprobs)
+                    found: Any = output.prompt_logprobs
+                    # The first token has none.
+                    choice.prompt_logprobs = [
+                        float(found[place][token_id].logprob)
+                        for place, token_id in enumerate(request.token_ids[1:], start=1)
+                    ]
                 return choice
         except VLLMClientError as error:
             raise RequestError(400, str(error)) from None
         raise AssertionError("the engine ended a request without an output")
 
 
-def _prompt_logprobs(token_ids: list[int], found: Any) -> list[float]:
-    """Return the log-probability of every prompt token but the first."""
-    return [float(found[place][token_ids[place]].logprob) for place in range(1, len(token_ids))]
-
-
 def _choice(index: int, output: CompletionOutput) -> Choice:
     logprobs: Any = output.logprobs
-    spans = output.weight_versions or []
+    labelled = [(*read_label(span.version), span) for span in output.weight_versions or []]
     return Choice(
         index=index,
         token_ids=TokenIds(output.token_ids),
         logprobs=Logprobs(logprobs.logprobs),
         finish_reason=output.finish_reason or "abort",
-        versions=[_span(span.version, span.start, span.end) for span in spans],
+        versions=[SampledSpan(version, span.start, span.end, digest) for version, digest, span in labelled],
     )
-
-
-def _span(label: str, start: int, end: int) -> SampledSpan:
-    version, digest = read_label(label)
-    return SampledSpan(version, start, end, digest)
 
 
 async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
@@ -296,17 +252,16 @@ async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
 
 
 def _wait_for_exit_codes() -> None:
-    """Have vLLM name how an engine ended that dies while it starts.
+    """Have vLLM name the exit code of an engine that dies while it starts.
 
-    vLLM looks when the process has closed its files, a moment before the kernel has its exit code; the error
-    then names none, and a killed engine looks like one that cannot start.
+    vLLM looks when the process has closed its files, a moment before the kernel has the exit code. So a killed engine
+    looks like an engine that cannot start.
     """
     manager = engine_utils.CoreEngineProcManager
     finished_processes = manager.finished_procs
 
     def with_exit_codes(self: engine_utils.CoreEngineProcManager) -> dict[str, int]:
         for process in self.processes:
-            # timeout=0: only one that has closed its files already is waited for.
             if process.pid is not None and connection.wait([process.sentinel], timeout=0):
                 process.join(_EXIT_TIMEOUT_S)
         return finished_processes(self)
@@ -318,12 +273,12 @@ def _cache_prefixes(args: Namespace) -> None:
     """Keep the prompts' prefixes in blocks of 32 tokens, or not at all, unless `engine.args` says otherwise.
 
     vLLM's blocks on CPUs have 128 tokens, and only full blocks are shared: a group would compute a shorter prompt once
-    for each answer. For models with a recurrent state vLLM needs chunked prefill to keep prefixes, and what it computes
-    for one request then depends on those beside it.
+    for each answer. For models with a recurrent state vLLM needs chunked prefill to keep prefixes, and then the result
+    of a request depends on the requests beside it.
     """
     model = AsyncEngineArgs.from_cli_args(args).create_model_config()
     if not model.has_inner_state:
-        if args.block_size is None and not model.use_mla:  # that has a size of its own
+        if args.block_size is None and not model.use_mla:  # MLA has its own block size
             args.block_size = 32
         return
     if args.enable_prefix_caching is None:
@@ -339,8 +294,7 @@ def _cache_prefixes(args: Namespace) -> None:
 def _fork_engine() -> None:
     """Let vLLM fork its engine instead of spawning it, which saves a second import of everything.
 
-    Safe on CPU only: CUDA contexts do not survive a fork. No OpenMP team may exist in this process
-    yet, so nothing here may compute with torch.
+    On CPU only: CUDA contexts and OpenMP teams do not survive a fork, so this process must not compute with torch.
     """
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
     server_pid = forking_pid = os.getpid()
@@ -350,8 +304,7 @@ def _fork_engine() -> None:
         forking_pid = os.getpid()
 
     def in_child() -> None:
-        # The hook stays for life, but only the server's own children are engines. The child does not ask who its
-        # parent is: a server that died since the fork would leave it an orphan.
+        # Only children of the server are engines. `getppid` would be wrong if the server has died since the fork.
         if forking_pid == server_pid:
             prepare_engine_process(parent=server_pid)
 

@@ -1,23 +1,28 @@
 """The inference server: `python -m holdfast.inference.main <resolved.toml> [<run directory>]`.
 
-The `inference` command writes the resolved configuration and starts this module; `rl` also names the run that the
-server is for, and for no other. Everything that can be wrong with it is checked before vLLM is imported.
+The `inference` command writes the resolved configuration and starts this module. `rl` also names the run directory:
+the server then serves that run only. Before vLLM is imported, which takes half a minute, address, token and model are
+checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config import InferenceConfig
+from holdfast.config.base import is_loopback
 from holdfast.config.devices import DeviceType
+from holdfast.config.inference import ServerConfig
 from holdfast.config.load import read_toml
 from holdfast.config.resolved import choose_for_engine
-from holdfast.errors import ConfigError
-from holdfast.inference.preflight import Preflight, check
+from holdfast.errors import ConfigError, DataError
 from holdfast.process.child import (
     allow_many_connections,
     available_cores,
@@ -33,10 +38,12 @@ from holdfast.process.gpus import require_vllm
 from holdfast.process.heartbeat import start_heartbeat
 from holdfast.process.imports import leave_out_working_directory, protect_children
 from holdfast.process.scratch import SHORT_HOME, scratch_directory, scratch_name
-from holdfast.protocol.inference import Owner
+from holdfast.protocol.inference import Owner, read_admin_token
+from holdfast.run.inputs import check_max_len, check_model_path, check_tokenizer_path, check_weights_path
 from holdfast.run.run_dir import RunDir, owner_of
 
-# Of a Unix socket's path, with `/` and a UUID behind the directory, and eight random characters in its name.
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+# Of a Unix socket's path, without `/UUID` and eight random characters.
 _MOST_BYTES_OF_HOME = 107 - 37 - 8
 
 _ANYWHERE = {
@@ -47,7 +54,7 @@ _ANYWHERE = {
 }
 _ON: dict[DeviceType, dict[str, str]] = {
     "cpu": {
-        # No separate worker process: one engine process per server.
+        # One engine process per server, without a worker process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # With several threads, a split over the cache would make logprobs depend on the batch.
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
@@ -78,34 +85,23 @@ def _read_arguments(argv: list[str]) -> tuple[InferenceConfig, Owner | None]:
 
 
 def run(config: InferenceConfig, owner: Owner | None = None) -> int:
-    """Check, import vLLM and serve; return the exit code.
-
-    Args:
-        owner: the run that the server is for; None: for whoever comes.
-
-    Raises:
-        HoldfastError: something that the user can be told in one message.
-    """
-    with scratch_directory(_home_of_sockets()) as scratch:
-        return _run(config, owner, scratch)
-
-
-def _home_of_sockets() -> Path:
+    """Check, import vLLM and serve the run `owner`, or any run; return the exit code."""
     home = Path(tempfile.gettempdir())
-    return home if len(os.fsencode(home / scratch_name())) <= _MOST_BYTES_OF_HOME else SHORT_HOME
+    is_short = len(os.fsencode(home / scratch_name())) <= _MOST_BYTES_OF_HOME
+    with scratch_directory(home if is_short else SHORT_HOME) as scratch:
+        return _run(config, owner, scratch)
 
 
 def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
     allow_many_connections()
     device = require_vllm()
     preflight: Preflight = check(config, is_alone=owner is None)
-    # A configuration that no command has resolved.
     choose_for_engine(config, device)
     set_environment(config, device)
     _keep_temporary_files_in(scratch)
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
-    # Imported here because it takes many seconds, and reads the environment that was just set.
+    # Takes many seconds, and reads the environment that was just set.
     with heavy_imports():
         from holdfast.inference.server import serve
 
@@ -113,35 +109,129 @@ def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
 
 
 def _keep_temporary_files_in(scratch: Path) -> None:
-    """Have vLLM put there its sockets and the files by which its processes meet: it leaves those of a killed engine."""
+    """Have vLLM put its sockets and rendezvous files into `scratch`: a killed engine leaves them behind."""
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(scratch))
     home = tempfile.gettempdir()
     if scratch.parent != Path(home):
-        return  # what is large belongs where the user wants it
-    # What torch has compiled is for the next server as well.
+        return  # large files belong where the user wants them
+    # The next server uses the compiled code of torch again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/torchinductor_{os.getuid()}")
     os.environ["TMPDIR"] = str(scratch)
     tempfile.tempdir = None  # so that it looks again
 
 
 def set_environment(config: InferenceConfig, device: DeviceType) -> None:
-    """Set what vLLM and torch read at import; what the user has set stays."""
+    """Set the variables that vLLM and torch read at import, unless the user has set them."""
     threads = config.engine.threads
     if device == "cpu":
         threads = threads or max(1, available_cores() // 2)
-    if threads is not None:  # on GPUs vLLM's own choice is better, and it makes it where none is exported
+    if threads is not None:  # on GPUs vLLM's own choice is better
         set_thread_environment(threads)
     for name, value in (_ANYWHERE | _ON[device]).items():
         os.environ.setdefault(name, value)
     if config.deterministic and device == "cuda":
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
     if config.engine.eager and device == "cpu":
-        # Its sampler would compile one small function at the first request, for 12 s.
+        # vLLM's sampler would compile one small function at the first request, for 12 s.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
+@dataclass(frozen=True)
+class Preflight:
+    """The results of the checks.
+
+    Attributes:
+        sock: bound to the configured address, not listening yet.
+        admin_token: the token that the admin routes ask for; None: no token, only this machine can reach them.
+    """
+
+    sock: socket.socket
+    admin_token: str | None
+    model_dir: Path
+    tokenizer_dir: Path
+
+
+def check(config: InferenceConfig, *, is_alone: bool) -> Preflight:
+    """Check everything that can be checked without vLLM.
+
+    Args:
+        is_alone: started by `inference`, whose flags have no `inference.` before them.
+
+    Raises:
+        ConfigError: the address or the admin token is at fault, or `model.max_len` is above the model's limit.
+        DataError: the model directory is at fault.
+    """
+    admin_token = required_token(config.server)
+    with contextlib.ExitStack() as unless_all_is_well:
+        sock = unless_all_is_well.enter_context(bind(config.server))
+        model_dir, tokenizer_dir = resolve_model(config)
+        check_max_len(config, model_dir, key="model" if is_alone else "inference.model")
+        unless_all_is_well.pop_all()
+    return Preflight(sock=sock, admin_token=admin_token, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
+
+
+def required_token(server: ServerConfig) -> str | None:
+    """Return the token for admin routes; None on loopback without a token. Raise ConfigError if it cannot be used."""
+    token = read_admin_token(server.admin_token_env)
+    if token is None and not is_loopback(server.host):
+        raise ConfigError(
+            f"server.host = '{server.host}' lets other machines replace the weights, so the admin routes need a "
+            f"token: set the environment variable {server.admin_token_env}, or bind 127.0.0.1."
+        )
+    return token
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """Return a socket bound to the configured address, not listening. Raise ConfigError if that fails."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror or error}. "
+            "Stop what uses the port, or choose another address with --server.host and --server.port."
+        ) from None
+    return sock
+
+
+def resolve_model(config: InferenceConfig) -> tuple[Path, Path]:
+    """Return the directories of model and tokenizer, fetched from the hub if need be. Raise DataError if they lack."""
+    check_model_path(config.model.name, key="model.name")
+    directory = _local_directory(config.model.name, "model.name")
+    if config.model.load == "auto":
+        check_weights_path(str(directory), needs_index=False)
+    tokenizer = _local_directory(config.model.tokenizer, "model.tokenizer") if config.model.tokenizer else directory
+    check_tokenizer_path(str(tokenizer), key="model.tokenizer")
+    return directory, tokenizer
+
+
+def _local_directory(name: str, key: str) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        return path.absolute()
+    report(f"asking the hub for {name}")
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise DataError(
+            f"{key} = '{name}': there is no such directory, and the hub gave no such model "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})"
+        ) from None
+
+
 if __name__ == "__mp_main__":
-    # A spawned engine, or a worker of one: before it has imported vLLM, it would wait minutes for a server that died.
+    # A spawned engine or worker: while it imports vLLM, it would not notice for minutes that the server died.
     die_with_parent()
 
 

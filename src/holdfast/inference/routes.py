@@ -1,15 +1,17 @@
-"""The routes of the project, beside vLLM's OpenAI-compatible ones.
+"""The routes of the project, beside the OpenAI-compatible routes of vLLM.
 
     POST /inference/v1/generate   token ids in, token ids and log-probabilities out
     GET  /health                  a probe of the engine, not of the web server
-    GET  /weights                 version and digest of what serves, the user of the server and the run that owns it
-    POST /update_weights          replace the weights (admin); refused to all but the owner
+    GET  /weights                 version and digest of the served weights, user of the server, owner
+    POST /update_weights          replace the weights (admin); refused to all except the owner
     POST /claim, /release         own the server, and give it back (admin)
-    POST /pause, /resume          freeze and thaw generation (admin)
 
-Everything else that only reads or generates, `/metrics` included, is vLLM's; `inference.access` says who may use
-what. Every answer says which policy version made it. Their bodies, answers and error codes are those of
-`holdfast.protocol.inference`.
+All other routes that read or generate, such as `/metrics`, are vLLM's. `inference.access` says who may use a route.
+`holdfast.protocol.inference` defines bodies, answers and error codes. Every answer names the policy version that made
+it.
+
+`generate` asks the engine directly, without text or chat template. It samples one choice per seed, and every choice
+says which weights sampled each span of its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -30,25 +32,24 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body, decode_request
-from holdfast.inference.generate import Generator, SamplingEngine
-from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.weights import EngineWeights
+from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body
+from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.protocol.inference import (
     CLAIM_ROUTE,
     GENERATE_ROUTE,
     HEALTH_ROUTE,
+    OTHER_WEIGHTS,
     OWNER_HEADER,
-    PAUSE_ROUTE,
     RELEASE_ROUTE,
-    RESUME_ROUTE,
     UPDATE_ROUTE,
     VERSION_HEADER,
     WEIGHTS_ROUTE,
+    Choice,
     ErrorBody,
+    GenerateRequest,
+    GenerateResponse,
     HealthStatus,
     Owner,
-    PauseStatus,
     ServedWeights,
     UpdateRequest,
     largest_request,
@@ -58,9 +59,44 @@ from holdfast.protocol.rollouts import list_packed
 _OWNER_HEADER = OWNER_HEADER.encode()
 # An engine that gave output this recently needs no probe.
 _RECENT_S = 3.0
+# The temperatures that vLLM uses as asked: it raises lower ones in silence, and refuses higher ones.
+_MIN_TEMPERATURE = 0.01
+_MAX_TEMPERATURE = 2.0
+_NO_WEIGHTS = "no weights yet: the server waits for its first POST /update_weights"
 
 _T = TypeVar("_T")
 _Handler = Callable[[Request], Awaitable[Response]]
+
+
+class SamplingEngine(Protocol):
+    """An engine as the routes use it: `inference.engine.VllmSampler`, or the numpy engine of the tests.
+
+    Attributes:
+        max_len: most tokens of prompt and completion together.
+        vocab_size: token ids are below it.
+        died: the exception that every call raises after the engine has ended.
+    """
+
+    max_len: int
+    vocab_size: int
+    died: type[Exception]
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine has ended."""
+        ...
+
+    async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
+        """Sample one choice. Cancelling this drops it.
+
+        Raises:
+            RequestError: 400, the engine refuses the request.
+        """
+        ...
+
+    async def probe(self, *, generates: bool) -> str | None:
+        """Have the engine answer, with a token if it may generate one; return why it cannot, or None."""
+        ...
 
 
 def build_application(
@@ -72,12 +108,7 @@ def build_application(
     local: bool,
     admin_token: str | None,
 ) -> ASGIApp:
-    """Return the whole application: the project's routes in front of vLLM's, and the gate in front of both.
-
-    Args:
-        local: the server is for this machine alone.
-        admin_token: what the admin routes ask for; None lets everyone who can connect use them.
-    """
+    """Return the whole application: the project's routes before vLLM's, and the gate before both; see `Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -93,10 +124,6 @@ class Routes:
     """Handlers of the project's routes.
 
     Args:
-        sampler: the engine.
-        engine_weights: the weights that it serves.
-        ownership: whose they may be.
-        metrics: counters of this server.
         model_name: what `/weights` calls the model.
         health_timeout_s: an engine that answers a probe later is failing.
     """
@@ -116,7 +143,6 @@ class Routes:
         self._metrics = metrics
         self._model_name = model_name
         self._health_timeout_s = health_timeout_s
-        self._generator = Generator(sampler, engine_weights)
         self.ownership = ownership
         self.most_body_bytes = largest_request(sampler.max_len)
         self._probe: asyncio.Task[str | None] | None = None
@@ -130,8 +156,6 @@ class Routes:
             UPDATE_ROUTE: (self.update_weights, "POST"),
             CLAIM_ROUTE: (self.claim, "POST"),
             RELEASE_ROUTE: (self.release, "POST"),
-            PAUSE_ROUTE: (self.pause, "POST"),
-            RESUME_ROUTE: (self.resume, "POST"),
         }
         return [
             Route(path, _answering(handler, self._sampler.died), methods=[method])
@@ -140,15 +164,52 @@ class Routes:
 
     async def generate(self, request: Request) -> Response:
         """Sample one choice per seed; the engine drops them when the client goes away."""
-        wanted = decode_request(await request.body())
+        wanted = decode_body(await request.body(), GenerateRequest)
         if self._engine_weights.version is None:
-            raise RequestError(503, "no weights yet: the server waits for its first POST /update_weights")
+            raise RequestError(503, _NO_WEIGHTS)
         with self._metrics.request():
-            answer = await _until_disconnect(request, self._generator.generate(wanted))
+            answer = await _until_disconnect(request, self._sample(wanted))
         return _json(answer, headers={VERSION_HEADER: str(answer.version)})
 
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuse what the engine would cut short or die of."""
+        total = len(request.token_ids) + request.max_tokens
+        if total > self._sampler.max_len:
+            raise RequestError(
+                400,
+                f"{len(request.token_ids)} prompt tokens + max_tokens {request.max_tokens} = {total} exceed "
+                f"the model's length of {self._sampler.max_len} (model.max_len)",
+            )
+        for name, ids in (("token_ids", request.token_ids), ("stop_token_ids", request.stop_token_ids)):
+            if ids and (largest := max(ids)) >= self._sampler.vocab_size:
+                raise RequestError(400, f"{name} holds {largest}, the vocabulary has {self._sampler.vocab_size} tokens")
+        if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
+            raise RequestError(
+                400, f"temperature is {request.temperature}; allowed are 0 and {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}"
+            )
+
+    async def _sample(self, request: GenerateRequest) -> GenerateResponse:
+        """Sample one choice per seed. Cancelling this aborts all in the engine."""
+        self._check(request)
+        digest = request.weights_digest
+        if digest is not None:
+            self._engine_weights.require(digest)
+        num_updates = self._engine_weights.num_updates  # before sampling: a later update shows
+        choices = await asyncio.gather(
+            *(self._sampler.sample(request, index, seed) for index, seed in enumerate(request.seeds))
+        )
+        versions = [span.version for choice in choices for span in choice.versions]
+        if not versions:
+            raise RequestError(503, "the request was aborted before a token was sampled: the server is stopping")
+        if digest is not None and request.prompt_logprobs and self._engine_weights.num_updates != num_updates:
+            # Spans cover sampled tokens only; the prompt may have been computed by both versions.
+            raise RequestError(
+                409, "the weights were replaced while the prompt's log-probabilities were computed", code=OTHER_WEIGHTS
+            )
+        return GenerateResponse(choices=choices, version=max(versions), boot_id=self._engine_weights.boot_id)
+
     async def weights(self, request: Request) -> Response:
-        """Say which weights serve, with the digest of the bytes that the worker loaded."""
+        """Return version and digest of the served weights."""
         return _json(self._served())
 
     async def update_weights(self, request: Request) -> Response:
@@ -157,33 +218,20 @@ class Routes:
         return _json(await self._engine_weights.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
 
     async def claim(self, request: Request) -> Response:
-        """Make a run the owner of the server, before it has weights."""
+        """Make a run the owner of the server."""
         self.ownership.claim(await _owner_in(request))
         return _json(self._served())
 
     async def release(self, request: Request) -> Response:
-        """Let go of the server, if it is this run's: the weights go on serving."""
+        """End the ownership of the run that asks; the weights continue to serve."""
         self.ownership.release(await _owner_in(request))
         return _json(self._served())
 
-    async def pause(self, request: Request) -> Response:
-        """Freeze generation."""
-        await self._engine_weights.pause()
-        return _json(PauseStatus(paused=True))
-
-    async def resume(self, request: Request) -> Response:
-        """Go on generating."""
-        await self._engine_weights.resume()
-        return _json(PauseStatus(paused=False))
-
     async def health(self, request: Request) -> Response:
-        """Prove that the engine works: it gave output just now, or answers a probe in time."""
+        """Prove that the engine works: it gave output in the last seconds, or answers a probe in time."""
         reason = await self._failure_reason()
         body = HealthStatus(
-            status="ok" if reason is None else "failing",
-            weights=self._engine_weights.version,
-            paused=self._engine_weights.paused,
-            reason=reason,
+            status="ok" if reason is None else "failing", weights=self._engine_weights.version, reason=reason
         )
         return _json(body, status=200 if reason is None else 503)
 
@@ -204,8 +252,7 @@ class Routes:
             return "the engine died"
 
     async def _run_probe(self) -> str | None:
-        generates = self._engine_weights.version is not None and not self._engine_weights.paused
-        return await self._sampler.probe(generates=generates)
+        return await self._sampler.probe(generates=self._engine_weights.version is not None)
 
     def _served(self) -> ServedWeights:
         return ServedWeights(
@@ -219,10 +266,9 @@ class Routes:
 
 
 class PolicyVersionMiddleware:
-    """Stamps every answer with the policy version, counts requests to vLLM's generation routes, hears from the owner.
+    """Stamps every answer with the policy version, counts requests to vLLM's generation routes, renews the lease.
 
-    A plain number is the one version that served from the request's arrival to its answer;
-    `3-4` says that an update came in between.
+    `3` served from the request's arrival to its answer; `3-4` says that an update came in between.
     """
 
     def __init__(
@@ -254,9 +300,7 @@ class PolicyVersionMiddleware:
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
             if before is None:
-                await _error(503, "no weights yet: the server waits for its first POST /update_weights")(
-                    scope, receive, stamped
-                )
+                await _error(503, _NO_WEIGHTS)(scope, receive, stamped)
                 return
             with self._metrics.request():
                 await self._app(scope, receive, stamped)

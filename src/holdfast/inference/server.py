@@ -1,11 +1,9 @@
 """The server's life: start the engine, serve, and end for one of four reasons.
 
-    asked to (SIGTERM, SIGINT)    exit code 0
-    the engine died               exit code 75, with the reason in the log (also while it starts)
-    the engine did not start      exit code 3 (InferenceError), also where it fails at its very first token
-    its model cannot be read      exit code 5, the run waits for the storage
-
-What is wrong with the configuration ends it earlier, with exit code 2.
+SIGTERM, SIGINT               exit code 0
+the engine died               exit code 75, with the reason in the log (also while it starts)
+the engine did not start      exit code 3 (InferenceError), also if it fails at its first token
+its model cannot be read      exit code 5: the run waits for the storage
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -40,20 +38,20 @@ from holdfast.inference.engine import (
     generate_one_token,
     parse_arguments,
     running_engine,
-    tools_in_words,
     vllm_arguments,
 )
-from holdfast.inference.metrics import ServerMetrics
-from holdfast.inference.preflight import Preflight
 from holdfast.inference.routes import Routes, build_application
-from holdfast.inference.weights import EngineWeights
+from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.process.child import is_ignored
 from holdfast.process.events import report
 from holdfast.protocol.inference import Owner
 from holdfast.run.manifest import file_digest
 
+if TYPE_CHECKING:
+    from holdfast.inference.main import Preflight
+
 ENGINE_DIED_EXIT_CODE = 75
-# How vLLM names engine processes that a signal ended.
+# vLLM's name of an engine process that a signal ended.
 _KILLED = re.compile(r"'EngineCore\w*': -\d+")
 
 _T = TypeVar("_T")
@@ -73,10 +71,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None = None) -> int:
-    """Serve until asked to stop; return the exit code.
-
-    Args:
-        owner: the run that the server is started for; None: for whoever comes.
+    """Serve the run `owner`, or any run, until asked to stop; return the exit code.
 
     Raises:
         ConfigError: vLLM refuses an argument, or another server took the port meanwhile.
@@ -84,8 +79,7 @@ def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None 
     """
     device = "cpu" if current_platform.is_cpu() else "cuda"
     args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir, device))
-    # Until the loop runs there is nothing to wind down; the engine ends with this process.
-    # SIGTERM is the launcher's way to end us, and never ignored.
+    # Until the loop runs, the engine ends with this process. The launcher ends servers by SIGTERM: never ignored.
     signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]
     for number in signals:
         signal.signal(number, lambda *_: os._exit(0))
@@ -109,18 +103,18 @@ async def _serve(
             engine = await stack.enter_async_context(running_engine(args))
         except (RuntimeError, ValueError) as error:
             await asyncio.to_thread(_require_readable, preflight.model_dir)
-            if _KILLED.search(str(error)):  # by a signal, as while it serves: another start may well do
+            if _KILLED.search(str(error)):  # another start may succeed
                 _log.error("the engine died while it started: %s", error)
                 return ENGINE_DIED_EXIT_CODE
             raise InferenceError(f"the engine did not start: {_reason(error)} (its log is above)") from None
         metrics = ServerMetrics()
         metrics.watch(engine.engine_core)
-        metrics.register(REGISTRY)
+        REGISTRY.register(metrics)
         ownership = Ownership(config.server.lease_s, reserved=owner)
         engine_weights = EngineWeights(engine, metrics, ownership, update_timeout_s=config.server.update_timeout_s)
         if config.model.load == "auto":
             await _while_alive(engine, engine_weights.adopt_initial())
-        # Before the port answers: nobody may take a server for well that cannot generate.
+        # Before the port answers: a server that cannot generate must not look well.
         await _check_first_token(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
@@ -153,7 +147,7 @@ async def _serve(
         ready = ""
         if owner is None:
             name = config.server.model_name or config.model.name
-            tools = tools_in_words(config, args, preflight.tokenizer_dir)
+            tools = f"tools by {args.tool_call_parser}" if args.enable_auto_tool_choice else ""
             ready = ", ".join(filter(None, [f"ready: {config.server.url}/v1", f'model "{name}"', tools]))
         return await _run(server, engine, sock=preflight.sock, signals=signals, ready=ready)
 
@@ -161,18 +155,14 @@ async def _serve(
 async def _run(
     server: _Server, engine: AsyncLLM, *, sock: socket.socket, signals: Sequence[signal.Signals], ready: str
 ) -> int:
-    """Serve until one of `signals` comes or the engine dies.
-
-    Args:
-        ready: the line for people who started the server by itself, once it answers.
-    """
+    """Serve until one of `signals` comes or the engine dies; print the line `ready`, if it has text."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in signals:
         loop.add_signal_handler(number, stopping.set)
     host, port = sock.getsockname()[:2]
     try:
-        # Bound before the engine was loaded, so that the port is ours; whoever asks until now is refused.
+        # The socket was bound before the engine was loaded, so that the port is ours.
         sock.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}. Another server took the port.") from None
@@ -188,13 +178,13 @@ async def _run(
     if ready:
         print(ready, flush=True)
     await asyncio.wait((serving, watching, asked), return_when=asyncio.FIRST_COMPLETED)
-    # Ctrl-C may end the engine as well as us: then we were asked to.
+    # Ctrl-C may end the engine too: that is a request to stop.
     died = watching.done() and not stopping.is_set()
     if died:
         _log.error("the engine died (%s); the server ends", watching.result())
-    # In a thread, as it waits for the process; 0: at once, since its requests are given up.
+    # In a thread: shutdown waits for the process. 0: at once, requests are dropped.
     await loop.run_in_executor(None, engine.shutdown, 0)
-    # Nobody answers the requests in flight any more, and uvicorn would wait for them.
+    # Else uvicorn would wait for the requests in flight.
     engine.output_processor.propagate_error(EngineDeadError())
     for waiting in getattr(engine.engine_core, "utility_results", {}).values():  # an update of the weights, say
         if not waiting.done():
@@ -207,11 +197,7 @@ async def _run(
 
 
 async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`, which asks the engine: vLLM leaves what asks a dead one without an answer.
-
-    Raises:
-        EngineDeadError: the engine died.
-    """
+    """Return the result of `work`, which asks the engine. Raise EngineDeadError if the engine dies."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_engine_death(engine))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -224,18 +210,18 @@ async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _check_first_token(engine: AsyncLLM) -> None:
-    """Generate one token, so that an engine which cannot run this model says so now, and not to the first client.
+    """Generate one token: an engine that cannot run this model must fail before the first client.
 
     Raises:
-        InferenceError: it died of it by itself: every other start would end the same way.
-        EngineDeadError: something killed it.
+        InferenceError: the engine failed by itself, and would fail again.
+        EngineDeadError: something killed the engine.
     """
     try:
         await _while_alive(engine, generate_one_token(engine))
     except (EngineDeadError, EngineGenerateError) as error:
         await asyncio.sleep(_WATCH_INTERVAL_S)  # for its exit code
         processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
-        # Negative: a signal. Another start may well do.
+        # Negative: a signal. Another start may succeed.
         if any(process.exitcode is not None and process.exitcode < 0 for process in processes):
             raise EngineDeadError from None
         raise InferenceError(
@@ -244,11 +230,7 @@ async def _check_first_token(engine: AsyncLLM) -> None:
 
 
 def _require_readable(model_dir: Path) -> None:
-    """Read the model once through: an engine that fails, or dies by SIGBUS, does not say that its files are at fault.
-
-    Raises:
-        ReadError: the storage is, so that it is waited for.
-    """
+    """Read all files of the model, whose failure an engine does not name. Raise ReadError if the storage fails."""
     for path in sorted(model_dir.iterdir()):
         try:
             if path.is_file():
@@ -259,7 +241,7 @@ def _require_readable(model_dir: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong, without the values and links that pydantic adds, nor vLLM's list of all models."""
+    """Return the message without pydantic's values and links, and without vLLM's list of all models."""
     if isinstance(error, ValidationError):
         said = "; ".join(one["msg"] for one in error.errors(include_url=False, include_context=False))
     else:
@@ -269,12 +251,12 @@ def _reason(error: Exception) -> str:
 
 async def _engine_death(engine: AsyncLLM) -> str:
     """Return how the engine's process ended, once it has."""
-    # Empty where Ray runs the engine; then only the client's own error tells.
+    # Empty if Ray runs the engine: then only the client's own error tells.
     processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])
     while True:
         for process in processes:
             if process.exitcode is not None:
-                # Ctrl-C reaches the engine too; give our own handler the time to say so.
+                # Ctrl-C reaches the engine too: our own handler gets time to run.
                 await asyncio.sleep(_WATCH_INTERVAL_S)
                 return f"{process.name} ended with {_described(process.exitcode)}"
         if engine.errored:

@@ -1,14 +1,11 @@
 """Reads a directory of published weights or a LoRA adapter, and checks all of it before anything reaches the model.
 
-Place in the flow: the trainer publishes a Hugging Face directory, and `/update_weights` names it. The engine's worker
-reads it with `read_weights` and applies it only after `read_weights` returned. The digest is computed from the same
-bytes that the tensors are made of.
+The trainer publishes a Hugging Face directory, and `/update_weights` names the directory. The engine's worker reads it
+by `DirectorySource.stage`, and swaps in the weights afterwards: see `holdfast.orchestrator.weight_sync`. The digest is
+computed from the same bytes as the tensors.
 
 With LoRA the trainer publishes only the adapter for engines. The worker adds the adapter to the weights of the engine's
-model directory, with the same sums as the trainer. Then it swaps in the result like whole weights.
-
-`DirectorySource` is the engine's side of the transport by directory; `holdfast.orchestrator.weight_sync` describes the
-whole way.
+model directory, with the same sums as the trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -53,44 +50,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Weights that were read and found to be whole and finite.
-
-    Attributes:
-        tensors: name -> tensor on the CPU, in the engine's dtype.
-        digest: `holdfast.run.weights` of the bytes that were read.
-    """
+    """Whole and finite weights: name -> tensor on the CPU in the engine's dtype, and the digest of the bytes."""
 
     tensors: dict[str, torch.Tensor]
     digest: str
 
 
-class WeightSource(Protocol):
-    """Where an engine gets the weights of a version from, while it goes on with those before."""
-
-    def stage(self, location: str, version: int) -> CheckedWeights:
-        """Return the weights of `version`, whole and checked. Called in a thread; touches no model.
-
-        Args:
-            location: `UpdateRequest.path`, as the orchestrator's side of the transport gave it.
-
-        Raises:
-            DataError: they cannot be used; says why.
-            ReadError, OSError: they could not be read, and may be right.
-        """
-        ...
-
-
-# A tied output layer has no weights of its own; writers may leave it out or repeat the embedding.
+# Files of a model with tied embeddings may leave out the output layer, or repeat the embedding.
 OUTPUT_LAYER = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 _ACCEPTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INDEX_NAME = "model.safetensors.index.json"
 _MOST_FILES = 10_000
-# Manifest, index and settings.
-_SETTINGS_BYTES = 1 << 26
-# Of float64, which is more than any that is accepted; and what stands around the tensors.
-_BYTES_PER_PARAMETER = 8
+_SETTINGS_BYTES = 1 << 26  # of manifest, index and settings
+_BYTES_PER_PARAMETER = 8  # of float64, which is larger than all accepted dtypes
 _BESIDE_BYTES = 1 << 26
 _HEADER_BYTES = 1 << 20
 _HEADER_BYTES_PER_TENSOR = 1024
@@ -102,9 +75,9 @@ class Architecture:
     """Which tensors the weights of a model consist of.
 
     Attributes:
-        shapes: name -> shape, without the output layer if that is tied.
-        tied: the output layer is the embedding.
-        model_dir: of the model; None where there is none, as in tests.
+        shapes: name -> shape, without a tied output layer.
+        tied: whether the output layer is the embedding.
+        model_dir: of the model; None in tests.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -113,7 +86,7 @@ class Architecture:
 
     @cached_property
     def most_bytes(self) -> int:
-        """How large all files of a directory of such weights can be together."""
+        """How large all files of such weights can be together."""
         return _BESIDE_BYTES + _BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -123,18 +96,18 @@ class Architecture:
 
     @cached_property
     def ignored(self) -> frozenset[str]:
-        """Names of tensors that files may have and transformers leaves out: the trainer never publishes them.
+        """Names of tensors in files that transformers leaves out, such as layers that predict several tokens ahead.
 
-        Layers that predict several tokens ahead, and buffers that old versions wrote, are such.
+        The trainer never publishes them.
         """
         return frozenset() if self.model_dir is None else _ignored(self.model_dir, self.shapes.keys())
 
 
 def read_architecture(model_dir: Path) -> Architecture:
-    """Return the tensors that weights for the model in `model_dir` must consist of.
+    """Return which tensors the weights of the model in `model_dir` consist of.
 
-    Taken from the headers of the weights there; a directory with a config.json only is asked
-    through transformers, which builds the model without memory.
+    The headers of its weights say so; without weights, transformers builds the model of its config.json on the meta
+    device.
     """
     tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -152,13 +125,13 @@ def read_architecture(model_dir: Path) -> Architecture:
 def _meta_model(model_dir: Path) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # Without the dtype of the config, which transformers would make that of all threads: an engine may go on meanwhile.
+    # transformers would make the config's dtype the default of all threads, and the engine computes meanwhile.
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=None)
 
 
 def _shapes_in_files(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors by the names that save_pretrained, and so the trainer, gives them."""
+    """Return the shapes of the model's tensors by the names that `save_pretrained` and the trainer write."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return {name: tuple(one.shape) for name, one in revert_weight_conversion(model, model.state_dict()).items()}
@@ -167,7 +140,7 @@ def _shapes_in_files(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 def _ignored(model_dir: Path, names: Iterable[str]) -> frozenset[str]:
     try:
         model = _meta_model(model_dir)
-    except (ValueError, KeyError):  # no causal language model of transformers: then it leaves out nothing
+    except (ValueError, KeyError):  # not a causal language model of transformers
         return frozenset()
     own, prefix = _shapes_in_files(model).keys(), f"{model.base_model_prefix}."
     # Files of base models have names without the prefix.
@@ -182,8 +155,7 @@ def read_weights(
 ) -> CheckedWeights:
     """Read all weights in `directory` and check them: completeness, shapes, dtypes, finiteness.
 
-    Where the directory has a manifest, sizes and checksums must match it, and so must `version`
-    unless that is None.
+    Sizes, checksums and `version`, unless that is None, must match the manifest, if there is one.
 
     Raises:
         DataError: naming the file or tensor at fault, and what was expected.
@@ -207,13 +179,11 @@ def read_weights(
 def read_files(
     directory: Path, architecture: Architecture, *, version: int | None = None
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return all tensors in `directory` by name, and the digest of the very bytes that they are made of.
-
-    Raises:
-        DataError: a file is missing, damaged, not of `version`, or larger than weights of `architecture` can be.
-    """
+    """Return all tensors in `directory` by name, and the digest of their bytes. Raise DataError if they are damaged."""
     require_regular(directory, most_bytes=architecture.most_bytes)
-    paths = _complete_files(directory)
+    paths = weights_files(directory)
+    if not paths:
+        raise DataError(f"{directory} holds no *.safetensors file")
     expected = _manifest_entries(directory, version)
     for name in expected or ():
         if name.endswith(".safetensors") and "/" not in name and directory / name not in paths:
@@ -221,14 +191,13 @@ def read_files(
     tensors: dict[str, torch.Tensor] = {}
     files: list[WeightsFile] = []
     for path in paths:
-        if expected is not None:
-            _check_size(path, path.stat().st_size, expected)
-        # Read once: digest and tensors are of the same bytes, whatever becomes of the file.
+        listed = None if expected is None else _listed(path, expected)
+        # Read once: digest and tensors are of the same bytes, even if the file changes.
         content = path.read_bytes()
         file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content))
-        if expected is not None:
-            _check_file(path, file, expected)
-        # safetensors begins with the length of its header, which is parsed before any tensor is looked at.
+        if listed is not None and file.xxh3_128 != listed.xxh3_128:
+            raise DataError(f"{path} is damaged: checksum {file.xxh3_128}, {MANIFEST_NAME} says {listed.xxh3_128}")
+        # The first 8 bytes are the length of the header, which safetensors parses before all else.
         header_bytes = int.from_bytes(content[:8], "little")
         if header_bytes > architecture.most_header_bytes:
             raise DataError(
@@ -247,13 +216,7 @@ def read_files(
 
 
 def require_regular(directory: Path, *, most_bytes: int) -> None:
-    """Refuse pipes and devices under names that are read, and more than weights can be, before anything is opened.
-
-    Whoever opens a pipe waits for its writer, and a device may have no end.
-
-    Raises:
-        DataError: naming what is there, and what is allowed.
-    """
+    """Refuse pipes, which block, devices, which have no end, and files larger than weights can be."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory")
     total = 0
@@ -282,7 +245,6 @@ def _manifest_entries(directory: Path, version: int | None) -> dict[str, Weights
         manifest = read_manifest(directory)
     except CheckpointError as error:
         raise DataError(str(error)) from None
-    # None: what the engine starts with has no version of the run.
     if version is not None and manifest.kind == "weights" and manifest.policy_version != version:
         raise DataError(
             f"{directory} holds policy version {manifest.policy_version} by its {MANIFEST_NAME}, "
@@ -291,37 +253,14 @@ def _manifest_entries(directory: Path, version: int | None) -> dict[str, Weights
     return {name: WeightsFile(name, entry.size_bytes, entry.xxh3_128) for name, entry in manifest.files.items()}
 
 
-def _complete_files(directory: Path) -> list[Path]:
-    """Return the weights files; an index file, if there is one, must name the same files."""
-    paths = weights_files(directory)
-    if not paths:
-        raise DataError(f"{directory} holds no *.safetensors file")
-    index = directory / _INDEX_NAME
-    if index.exists():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{index} cannot be read: {error}") from None
-        if strange := [name for name in named if not isinstance(name, str)]:
-            raise DataError(f"{index} names {strange[0]!r:.80} as a file")
-        if missing := sorted(named - {path.name for path in paths}):
-            raise DataError(f"{directory}: file '{missing[0]}', which {_INDEX_NAME} names, is missing")
-    return paths
-
-
-def _check_size(path: Path, size_bytes: int, expected: dict[str, WeightsFile]) -> None:
-    listed = expected.get(path.name)
+def _listed(path: Path, expected: dict[str, WeightsFile]) -> WeightsFile:
+    """Return the manifest's entry of a file, after comparing its size."""
+    listed, size_bytes = expected.get(path.name), path.stat().st_size
     if listed is None:
         raise DataError(f"{path} is not in the {MANIFEST_NAME} beside it")
     if listed.size_bytes != size_bytes:
         raise DataError(f"{path} is damaged: {size_bytes} bytes, {MANIFEST_NAME} says {listed.size_bytes}")
-
-
-def _check_file(path: Path, found: WeightsFile, expected: dict[str, WeightsFile]) -> None:
-    _check_size(path, found.size_bytes, expected)
-    listed = expected[path.name]
-    if listed.xxh3_128 != found.xxh3_128:
-        raise DataError(f"{path} is damaged: checksum {found.xxh3_128}, {MANIFEST_NAME} says {listed.xxh3_128}")
+    return listed
 
 
 def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architecture: Architecture) -> None:
@@ -338,11 +277,7 @@ def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architect
 def checked(
     directory: Path, name: str, tensor: torch.Tensor, architecture: Architecture, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return `tensor` in `dtype` after checking it.
-
-    float32 weights in a bfloat16 engine, and the reverse, are a choice of the configuration;
-    integers and 8-bit floats are not weights of this model.
-    """
+    """Return `tensor` in `dtype` after checking shape, dtype and finiteness."""
     shape = architecture.shapes.get(EMBEDDING if name == OUTPUT_LAYER and architecture.tied else name)
     if shape is not None and tuple(tensor.shape) != shape:
         raise DataError(f"{directory}: tensor '{name}' has shape {list(tensor.shape)}, the model needs {list(shape)}")
@@ -359,21 +294,16 @@ def checked(
 
 
 class BaseWeights:
-    """The weights that adapters are added to: those of the engine's model directory, whatever is served now.
-
-    The files are mapped into memory, so they take no more of it than the system has to spare.
+    """The weights of the engine's model directory, which adapters are added to. The files are mapped into memory.
 
     Attributes:
-        directory: where they lie.
-        digest: `holdfast.run.weights.tensors_digest` of them in float32.
+        digest: `holdfast.run.weights.tensors_digest` of the weights in float32.
+
+    Raises:
+        DataError: there are no weights.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
-        """Read all of them once.
-
-        Raises:
-            DataError: there are none, or not all that the architecture has.
-        """
         self.directory = directory
         self.architecture = architecture
         files = weights_files(directory)
@@ -387,13 +317,13 @@ class BaseWeights:
             self.tensors |= load_file(file)
         if architecture.tied:
             self.tensors.pop(OUTPUT_LAYER, None)
-        for name in architecture.ignored:  # the trainer has none of these
+        for name in architecture.ignored:
             self.tensors.pop(name, None)
         self.digest = tensors_digest(self._in_float32())
 
     def _in_float32(self) -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         for name, tensor in self.tensors.items():
-            # In float32: the trainer digests its own in that, whatever dtype its files have.
+            # The trainer digests its weights in float32, too.
             tensor = tensor.float() if tensor.is_floating_point() else tensor
             yield name, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -401,13 +331,7 @@ class BaseWeights:
 def read_adapter(
     directory: Path, base: BaseWeights, *, dtype: torch.dtype, version: int | None = None
 ) -> CheckedWeights:
-    """Return the model that `base` and the adapter in `directory` make, checked as whole weights are.
-
-    The digest is that of the adapter's file and of how often it counts.
-
-    Raises:
-        DataError: the adapter is damaged, or belongs to other weights.
-    """
+    """Return the weights that `base` and an adapter make, and the adapter's digest. Raise DataError if damaged."""
     tensors, digest = read_files(directory, base.architecture, version=version)
     if (directory / MANIFEST_NAME).exists():
         try:
@@ -435,7 +359,7 @@ def _adapted(
     """Return the matrices that the factors in `tensors` change, in float32, by their names in `base`.
 
     Args:
-        renamed: names in `base` of matrices that the adapter calls otherwise.
+        renamed: name in the adapter -> name in `base`, if they differ.
 
     Shape legend: O outputs and I inputs of a linear layer, R rank.
     """
@@ -455,39 +379,22 @@ def _adapted(
         if matrix not in base.tensors:
             raise DataError(f"{directory}: '{matrix}', which it adapts, is not part of the model")
         weight_OI, a_RI, b_OR = base.tensors[matrix], factors[names.a], factors[names.b]
-        _check_factors(directory, matrix, a_RI, b_OR, outputs_and_inputs=tuple(weight_OI.shape), rank=scaling.r)
+        if not (a_RI.dtype.is_floating_point and b_OR.dtype.is_floating_point):
+            raise DataError(f"{directory}: a factor of '{matrix}' has dtype {a_RI.dtype} or {b_OR.dtype}: not a float")
+        shapes = list(a_RI.shape), list(b_OR.shape)
+        outputs, inputs = weight_OI.shape if weight_OI.ndim == 2 else (0, 0)
+        if shapes != ([scaling.r, inputs], [outputs, scaling.r]):
+            raise DataError(
+                f"{directory}: the factors of '{matrix}' have the shapes {shapes[0]} and {shapes[1]}, which do not fit "
+                f"{list(weight_OI.shape)} and the rank r = {scaling.r} of {ADAPTER_CONFIG_NAME}"
+            )
         # The same sums as `holdfast.trainer.model.lora.merged`, for the same bits.
         adapted[matrix] = weight_OI.float() + (b_OR.float() @ a_RI.float()) * scaling.scale
     return adapted
 
 
-def _check_factors(
-    directory: Path,
-    matrix: str,
-    a_RI: torch.Tensor,
-    b_OR: torch.Tensor,
-    *,
-    outputs_and_inputs: tuple[int, ...],
-    rank: int,
-) -> None:
-    for factor in (a_RI, b_OR):
-        if not factor.dtype.is_floating_point:
-            raise DataError(f"{directory}: a factor of '{matrix}' has dtype {factor.dtype}, which is no float")
-    shapes = tuple(a_RI.shape), tuple(b_OR.shape)
-    if len(outputs_and_inputs) != 2 or shapes != ((rank, outputs_and_inputs[1]), (outputs_and_inputs[0], rank)):
-        raise DataError(
-            f"{directory}: the factors of '{matrix}' have the shapes {list(a_RI.shape)} and {list(b_OR.shape)}, which "
-            f"do not fit {list(outputs_and_inputs)} and the rank r = {rank} of {ADAPTER_CONFIG_NAME}"
-        )
-
-
 class DirectorySource:
-    """Reads published directories; implements `WeightSource`.
-
-    Args:
-        model_dir: of the engine's model, which says what weights consist of, and which adapters are added to.
-        dtype: of the engine.
-    """
+    """Reads published weights in the engine's dtype; `model_dir` has the base of adapters."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
         self._model_dir = model_dir
@@ -496,11 +403,11 @@ class DirectorySource:
         self._base: BaseWeights | None = None
 
     def stage(self, location: str, version: int) -> CheckedWeights:
-        """Return the weights in the directory `location`; what of the model is needed for it is read at the first call.
+        """Return the weights in the directory `location`. Called in a thread; the model itself is only read.
 
         Raises:
-            DataError: it does not hold whole weights of `version`, or an adapter to other weights.
-            OSError: it could not be read.
+            DataError: there are no whole weights of `version`, or an adapter of other weights.
+            ReadError, OSError: the files could not be read, and may be right.
         """
         directory = Path(location)
         if self._architecture is None:

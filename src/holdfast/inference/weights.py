@@ -1,4 +1,4 @@
-"""Which weights the engine serves, and the one way to change them."""
+"""Which weights the engine serves, the one way to change them, and the counters of the server for `/metrics`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from holdfast.inference.access import Ownership, RequestError
-from holdfast.inference.metrics import ServerMetrics
-from holdfast.process.heartbeat import does
+from holdfast.process.heartbeat import BusyClock, does
 from holdfast.protocol.inference import OTHER_WEIGHTS, UNREADABLE, Owner, UpdateResponse
 
 if TYPE_CHECKING:
@@ -27,6 +31,68 @@ _LABEL_SEPARATOR = ":"
 _STAGE_POLL_S = 0.25
 
 
+class ServerMetrics(Collector):
+    """Counters of one server. Busy is the time with at least one generation request in flight.
+
+    Attributes:
+        last_progress: monotonic time in seconds of the engine's last output; 0.0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._busy = BusyClock()
+        self._requests = 0
+        self._tokens = 0
+        self._updates = 0
+        self._update_s = 0.0
+        self.last_progress = 0.0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a generation request while the block runs."""
+        self._requests += 1
+        with self._busy.count():
+            yield
+
+    def weight_update(self, seconds: float) -> None:
+        """Count a weight update that took `seconds`."""
+        self._updates += 1
+        self._update_s += seconds
+
+    def sampled(self, num_tokens: int) -> None:
+        """Count tokens that the engine has just sampled."""
+        self.last_progress = time.monotonic()
+        self._tokens += num_tokens
+
+    def watch(self, engine_core: Any) -> None:
+        """Count every token that comes out of vLLM's engine client, for all routes."""
+        get_output = engine_core.get_output_async
+
+        async def counted() -> Any:
+            outputs = await get_output()
+            if outputs.outputs:
+                self.sampled(sum(len(output.new_token_ids) for output in outputs.outputs))
+            return outputs
+
+        engine_core.get_output_async = counted
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; called by prometheus at each scrape."""
+        busy = self._busy.busy_s
+        idle = time.monotonic() - self._started - busy
+        for name, text, value in (
+            ("engine_busy_seconds", "Time with at least one generation request in flight", busy),
+            ("engine_idle_seconds", "Time without a generation request", idle),
+            ("generated_tokens", "Tokens sampled by the engine", self._tokens),
+            ("generation_requests", "Generation requests, finished or not", self._requests),
+            ("weight_updates", "Weight updates applied", self._updates),
+            ("weight_update_seconds", "Time spent in applied weight updates", self._update_s),
+        ):
+            yield CounterMetricFamily(f"holdfast_{name}", text, value=value)
+        in_flight = self._busy.in_flight
+        yield GaugeMetricFamily("holdfast_requests_in_flight", "Generation requests in flight", value=in_flight)
+
+
 class EngineWeights:
     """The weights of one engine.
 
@@ -34,8 +100,7 @@ class EngineWeights:
         version: the policy version that serves; None before the first weights.
         digest: `holdfast.run.weights` of the bytes that the worker loaded.
         num_updates: how often the weights were replaced.
-        boot_id: of this server's process: a restarted server has another.
-        paused: `/pause` was asked for, and no `/resume` yet.
+        boot_id: of this server's process. A restarted server has another id.
     """
 
     def __init__(
@@ -45,37 +110,19 @@ class EngineWeights:
         self._metrics = metrics
         self._ownership = ownership
         self._update_timeout_s = update_timeout_s if math.isfinite(update_timeout_s) else None
-        # Updates and pauses one after the other: a resume in the middle would run a half-written model.
         self._lock = asyncio.Lock()
         self.version: int | None = None
         self.digest: str | None = None
         self.num_updates = 0
         self.boot_id = uuid.uuid4().hex
-        self.paused = False
 
     async def adopt_initial(self) -> None:
-        """Take what the engine loaded at its start as version 0."""
+        """Call the weights that the engine loaded at its start version 0."""
         digests: list[str | None] = await self._engine.collective_rpc("loaded_digest")
         await self._adopt(0, _agreed(digests))
 
-    async def pause(self) -> None:
-        """Freeze generation; requests in flight and new ones wait for `resume`."""
-        async with self._lock:
-            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            self.paused = True
-
-    async def resume(self) -> None:
-        """Go on generating."""
-        async with self._lock:
-            await self._engine.resume_generation()
-            self.paused = False
-
     def require(self, digest: str) -> None:
-        """Refuse a request that is meant for other weights than those that serve.
-
-        Raises:
-            RequestError: 409.
-        """
+        """Raise RequestError (409) if other weights than `digest` serve."""
         if digest != self.digest:
             raise RequestError(
                 409,
@@ -85,18 +132,17 @@ class EngineWeights:
             )
 
     async def update(self, directory: Path, *, version: int, owner: Owner | None) -> UpdateResponse:
-        """Replace the weights by those in `directory`. Requests in flight go on with the new ones.
+        """Replace the weights by the weights in `directory`. Requests in flight continue with the new weights.
 
-        The directory is read and checked while the old weights keep serving. Then the engine is
-        frozen, all cached keys and values are dropped (they belong to the old weights), the
-        weights are swapped, and generation goes on.
+        The workers read and check the directory while the old weights serve. Then the engine is frozen, drops all
+        cached keys and values, since they belong to the old weights, swaps the weights, and continues.
 
         Raises:
-            RequestError: 409, the directory cannot be used, or the server is another run's; 507, the storage
-                fails; nothing has changed.
+            RequestError: 409, the directory cannot be used, or another run owns the server; 507, the storage
+                fails. Nothing has changed then.
         """
         async with self._lock:
-            # Under the lock: who owns the server may change while another update goes on.
+            # Under the lock: the owner may change during another update.
             self._ownership.claim(owner)
             started = time.perf_counter()
             does(f"reading policy version {version}", bound_s=self._update_timeout_s)
@@ -105,13 +151,11 @@ class EngineWeights:
                 does(f"taking policy version {version}", bound_s=self._update_timeout_s, answers=False)
                 # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
                 await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-                # Before the swap: `generate` must not miss a change under its prompt.
+                # Before the swap: `/generate` must not miss an update during its prompt.
                 self.num_updates += 1
                 digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
                 await self._adopt(version, _agreed(digests))
-                # Whoever paused it says when it goes on.
-                if not self.paused:
-                    await self._engine.resume_generation()
+                await self._engine.resume_generation()
             finally:
                 does("serving")
             seconds = time.perf_counter() - started
@@ -121,21 +165,17 @@ class EngineWeights:
         return UpdateResponse(version=version, digest=self.digest, seconds=seconds)
 
     async def _stage(self, directory: Path, version: int) -> None:
-        """Have every worker read and check the weights, while the engine goes on.
-
-        Raises:
-            RequestError: 409, one refuses them; 507, it could not read them.
-        """
+        """Have every worker read and check the weights, while the engine continues."""
         staged: list[StageResult | None] = await self._engine.collective_rpc(
             "stage_weights", args=(str(directory), version)
         )
-        # Asked again and again: a call that waits would hold up the engine.
+        # Polled: a call that waits would block the engine.
         while any(result is None for result in staged):
             await asyncio.sleep(_STAGE_POLL_S)
             staged = await self._engine.collective_rpc("staged_weights")
         results = [result for result in staged if result is not None]
         for result in results:
-            # First: what could not be read may be right, and may be tried again.
+            # Before refusals: unreadable weights may be right, and the orchestrator tries again.
             if result["unreadable"] is not None:
                 raise RequestError(
                     507,

@@ -1,9 +1,8 @@
-"""What runs inside the engine's process: loading weights, swapping them, dying when it should.
+"""Our part of vLLM's worker processes: loads weights, swaps weights, and ends the process with the server.
 
-vLLM imports this module by name (`--worker-extension-cls`) in every worker process, before the
-model is loaded. `PolicyWorker` is mixed into vLLM's worker; the server calls its methods by
-`collective_rpc`. Its `stage_weights` may be called at any time and touches nothing; the server
-pauses the engine before `apply_weights`.
+vLLM imports this module by name (`--worker-extension-cls`) in every worker process, before it loads the model, and
+mixes `PolicyWorker` into its worker. The server calls the methods by `collective_rpc`: `stage_weights` at any time,
+`apply_weights` while the engine is paused.
 """
 
 from __future__ import annotations
@@ -27,41 +26,34 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from holdfast.errors import DataError, ReadError, is_storage_failure
-from holdfast.inference.weight_files import (
-    CheckedWeights,
-    DirectorySource,
-    WeightSource,
-    read_architecture,
-    read_weights,
-)
+from holdfast.inference.weight_files import CheckedWeights, DirectorySource, read_architecture, read_weights
 from holdfast.process.child import die_with_parent
 
 LOAD_FORMAT = "holdfast"
 SWAP_FAILED_EXIT_CODE = 70
-# What takes no longer to read may hold up the engine: it costs no second question.
+# Reading may block the engine for so long: then the server need not ask again.
 _STAGE_AT_ONCE_S = 0.2
 
-# Below vLLM's own, which marks every line as the engine's: `launcher.exit_reasons` finds by that why it died.
+# Below vLLM's own logger, which marks lines of the engine: `launcher.exit_reasons` looks for that mark.
 _log = logging.getLogger("vllm.inference.worker")
-# It warns at every update of each layer that has no weights of its own; names are checked before.
+# It warns at every update of each layer without weights.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-# Digest of the weights that the loader below put into the model of this process.
+# Of the weights that `CheckedLoader` has put into the model of this process.
 _loaded_digest: str | None = None
 
 
 class StageResult(TypedDict):
-    """Answer of `stage_weights`: why the weights are refused, or could not be read; both None where they are staged."""
+    """Answer of `stage_weights`: why the weights are refused or unreadable; both None if the weights are staged."""
 
     refused: str | None
     unreadable: str | None
 
 
 def prepare_engine_process(*, parent: int) -> None:
-    """Make this process end with process `parent`, bound torch to the threads of the environment, and mend kernels.
+    """Make this process end with process `parent`, limit torch's threads as the environment says, and mend kernels.
 
-    vLLM binds threads later and then ignores `torch.set_num_threads`, so this must come first. Kernels are mended in
-    no other process: whatever else imports this module computes as PyTorch does.
+    Call before vLLM binds threads: later `torch.set_num_threads` has no effect.
     """
     die_with_parent(parent=parent)
     if current_platform.is_cpu():
@@ -71,9 +63,9 @@ def prepare_engine_process(*, parent: int) -> None:
 
 
 def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
-    """Return vLLM's rotary embedding in place, for queries and keys (tokens, heads, size) too.
+    """Return vLLM's in-place rotary embedding, also for queries and keys (tokens, heads, size) of LFM2.
 
-    Its kernel for CPUs takes those, which LFM2 gives it, as if they had one head, and rotates beyond it.
+    vLLM's kernel for CPUs treats these as one head, and rotates beyond its end.
     """
 
     def flattened(
@@ -87,14 +79,14 @@ def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
 
 
 def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return vLLM's matrix product on CPUs, into which a single row goes twice.
+    """Return vLLM's matrix product on CPUs with a single row doubled.
 
-    For one row oneDNN has another kernel, which adds up more than 1,024 products in float32 in another order. An answer
-    that is the last of its batch would have other bits than beside others, and so would a run that was killed there.
+    For one row oneDNN uses another kernel, which adds up more than 1,024 products in float32 in another order. So the
+    last answer of a batch would have other bits than the same answer beside others.
     """
 
     def multiplied(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # vLLM takes one graph for any number of rows: a question would be asked once
+        if torch.compiler.is_compiling():  # vLLM compiles one graph for any number of rows
             rows = x.reshape(-1, x.shape[-1])
             return multiply(handler, torch.cat([rows, rows[:1]]), bias)[:-1].reshape(*x.shape[:-1], -1)
         if x.numel() != x.shape[-1]:
@@ -106,9 +98,9 @@ def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _in_sixteens(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return PyTorch's linear layer, whose rows are filled up to a multiple of 16; vLLM takes it for what is small.
+    """Return PyTorch's linear layer with rows padded to a multiple of 16; vLLM uses this layer for small products.
 
-    In float32 MKL adds up a few rows in another order than many, and with one output those beyond a multiple of four.
+    In float32 the order of MKL's sums depends on the number of rows.
     """
 
     def applied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,9 +112,9 @@ def _in_sixteens(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return applied
 
 
-@functools.cache  # once: each wraps what is there
+@functools.cache
 def _mend_kernels() -> None:
-    """Replace the kernels for CPUs that are wrong, or whose bits depend on how many rows they are given."""
+    """Replace the kernels for CPUs that are wrong, or whose bits depend on the number of rows."""
     _custom_ops.rotary_embedding = _rotate_flattened(_custom_ops.rotary_embedding)
     _custom_ops.onednn_mm = _never_one_row(_custom_ops.onednn_mm)
     torch.nn.functional.linear = _in_sixteens(torch.nn.functional.linear)  # type: ignore[assignment]
@@ -134,17 +126,13 @@ if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is 
 
 @register_model_loader(LOAD_FORMAT)
 class CheckedLoader(BaseModelLoader):
-    """Loads version 0 with the same checks, and the same digest, as every later version."""
+    """Loads version 0 with the same checks and digest as later versions."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing to do: the server resolves hub names before it starts the engine."""
+        """Do nothing: the server resolves hub names before it starts the engine."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Read, check and load the weights of `model.name`.
-
-        Raises:
-            DataError: the directory is incomplete or damaged, or vLLM's model has weights that it does not hold.
-        """
+        """Read, check and load the weights of `model.name`. Raise DataError if weights are missing or damaged."""
         global _loaded_digest
         directory = Path(model_config.model)
         checked = read_weights(directory, read_architecture(directory), dtype=_engine_dtype(model_config))
@@ -163,22 +151,22 @@ class PolicyWorker:
         model_runner: Any
 
     # Class attributes: a mixin of vLLM's worker gets no constructor call.
-    _source: WeightSource | None = None
+    _source: DirectorySource | None = None
     _staged: CheckedWeights | None = None
     _staging: Future[StageResult] | None = None
 
     def loaded_digest(self) -> str | None:
-        """Digest of the weights that were loaded at the start; None with dummy weights."""
+        """Return the digest of the weights that were loaded at the start; None with dummy weights."""
         return _loaded_digest
 
     def stage_weights(self, location: str, version: int) -> StageResult | None:
-        """Read and check the weights of `version` at `location` beside the model, which goes on unchanged.
+        """Read and check the weights of `version` at `location`, while the model stays as it is.
 
-        Large ones are read in a thread, so that the engine goes on meanwhile: then the result is None, and that of
-        `staged_weights` sooner or later.
+        A thread reads them, so that the engine continues. If that takes long, the result is None: `staged_weights` has
+        it later.
         """
         if self._staging is not None:
-            self._staging.exception()  # of an update that was given up
+            self._staging.exception()  # wait for an update that was given up
         self._staging = Future()
         thread = threading.Thread(target=self._stage, args=(location, version, self._staging), daemon=True)
         thread.start()
@@ -186,35 +174,32 @@ class PolicyWorker:
         return self.staged_weights()
 
     def staged_weights(self) -> StageResult | None:
-        """Return what became of `stage_weights`; None while it goes on."""
+        """Return the result of `stage_weights`; None while it is running."""
         assert self._staging is not None
         return self._staging.result() if self._staging.done() else None
 
     def _stage(self, location: str, version: int, result: Future[StageResult]) -> None:
-        # First: what an update that was given up left must not be applied by this one.
-        self._staged = None
+        self._staged = None  # of an update that was given up
         try:
             if self._source is None:
                 self._source = DirectorySource(Path(self.model_config.model), _engine_dtype(self.model_config))
             self._staged = self._source.stage(location, version)
         except (DataError, ReadError, OSError) as error:
-            if is_storage_failure(error):
-                result.set_result(StageResult(refused=None, unreadable=str(error)))
-            else:
-                result.set_result(StageResult(refused=str(error), unreadable=None))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            said, unreadable = str(error), is_storage_failure(error)
+            result.set_result(
+                StageResult(refused=None if unreadable else said, unreadable=said if unreadable else None)
+            )
+        except BaseException as error:  # noqa: BLE001 - raised by `staged_weights`
             result.set_exception(error)
         else:
             result.set_result(StageResult(refused=None, unreadable=None))
 
     def apply_weights(self) -> str:
-        """Swap the staged weights into the model and return their digest. Ends the process on failure.
+        """Swap the staged weights into the model and return their digest. The engine must be paused.
 
-        The engine must be paused. A half-written model must never serve, so whatever goes wrong
-        here ends the process with SWAP_FAILED_EXIT_CODE.
+        A half-written model must never serve, so any failure ends the process with SWAP_FAILED_EXIT_CODE.
         """
         try:
-            # Taken out: a second apply must fail rather than swap in the same again.
             staged, self._staged = self._staged, None
             assert staged is not None, "apply_weights without stage_weights"
             model = self.model_runner.get_model()
@@ -245,13 +230,10 @@ def _engine_dtype(model_config: ModelConfig) -> torch.dtype:
 
 
 def _refuse_unset_weights(model: torch.nn.Module, loaded: set[str] | None, directory: Path) -> None:
-    """Refuse a model of which vLLM has weights that no file set: they are whatever the memory held before.
+    """Refuse a model if vLLM has weights that no file set: they would be random memory.
 
     Args:
-        loaded: names of the parameters that were; None where the model's code does not say.
-
-    Raises:
-        DataError: naming one of them.
+        loaded: names of the parameters that were set; None if the model's code does not say.
     """
     if loaded is None:
         return
@@ -264,10 +246,9 @@ def _refuse_unset_weights(model: torch.nn.Module, loaded: set[str] | None, direc
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:
-    """Make layers of experts pack their weights again, as at the first load; return what does so for each.
+    """Make layers of experts pack their weights again, as at the first load; return their packing methods.
 
-    On CPU vLLM packs them then alone: a reload would copy plain weights to where its kernel reads packed ones, which
-    gives garbage, or fails where packing pads.
+    On CPU vLLM packs only at the first load: a reload would copy plain weights into the memory of packed weights.
     """
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     packing = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
@@ -277,10 +258,9 @@ def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:
 
 
 def _repack_tied_layers(model: torch.nn.Module) -> None:
-    """Dispatch the CPU GEMM again for layers that keep both a packed and a plain weight.
+    """Pack again the weights of tied output layers, which keep a packed beside a plain weight.
 
-    Those are the tied output layers: the reload renews the embedding's weight, but not the copy
-    that oneDNN packed for the output layer, which would go on computing with the old weights.
+    The reload renews the embedding's weight, but not the packed copy, which would compute with the old weights.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

@@ -31,8 +31,6 @@ WEIGHTS_ROUTE = "/weights"
 UPDATE_ROUTE = "/update_weights"
 CLAIM_ROUTE = "/claim"
 RELEASE_ROUTE = "/release"
-PAUSE_ROUTE = "/pause"
-RESUME_ROUTE = "/resume"
 MODELS_ROUTE = "/v1/models"
 """vLLM's own: a `ModelList`."""
 
@@ -224,20 +222,12 @@ class HealthStatus(msgspec.Struct):
     Attributes:
         status: `ok` with 200, `failing` with 503.
         weights: the policy version that serves; None before the first.
-        paused: generation is frozen.
         reason: why it fails.
     """
 
     status: Literal["ok", "failing"]
     weights: int | None
-    paused: bool
     reason: str | None
-
-
-class PauseStatus(msgspec.Struct):
-    """Answer of `POST /pause` and `POST /resume`."""
-
-    paused: bool
 
 
 class ErrorBody(msgspec.Struct, omit_defaults=True):

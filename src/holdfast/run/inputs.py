@@ -24,7 +24,7 @@ from holdfast.config.training import SupervisedCommand, TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, is_storage_failure
 from holdfast.process.events import report
 from holdfast.run import manifest
-from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, to_safetensors, verify_checkpoint
+from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Verification
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -151,9 +151,9 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
     if any(path.glob("*.gguf")):
         return f"has no *.safetensors. {_what_to_give(path)}"
     if kind_of(path) is Kind.PICKLED:
-        return f"{to_safetensors(path)}; then `ckpt import` makes the directory to give"
-    from_scratch = "Set model.init = random to train from scratch; w" if is_trained else "W"
-    return f"has no *.safetensors. {from_scratch}eights in other files are converted by `ckpt import`."
+        return "holds pickles, which may hold code and are never loaded: have transformers load and save the model"
+    without = "Set model.init = random to train from scratch" if is_trained else "With model.load = dummy, push weights"
+    return f"has no *.safetensors. {without}."
 
 
 def _wrong_with_weights(path: Path) -> str | None:

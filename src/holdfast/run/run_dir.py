@@ -17,7 +17,6 @@ metrics.jsonl            one JSON object per step
 tensorboard/             what TensorBoard shows
 tracking/                how far each tracker has come, and what it keeps on this machine
 judgements.log           every reply of a judge, by its request
-checked_models.json      digests of the models that passed their check at a start
 reference_logprobs.npz   what the reference of a preference run says about each pair
 logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
                          timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B/ of profiled steps
@@ -47,7 +46,6 @@ from holdfast.run.manifest import read_manifest
 JUDGEMENTS_NAME = "judgements.log"
 INPUTS_NAME = "inputs.json"
 DISCARDED = "discarded"
-CHECKED_MODELS_NAME = "checked_models.json"
 SUMMARY_NAME = "summary.json"
 """What an evaluation writes last."""
 STEP_NAME = re.compile(r"step_(\d+)$")
@@ -83,7 +81,6 @@ _OF_RUN = (
     "tracking",
     REFERENCE_NAME,
     JUDGEMENTS_NAME,
-    CHECKED_MODELS_NAME,
     INPUTS_NAME,
     "configs",
     "logs",
@@ -128,7 +125,6 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.judgements = self.path / JUDGEMENTS_NAME
         self.tracking = self.path / "tracking"
-        self.checked_models = self.path / CHECKED_MODELS_NAME
         self._removal = self.path / "removal.mark"
 
     def checkpoint(self, step: int) -> Path:

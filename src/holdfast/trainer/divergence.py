@@ -1,7 +1,6 @@
-"""Warns when training diverges or learns nothing, by the metrics of its steps.
+"""Warns if the metrics show that training diverges or learns nothing.
 
-Each condition is told once, and again if it comes back after it has ended.
-An attempt begins without a memory: what is told changes nothing that is computed.
+Each condition is reported when it begins. Nothing is saved: a resumed run begins without a history.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MISMATCH_KL = 1.0
 
 
 class DivergenceWatch:
-    """Looks at the metrics of one step after the other."""
+    """Checks the metrics of step after step."""
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -33,7 +32,7 @@ class DivergenceWatch:
         self._lasting: set[str] = set()
 
     def check(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Return what is to be warned of after a step; what lasts since an earlier one is left out."""
+        """Return the warnings of a step, without conditions that an earlier step has reported."""
         found = {
             "jump": self._jump(metrics),
             "zero": self._zero(metrics),
@@ -72,12 +71,11 @@ class DivergenceWatch:
 
     def _high_loss(self, metrics: Mapping[str, float | None]) -> str | None:
         loss = metrics.get("loss")
-        if loss is None or "mismatch_kl" in metrics:  # the loss of `rl` says little
+        if loss is None or "mismatch_kl" in metrics:  # not the loss of `rl`
             return None
         if loss > max(_HIGH_SHARE * self._lowest, self._lowest + _HIGH_NATS, self._highest):
             self._high.append(loss)
         else:
-            # What is lower ends the row, and counts with it for what was seen before the next one.
             self._highest = max(self._highest, loss, *self._high)
             self._lowest = min(self._lowest, loss)
             self._high.clear()
@@ -91,7 +89,7 @@ class DivergenceWatch:
 
 
 def finding_of(warning: str) -> str:
-    """Return what a warning found, without what it means and what to do."""
+    """Return the first clause of a warning, without advice."""
     return re.split(r"[:.] ", warning, maxsplit=1)[0]
 
 

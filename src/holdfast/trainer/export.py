@@ -1,11 +1,7 @@
-"""Converts checkpoints to Hugging Face directories and back, for `ckpt export`, `promote` and `import`.
+"""Converts checkpoints to Hugging Face directories, for `ckpt export` and `promote`.
 
-`export` writes weights that from_pretrained and vLLM load. `export_adapter` writes a LoRA adapter alone, as peft loads
-it, or merged into the weights that it belongs to. `import_weights` turns weights of any kind into a directory to start
-from. Reading goes tensor by tensor, for any number of writing ranks.
-
-An import runs in one process, which holds the whole model in float32. float32 keeps every value of 16-bit files, and is
-the dtype of the trainer's master weights.
+`export` writes weights that from_pretrained and vLLM load, tensor by tensor. With LoRA it writes the adapter only, as
+peft loads it, or the merged weights.
 """
 
 from __future__ import annotations
@@ -14,92 +10,39 @@ import fcntl
 import json
 import os
 import shutil
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tomli
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from holdfast.config.base import DType
-from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, SaveError
 from holdfast.run import atomic, manifest
-from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, Kind, kind_of
-from holdfast.run.manifest import MANIFEST_NAME, Manifest
+from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR
+from holdfast.run.manifest import Manifest
 from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
-from holdfast.trainer.checkpoint.dcp import IndexReader
-from holdfast.trainer.checkpoint.init_from import load_weights_only
-from holdfast.trainer.model.build import initial_weights, is_classifier, load_model_config, trained_tensors
-from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
+from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors
+from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
-from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
+from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout, names_in_files
 
 
-def meta_model(name: str) -> PreTrainedModel:
-    """Return a model without memory, for the names and shapes of its tensors.
-
-    Raises:
-        DataError: there is no such model config.
-    """
+def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:
+    """Return a model without memory; with `num_labels` the model that scores sequences. Raise DataError if unknown."""
     config = load_model_config(name)
-    kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    if num_labels is not None:
+        config.num_labels = num_labels
+    scores = num_labels is not None or is_classifier(config)
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config, dtype=torch.float32)
     model.tie_weights()
     return model
-
-
-def check_shapes(found: Mapping[str, torch.Size], model: PreTrainedModel, what: str) -> None:
-    """Compare names and shapes with those of `model`, tied tensors once.
-
-    Raises:
-        CheckpointError: beginning with `what`, naming missing, surplus and differing tensors.
-    """
-    expected = trained_tensors(model)
-    missing, surplus = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    reshaped = [
-        f"{name} {tuple(found[name])} instead of {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in found and found[name] != tensor.shape
-    ]
-    reasons = [f"missing: {_some(missing)}"] if missing else []
-    reasons += [f"surplus: {_some(surplus)}"] if surplus else []
-    reasons += [f"of another shape: {_some(reshaped)}"] if reshaped else []
-    if reasons:
-        raise CheckpointError(f"{what}: {'; '.join(reasons)}")
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-
-
-def describe_model(directory: Path, name: str, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Write config.json, generation_config.json and the tokenizer of the model `name`; say if there is none."""
-    config = AutoConfig.from_pretrained(name)
-    config.dtype = dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(directory)
-    for what, source in (("generation config", GenerationConfig), ("tokenizer", AutoTokenizer)):
-        try:
-            found: Any = source.from_pretrained(name)
-        except (OSError, ValueError):
-            print(f"note: '{name}' has no {what}; none is written", file=sys.stderr)
-            continue
-        found.save_pretrained(directory)
 
 
 @dataclass
@@ -112,42 +55,22 @@ class Group:
 
 
 class TensorReader:
-    """Reads single tensors of a directory without a process group; the index is read once.
-
-    The index is read without running code, whosever it is.
-    """
+    """Reads single tensors of a torch.distributed.checkpoint directory of any origin."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises: CheckpointError: there is no index, or it cannot be read."""
-        self._directory = directory
         self._reader = IndexReader(directory)
         self.saved = self._reader.tensors()
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, whole, on the CPU.
-
-        Raises:
-            CheckpointError: its data is missing or cannot be read.
-        """
+        """Return a whole tensor on the CPU. Raise CheckpointError if its data is missing or cannot be read."""
         entry = self.saved[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, RuntimeError, ValueError, AssertionError) as error:
-            raise CheckpointError(f"{name} cannot be read from {self._directory}: {error}") from error
+        read_tensors({name: tensor}, self._reader)
         return tensor
 
 
 def describe(directory: Path) -> dict[str, Group]:
-    """Count the tensors of a directory by the first part of their names; no data is read.
-
-    Raises:
-        CheckpointError: the index of the tensors is not there or cannot be read.
-    """
+    """Count the tensors of a directory by the first part of their names, from its index."""
     groups: dict[str, Group] = {}
     for name, entry in TensorReader(directory).saved.items():
         group = groups.setdefault(name.split(".", 1)[0], Group())
@@ -165,22 +88,20 @@ class Export:
         step_directory: a committed checkpoint, verified by the caller.
         target: the directory to publish; it must not exist.
         dtype: of the floating-point tensors; None: as the run publishes its weights.
-        max_file_bytes: no file is larger, unless one tensor alone is; None: 4 GiB.
-        model: where config and tokenizer come from when the checkpoint has none.
-        base: of a run with LoRA, the weights to merge the adapter into; None: the adapter alone is written.
+        max_file_bytes: of a file with several tensors; None: 4 GiB.
+        base: with LoRA, the weights to merge the adapter into; None: write the adapter only.
     """
 
     step_directory: Path
     target: Path
     dtype: DType | None = None
     max_file_bytes: int | None = None
-    model: str | None = None
     base: str | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """What an export or import wrote."""
+    """The result of an export."""
 
     directory: str
     dtype: str
@@ -190,13 +111,12 @@ class Written:
     bytes: int
 
 
-def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating-point tensor in `dtype`, others as they are."""
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
-    """Return the dtype asked for, else that in which the run publishes its weights; `saved` where there is none."""
+    """Return the requested dtype, else the dtype of the run's published weights, else `saved`."""
     path = request.step_directory / TRAINER_DIR / "config.toml"
     of_run = tomli.loads(path.read_text()).get("model", {}).get("dtype") if path.exists() else None
     return DTYPES.get(request.dtype or of_run or "", saved)
@@ -208,7 +128,7 @@ def copy_description(step: Path, directory: Path) -> None:
 
 
 def set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Make a config.json say `dtype`; a file that says so already keeps its bytes."""
+    """Set `dtype` in a config.json, unless it is set."""
     config = json.loads(path.read_text())
     name = str(dtype).removeprefix("torch.")
     if config.get("dtype") != name:
@@ -217,18 +137,14 @@ def set_dtype(path: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `final`, which goes away again when the block fails.
-
-    Raises:
-        SaveError: the storage failed.
-    """
+    """Yield a temporary sibling of `final`, removed if the block fails. Raise SaveError if the storage fails."""
     temporary = atomic.temporary_sibling(final)
     descriptor = None
     try:
         atomic.make_directory(final.parent)
         temporary.mkdir()
         descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # says to `ckpt prune` that its writer lives
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # tells `ckpt prune` that the writer lives
         yield temporary
     except OSError as error:
         where = error.filename or final
@@ -240,26 +156,20 @@ def new_directory(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def commit(
-    directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch.dtype, source: Manifest | None
-) -> Written:
-    """Finish the files, write the manifest and give the directory its name.
-
-    Args:
-        dtype: what the answer says.
-        source: manifest of the checkpoint that the weights come from, if any.
-    """
+def commit(directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch.dtype, source: Manifest) -> Written:
+    """Finish the files, write the manifest and give the directory its name; `source` is the checkpoint's manifest."""
     writer.close()
     files = manifest.describe_files(directory)
     listing = Manifest(
         kind="weights",
-        step=source.step if source else 0,
-        policy_version=source.policy_version if source else 0,
+        step=source.step,
+        policy_version=source.policy_version,
         files=files,
+        run_id=source.run_id,
+        metrics=source.metrics,
+        fingerprints=source.fingerprints,
         libraries=manifest.library_versions(),
     )
-    if source is not None:
-        listing.run_id, listing.metrics, listing.fingerprints = source.run_id, source.metrics, source.fingerprints
     manifest.write_manifest(directory, listing)
     atomic.publish_directory(directory, final)
     return Written(
@@ -276,15 +186,13 @@ _MODEL = "model."
 
 
 def export_adapter(request: Export, reader: TensorReader) -> Written:
-    """Write the adapter of a committed checkpoint, merged where `request.base` says into what.
+    """Write the adapter of a committed checkpoint, or merge it into `request.base`.
 
     Raises:
-        ConfigError: options that do not go with it.
-        CheckpointError: `request.base` has other weights than those that the adapter was trained on.
+        ConfigError: options that do not fit an adapter.
+        CheckpointError: the adapter was trained on other weights than `request.base`.
         SaveError: the storage failed; nothing is left behind.
     """
-    if request.model is not None:
-        raise ConfigError("--model is for checkpoints without model/config.json; this one has it: leave it out")
     names = [name for name in reader.saved if name.startswith(_MODEL)]
     factors = {name.removeprefix(_MODEL): reader.read(name) for name in names}
     if request.base is None:
@@ -309,7 +217,7 @@ def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
 
 
 def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -> Written:
-    """Hold the whole model in float32, and compare it with what the adapter was trained on before writing."""
+    """Hold the whole base in float32, and compare it with the base of the adapter before writing."""
     step, target = request.step_directory, request.target
     adapter = step / MODEL_DIR / ADAPTER_DIR
     scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
@@ -337,34 +245,26 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
             return merged(base[name], a_RI, b_OR, scale=scale)
 
         for name, tensor in layout.to_files((name, whole(name)) for name in [*base, *heads]):
-            writer.add(name, in_dtype(tensor, dtype).contiguous())
+            writer.add(name, _in_dtype(tensor, dtype).contiguous())
         return commit(directory, target, writer, dtype, manifest.read_manifest(step))
 
 
 def _base(name: str, *, scores: bool) -> tuple[dict[str, Tensor], TensorLayout]:
-    """Return the weights that adapters belong to, and how they lie in files.
-
-    Args:
-        scores: whether they are of a model that scores sequences: then without the head of either kind of model.
-    """
-    model_config = load_model_config(name)
-    if not scores:
-        base = initial_weights(TrainedModelConfig(name=name), model_config, seed=0)
-        return base, TensorLayout(meta_model(name), names_in_files(name))
-    kind = AutoModelForSequenceClassification if is_classifier(model_config) else AutoModelForCausalLM
-    model_config.num_labels = 1
-    source = initial_weights(TrainedModelConfig(name=name), model_config, seed=0, kind=kind)
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(model_config, dtype=torch.float32)
-    base = {name: source[name] for name in trained_tensors(model) if name != HEAD}
+    """Return the weights that adapters belong to, without a head if the adapters score, and their layout in files."""
+    model = meta_model(name, num_labels=1) if scores else meta_model(name)
+    read = open_weights(model, name, without=[HEAD] if scores else [])
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    base = {key: tensor for key, tensor in trained_tensors(model).items() if not scores or key != HEAD}
+    read(base)
     return base, TensorLayout(model, names_in_files(name))
 
 
 def export(request: Export) -> Written:
-    """Write the model of a committed checkpoint; the caller has verified it.
+    """Write the model of a committed checkpoint, which the caller has verified.
 
     Raises:
-        CheckpointError: it holds no model, or not the one that `request.model` describes.
+        CheckpointError: it holds no model.
         SaveError: the storage failed; nothing is left behind.
     """
     step = request.step_directory
@@ -378,83 +278,27 @@ def export(request: Export) -> Written:
         return export_adapter(request, reader)
     if request.base is not None:
         raise CheckpointError(f"{step} holds whole weights, not a LoRA adapter: leave out --base")
+    if not (step / MODEL_DIR / "config.json").exists():
+        raise CheckpointError(
+            f"{step} has no {MODEL_DIR}/config.json, as a training program writes it: load the weights into your model "
+            "(holdfast.load_weights_only), and save that"
+        )
     dtype = published_dtype(request, reader.saved[names[0]].properties.dtype)
     source = manifest.read_manifest(step)
     with new_directory(request.target) as directory:
-        _write_description(directory, step, request.model, reader, dtype)
+        copy_description(step, directory)
+        set_dtype(directory / "config.json", dtype)
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
         tensors = ((name.removeprefix(_MODEL), reader.read(name)) for name in names)
-        layout = _layout_of(step, request.model)
+        layout = _layout_of(step)
         for name, tensor in layout.to_files(tensors) if layout is not None else tensors:
-            writer.add(name, in_dtype(tensor, dtype).contiguous())
+            writer.add(name, _in_dtype(tensor, dtype).contiguous())
         return commit(directory, request.target, writer, dtype, source)
 
 
-def _layout_of(step: Path, model: str | None) -> TensorLayout | None:
-    """Return the layout of files: that of `model`, else what the checkpoint says; None: as in memory."""
-    if model is None and not (step / MODEL_DIR / NAMES_NAME).exists():
+def _layout_of(step: Path) -> TensorLayout | None:
+    """Return the layout of files that the checkpoint names; None: as in memory."""
+    if not (step / MODEL_DIR / NAMES_NAME).exists():
         return None
-    described = model or str(step / MODEL_DIR)
+    described = str(step / MODEL_DIR)
     return TensorLayout(meta_model(described), names_in_files(described))
-
-
-def _write_description(
-    directory: Path, step: Path, model: str | None, reader: TensorReader, dtype: torch.dtype
-) -> None:
-    """Write config and tokenizer: those of the checkpoint, or those of `model`."""
-    if model is None:
-        if not (step / MODEL_DIR / "config.json").exists():
-            raise CheckpointError(
-                f"{step} has no {MODEL_DIR}/config.json: say with --model which model it is (a directory or hub id)"
-            )
-        copy_description(step, directory)
-        set_dtype(directory / "config.json", dtype)
-        return
-    expected = meta_model(model)
-    found = {name.removeprefix(_MODEL): entry.size for name, entry in reader.saved.items() if name.startswith(_MODEL)}
-    check_shapes(found, expected, f"{step} is not the model '{model}'")
-    describe_model(directory, model, expected, dtype)
-
-
-def import_weights(source: Path, target: Path, model_name: str | None = None) -> Written:
-    """Read weights of any kind, compare them with the config, and write them as files of ours.
-
-    Args:
-        source: file or directory.
-        target: the directory to publish; it must not exist.
-        model_name: where config and tokenizer come from; None: `source` itself.
-
-    Raises:
-        CheckpointError: there are no weights, or they are not those of the model: missing and surplus
-            tensors and other shapes are named.
-        SaveError: the storage failed; nothing is left behind.
-    """
-    name = model_name or _described_by(source)
-    model = meta_model(name)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    tensors = trained_tensors(model)
-    layout = TensorLayout(model, names_in_files(name))
-    load_weights_only(tensors, source, layout=layout)
-    with new_directory(target) as directory:
-        describe_model(directory, name, model, torch.float32)
-        writer = SafetensorsWriter(directory)
-        for tensor_name, tensor in layout.to_files(tensors.items()):
-            writer.add(tensor_name, tensor.contiguous())
-        listing = manifest.read_manifest(source) if (source / MANIFEST_NAME).exists() else None
-        return commit(directory, target, writer, torch.float32, listing)
-
-
-def _described_by(source: Path) -> str:
-    """Return the directory whose config.json says which model the weights are of.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    kind = kind_of(source)
-    directory = {Kind.CHECKPOINT: source / MODEL_DIR, Kind.TENSORS: source.parent}.get(kind, source)
-    if not (directory / "config.json").exists():
-        raise CheckpointError(
-            f"{source} ({kind}) comes without a config.json: say with --model which model it is (a directory or hub id)"
-        )
-    return str(directory)

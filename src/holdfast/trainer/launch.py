@@ -1,16 +1,14 @@
 """Start one training program on all ranks: `python -m holdfast.trainer.launch {sft,dpo,reward-model,rl} resolved.toml`.
 
-It uses torchrun's launcher (torch.distributed.launcher) with forked workers. So the imports, which take seconds, run
-once for any number of ranks. If a rank ends early, the launcher stops the other ranks, and exits with the code of the
-rank that failed first.
+torchrun's launcher (torch.distributed.launcher) forks the ranks, so the imports, which take seconds, run once. If a
+rank ends early, the launcher stops the other ranks, and exits with the code of the rank that failed first.
 
 With `parallel.nodes` above 1, every node runs this command with the same file. Environment:
     HOLDFAST_NODE_RANK       the rank of this node, from 0; node 0 is the host of `parallel.rdzv_endpoint`
     HOLDFAST_RDZV_ENDPOINT   HOST:PORT of the rendezvous instead
 
-Every node writes heartbeats to the store of the rendezvous, and passes on a request to stop. So a signal to one node
-reaches the ranks of all nodes, even while they wait for a batch, where no collective runs. A node that fails or falls
-silent ends the others with exit code 1, since their ranks may hang in a collective that nobody ends.
+Every node writes heartbeats to the store of the rendezvous, and passes on a request to stop, also while no collective
+runs. A node that fails or is silent ends the others with exit code 1: their ranks may hang in a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.config import PROGRAMS, TrainerConfig, program_config
 from holdfast.config.load import read_toml
@@ -57,23 +55,17 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.stop import SIGNALS, STOP_REQUEST, StopRequest
 
 NODE_RANK_ENV = "HOLDFAST_NODE_RANK"
-"""Which of the nodes this one is, from 0."""
 ENDPOINT_ENV = "HOLDFAST_RDZV_ENDPOINT"
-"""HOST:PORT where the nodes of this attempt meet; unset: that of the configuration."""
 
 _PERIOD_S = 0.2
 SILENT_S = 30.0
-# What the others get to end by themselves when the store is gone: at the end of a run it goes first.
+# Time for other nodes to end when the store is gone, which ends first in a run.
 _ENDING_S = 5.0
 _log = logging.getLogger("trainer")
 
 
 def node_rank(parallel: ParallelConfig) -> int:
-    """Return which of the nodes this one is.
-
-    Raises:
-        ConfigError: nobody said so, or said something else; or there is no place to meet at.
-    """
+    """Return the rank of this node. Raise ConfigError if the environment lacks the rank or the endpoint."""
     if parallel.nodes == 1:
         return 0
     said = os.environ.get(NODE_RANK_ENV, "")
@@ -89,35 +81,24 @@ def node_rank(parallel: ParallelConfig) -> int:
 
 
 def meeting_point(parallel: ParallelConfig) -> tuple[str, int]:
-    """Return host and port where the nodes of this attempt meet."""
+    """Return host and port of the rendezvous of this attempt."""
     endpoint = os.environ.get(ENDPOINT_ENV, parallel.rdzv_endpoint)
     return parallel.model_copy(update={"rdzv_endpoint": endpoint}).rendezvous
 
 
-class Store(Protocol):
-    """What of torch's stores is used."""
-
-    def set(self, key: str, value: str) -> object: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-
 class NodeLink:
-    """Keeps this node in touch with the others for as long as its ranks run.
+    """Exchanges heartbeats and requests to stop with the other nodes while the ranks run.
 
     Args:
-        connect: opens the store of the rendezvous; may wait until it is there.
-        rank: of this node; node 0 has the store.
-        nodes: how many there are.
+        connect: opens the store of the rendezvous, torch's TCPStore; may wait.
+        rank: of this node; node 0 hosts the store.
         stop: the request of this node's ranks.
-        lose: called with the reason when another node is lost, from the thread of this link.
+        lose: called by the link's thread with the reason, if another node is lost.
     """
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[], Any],
         *,
         rank: int,
         nodes: int,
@@ -128,7 +109,7 @@ class NodeLink:
     ) -> None:
         self._connect = connect
         self._rank = rank
-        # All look at node 0, and node 0 at all: its end is that of the store.
+        # Node 0 watches all nodes, and all watch node 0, which hosts the store.
         self._others = [node for node in range(nodes) if node != rank] if rank == 0 else [0]
         self._stop = stop
         self._lose = lose
@@ -139,7 +120,7 @@ class NodeLink:
         threading.Thread(target=self._run, name="nodes", daemon=True).start()
 
     def end(self) -> None:
-        """Watch no more: the ranks of this node have ended."""
+        """Stop watching: the ranks of this node have ended."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -154,19 +135,19 @@ class NodeLink:
                 if lost is not None:
                     self._lose(lost)
                     return
-        except RuntimeError as error:  # torch's: the connection is broken, or never was one
+        except RuntimeError as error:  # torch's: no connection
             if not self._ended.wait(self._ending_s):
                 self._lose(f"node 0 cannot be reached: {str(error).splitlines()[0]}")
 
-    def _pass_on_stop(self, store: Store) -> None:
+    def _pass_on_stop(self, store: Any) -> None:
         number = self._stop.signal_number()
         if number:
             store.set("holdfast/stop", str(number))
         elif store.check(["holdfast/stop"]):
             self._stop.ask(int(store.get("holdfast/stop")))
 
-    def _silent(self, store: Store) -> str | None:
-        """Return which node has given no sign of life for too long, if any has."""
+    def _silent(self, store: Any) -> str | None:
+        """Return which node has sent no heartbeat for too long, if any."""
         now = awake_s()
         for node in self._others:
             key = f"holdfast/beat/{node}"
@@ -174,26 +155,9 @@ class NodeLink:
             heard, since = self._heard.get(node, (None, now))
             if beat != heard:
                 self._heard[node] = (beat, now)
-            elif beat and now - since > self._silent_s:  # one that never beat is waited for by the rendezvous
+            elif beat and now - since > self._silent_s:  # the rendezvous waits for the first heartbeat
                 return f"node {node} has sent no heartbeat for {now - since:.0f} s"
         return None
-
-
-def link_nodes(endpoint: tuple[str, int], *, rank: int, nodes: int, timeout_s: float, stop: StopRequest) -> NodeLink:
-    """Return the link of this process to the other nodes; one that is lost ends this process with exit code 1."""
-
-    def connect() -> Store:
-        from torch.distributed import TCPStore
-
-        timeout = timedelta(seconds=timeout_s)
-        return TCPStore(*endpoint, is_master=False, wait_for_workers=False, timeout=timeout)
-
-    def lose(reason: str) -> None:
-        _log.error("ending: %s", reason)
-        # At once, and the kernel ends the ranks: the main thread may wait for them, and they for a collective.
-        os._exit(1)
-
-    return NodeLink(connect, rank=rank, nodes=nodes, stop=stop, lose=lose)
 
 
 _DEAD_RANK_S = 3.0
@@ -205,9 +169,9 @@ def _module_of(program: str) -> ModuleType:
 
 
 def _worker(program: str, config_path: str, parent: int) -> None:
-    """One rank: runs in a forked child of process `parent`, which may have died by now."""
+    """Run one rank, in a forked child of process `parent`, which may have died by now."""
     die_with_parent(parent=parent)
-    # Ctrl-C reaches the whole group; the process that started the ranks stops them.
+    # Ctrl-C reaches the whole process group; `parent` stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
     heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
@@ -218,18 +182,17 @@ def _worker(program: str, config_path: str, parent: int) -> None:
         does("its start", bound_s=config.startup_timeout_s)
     module = _module_of(program)
     if config.parallel.device == "cuda":
-        # Here, where torch is imported: it reads its environment once.
         importlib.import_module("holdfast.trainer.mesh").set_numerics(deterministic=config.deterministic)
     try:
         run_reporting_errors(lambda: _run_rank(module, config))
     finally:
-        heartbeat.end()  # the launcher of the ranks takes its time to end
+        heartbeat.end()
 
 
 def _run_rank(module: ModuleType, config: Any) -> None:
-    """Run the program; where it fails because another rank died, let that one be the first to be noticed.
+    """Run the program. If it fails because another rank died, wait until the launcher has noticed that rank.
 
-    The launcher of the ranks reports whichever end it sees first, and asks the others to stop by SIGTERM.
+    The launcher of the ranks reports the end that it sees first, and sends SIGTERM to the other ranks.
     """
     try:
         module.run(config)
@@ -237,7 +200,6 @@ def _run_rank(module: ModuleType, config: Any) -> None:
         is_explained = isinstance(error, HoldfastError) and not isinstance(error, RankLost)
         if config.parallel.world_size > 1 and not is_explained and not is_storage_failure(error):
             deadline = time.monotonic() + _DEAD_RANK_S
-            # Ends by the signal that asks the others to stop, once the dead one was noticed.
             while not STOP_REQUEST.signal_number() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         raise
@@ -245,10 +207,10 @@ def _run_rank(module: ModuleType, config: Any) -> None:
 
 @contextmanager
 def _without_gpus() -> Iterator[None]:
-    """Let torch see no GPU within the block.
+    """Hide all GPUs from torch within the block.
 
-    `LaunchConfig` asks how many there are. Where NVML cannot say (MIG, containers without it), torch asks CUDA itself,
-    which the ranks could then never use.
+    `LaunchConfig` counts GPUs. Without NVML (MIG, some containers) torch asks CUDA, which forked ranks could not use
+    afterwards.
     """
     visible = os.environ.get(VISIBLE_DEVICES_ENV)
     os.environ[VISIBLE_DEVICES_ENV] = ""
@@ -261,7 +223,7 @@ def _without_gpus() -> Iterator[None]:
 
 
 def _rendezvous(parallel: ParallelConfig, node: int) -> dict[str, Any]:
-    """Return how the launchers of the ranks meet, as settings of torchrun's `LaunchConfig`."""
+    """Return settings of the rendezvous for torchrun's `LaunchConfig`."""
     if parallel.nodes == 1:
         # Port 0: the kernel picks a free one.
         return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
@@ -269,7 +231,7 @@ def _rendezvous(parallel: ParallelConfig, node: int) -> dict[str, Any]:
     return {
         "min_nodes": parallel.nodes,
         "max_nodes": parallel.nodes,
-        # With numbers given to the nodes, not found by themselves: node 0, which writes, is always the same.
+        # Static: node 0, which writes, is always the same.
         "rdzv_backend": "static",
         "rdzv_endpoint": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "rdzv_configs": {"rank": node, "timeout": math.ceil(parallel.rdzv_timeout_s)},
@@ -282,13 +244,19 @@ def _linked(parallel: ParallelConfig, node: int) -> Iterator[None]:
     if parallel.nodes == 1:
         yield
         return
-    link = link_nodes(
-        meeting_point(parallel),
-        rank=node,
-        nodes=parallel.nodes,
-        timeout_s=parallel.rdzv_timeout_s,
-        stop=STOP_REQUEST,
-    )
+
+    def connect() -> Any:
+        from torch.distributed import TCPStore
+
+        timeout = timedelta(seconds=parallel.rdzv_timeout_s)
+        return TCPStore(*meeting_point(parallel), is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def lose(reason: str) -> None:
+        _log.error("ending: %s", reason)
+        # At once, and the kernel ends the ranks, which may wait in a collective.
+        os._exit(1)
+
+    link = NodeLink(connect, rank=node, nodes=parallel.nodes, stop=STOP_REQUEST, lose=lose)
     try:
         yield
     finally:
@@ -296,7 +264,7 @@ def _linked(parallel: ParallelConfig, node: int) -> Iterator[None]:
 
 
 def _ask_hub(config: TrainingCommand) -> None:
-    """Ask the hub for the models of a run that no directory holds: what is wrong with them costs no import of torch."""
+    """Ask the hub for models that are not directories: mistakes show before torch is imported."""
     ask_hub(config.model.name, key="model.name")
     if config.model.tokenizer:
         ask_hub(config.model.tokenizer, key="model.tokenizer", file="tokenizer.json")
@@ -318,16 +286,16 @@ def main(argv: list[str] | None = None) -> int:
     keep_date(RunDir(config.output_dir).created_unix_s())
     parallel = config.parallel
     node, ranks = node_rank(parallel), parallel.ranks
-    # Before torch is imported, which reads it once.
+    # Before torch is imported.
     set_thread_environment(parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:
-        # Until there are ranks there is nothing to save: no one need wait for the imports.
+        # Before the ranks start there is nothing to save.
         for number in SIGNALS:
             signal.signal(number, lambda received, _: os._exit(128 + received))
     if parallel.device == "cuda" and config.deterministic:
-        # cuBLAS reads it when CUDA starts: without, its sums depend on which buffers happen to be free.
+        # cuBLAS reads it when CUDA starts; else its sums depend on free buffers.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Ranks are forked from this process: nothing in it may begin to use CUDA, not even by asking whether there is one.
+    # Ranks are forked from this process, so it must not touch CUDA, not even to ask for it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     _ask_hub(config)
     report("importing torch")
@@ -339,12 +307,12 @@ def main(argv: list[str] | None = None) -> int:
         STOP_REQUEST.listen()
     for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    with scratch_directory() as logs:  # torchrun's own would stay for good
+    with scratch_directory() as logs:
         return _launch(arguments, config, node, logs)
 
 
 def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, logs: Path) -> int:
-    """Start the ranks of this node and wait for them; `logs` is for what torchrun writes of them."""
+    """Start the ranks of this node and wait for them; `logs` is torchrun's log directory."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -356,7 +324,7 @@ def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, l
             **_rendezvous(parallel, node),
             run_id="holdfast",
             logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
-            max_restarts=0,  # our launcher starts again, from a checkpoint and with its own count
+            max_restarts=0,  # our launcher restarts from a checkpoint
             start_method="fork",
             monitor_interval=0.05,
             # With checkpoints on, SIGTERM asks the ranks for a last save instead of stopping them.
@@ -366,7 +334,7 @@ def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, l
         with _linked(parallel, node):
             elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
-        # A rank that was killed makes the others fail in their collectives: it is the reason, not they.
+        # A killed rank makes the others fail in their collectives: name the killed rank.
         rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         if first.exitcode < 0:
             print(f"error: rank {rank} was killed by signal {-first.exitcode}", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
 """One rank among all ranks: its device, its process groups, and every collective of the trainer.
 
 `Mesh` is the place of one rank in training, with reductions of numbers and tensors. `RankGroup` is a second group of
-the same ranks, for Python objects. A failure of one rank in it is a failure of every rank; saving and loading rely on
-that. `Sums` adds numbers up on the device, over the micro-batches of a step, and reads them once: each read waits for
-all queued work, and would leave the GPU idle while the next micro-batch is prepared.
+the same ranks, for Python objects: a failure of one rank is raised on every rank. `Sums` adds up numbers on the device
+over the micro-batches of a step, and reads them once, since each read waits for all queued work.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ from holdfast.process.child import available_cores
 
 
 class Sums:
-    """Sums by name, in float64.
-
-    Args:
-        names: that begin with 0; others begin with their first term.
-    """
+    """Sums by name, in float64. `names` begin with 0, other sums with their first term."""
 
     def __init__(self, *names: str) -> None:
         self._sums: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
 
     def add(self, terms: Mapping[str, Tensor | float]) -> None:
-        """Add numbers, or scalars on a device, which lose their graphs."""
+        """Add numbers, or scalars on a device without their graphs."""
         for name, term in terms.items():
             value = term.detach().double() if isinstance(term, Tensor) else term
             self._sums[name] = self._sums.get(name, 0.0) + value
@@ -49,13 +44,9 @@ class Sums:
 
 
 def require_cuda() -> None:
-    """Check that torch can use a GPU.
-
-    Raises:
-        ConfigError: it cannot, and why.
-    """
+    """Raise ConfigError if torch cannot use a GPU."""
     try:
-        # Not `is_available`, which goes by the driver: whether torch can use what that sees shows here alone.
+        # `is_available` only asks the driver.
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver, an old one; a build without CUDA
         reason = str(error).split(". ")[0]
@@ -66,16 +57,16 @@ def require_cuda() -> None:
 
 
 def set_numerics(*, deterministic: bool) -> None:
-    """Make float32 products float32 (no TensorFloat-32), and with `deterministic` every result the same each time.
+    """Switch TensorFloat-32 off; with `deterministic` use only algorithms that repeat bit for bit.
 
-    An operation that has no such algorithm then raises a RuntimeError that names it.
+    An operation without such an algorithm then raises a RuntimeError.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        # Nothing of ours reads what was never written, and filling it takes time.
+        # Filling takes time, and our code never reads unwritten memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -84,11 +75,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The neighbouring ranks that share the rows of a micro-batch, each with a slice of their tokens.
-
-    Attributes:
-        rank, size: this rank's place among them, and their number.
-    """
+    """The neighbouring ranks that share the rows of a micro-batch; `rank` of `size`."""
 
     rank: int
     size: int
@@ -101,11 +88,9 @@ class Mesh:
 
     Attributes:
         rank, world_size: global rank and number of ranks.
-        device: where this rank computes.
-        device_mesh: torch's: `fsdp`, parameters are sharded over all ranks; or `replicate` and `shard`, over
-            neighbouring ranks, with copies.
-        sequence: the ranks that share rows with this one; None: it has rows of its own.
-        cpu_offload: whether parameters, gradients and optimizer state lie in the memory of the host.
+        device_mesh: torch's, with dimension `fsdp`, or `replicate` and `shard`.
+        sequence: the ranks that share rows with this rank; None: this rank has rows of its own.
+        cpu_offload: whether parameters, gradients and optimizer state are in the memory of the host.
     """
 
     rank: int
@@ -122,12 +107,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch is this rank's, of `data_size`."""
+        """The part of a batch that this rank computes, of `data_size`."""
         return self.rank // self._sequence_size
 
     @property
     def data_size(self) -> int:
-        """How many parts a batch is divided into: ranks that share rows have the same."""
+        """Number of parts of a batch; ranks that share rows have the same part."""
         return self.world_size // self._sequence_size
 
     @property
@@ -136,24 +121,21 @@ class Mesh:
 
     @property
     def _repeats(self) -> bool:
-        """Whether what this rank says of its part of a batch is said by another one."""
+        """Whether another rank of the sequence group reports the same data."""
         return self.sequence is not None and self.sequence.rank > 0
 
     @property
     def num_shards(self) -> int:
-        """How many ranks share one copy of the parameters."""
+        """Number of ranks that share one copy of the parameters."""
         return self.device_mesh.size(-1)
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters lie while they are not computed with."""
+        """Device of the parameters outside of computations."""
         return torch.device("cpu") if self.cpu_offload else self.device
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the sum over all parts of a batch of each value, in one float64 collective.
-
-        Ranks that share rows give the same values, which count once.
-        """
+        """Return the sum of each value over all parts of a batch, in one float64 collective."""
         return self._reduce(dict.fromkeys(values, 0.0) if self._repeats else values, dist.ReduceOp.SUM)
 
     def max(self, values: dict[str, float]) -> dict[str, float]:
@@ -177,7 +159,7 @@ class Mesh:
         return tensor
 
     def concatenate(self, vector: Tensor) -> Tensor:
-        """Return the CPU vectors of all parts of a batch, of whatever lengths, in the order of ranks."""
+        """Return the CPU vectors of all parts of a batch, of any lengths, in the order of ranks."""
         if self.world_size == 1:
             return vector
         if self._repeats:
@@ -193,7 +175,7 @@ class Mesh:
         return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
     def gather(self, value: T) -> list[T]:
-        """Return what each rank gave, in the order of ranks, as copies in the memory of the host. Collective."""
+        """Return the values of all ranks, by rank, as copies in the memory of the host. Collective."""
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]  # all are filled in
@@ -205,13 +187,7 @@ class Mesh:
 
 @contextmanager
 def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
-    """Join the process group that torchrun describes in the environment; leave it after the block.
-
-    If the caller has joined a group already, the block uses that group, and the caller leaves it.
-
-    Raises:
-        ConfigError: the device is not there.
-    """
+    """Join the process group that torchrun describes, unless there is a group; leave it after the block."""
     if config.device == "cuda":
         require_cuda()
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -223,7 +199,7 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # Ranks share the cores of a machine, and each would take all of them.
+        # Ranks share the cores of a machine.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(config.threads or max(1, available_cores() // ranks_here))
     if not has_group:
@@ -231,24 +207,20 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     yield join_mesh(config, rank=rank, world_size=world_size, device=device)
-    # Not where the block failed: others may be inside a collective, and learn of it by the end of this process.
+    # Not after a failure: other ranks may be in a collective, and notice the end of this process.
     if not has_group:
         dist.destroy_process_group()
 
 
 def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: torch.device) -> Mesh:
-    """Return this process's place among the ranks of the process group, which is there. Collective.
-
-    Raises:
-        ConfigError: the ranks cannot be divided as `config` says.
-    """
+    """Return this process's place among the ranks. Raise ConfigError if `config` cannot divide them. Collective."""
     try:
         config.check_ranks(world_size)
     except ValueError as error:
         raise ConfigError(f"parallel.{error}") from None
     names, shape = ("fsdp",), (world_size,)
     if config.replicas > 1:
-        # Shards inside: ranks that gather parameters from one another are neighbours, of one machine where they fit.
+        # Shards inside: ranks that share parameters are neighbours, on one machine if possible.
         names, shape = ("replicate", "shard"), (config.replicas, world_size // config.replicas)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     size, sequence = config.sequence_parallel, None
@@ -266,12 +238,10 @@ def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: tor
 
 
 class RankGroup:
-    """The ranks that save together, with a gloo group of their own; one process without torch.distributed, too.
-
-    Making the object is collective.
+    """A gloo group of all ranks, also without torch.distributed. The constructor is collective.
 
     Args:
-        timeout_s: a collective that takes longer fails; unset: torch's default.
+        timeout_s: deadline of a collective; unset: torch's default.
     """
 
     def __init__(self, *, timeout_s: float | None = None) -> None:
@@ -279,7 +249,7 @@ class RankGroup:
         self._group: dist.ProcessGroup | None = None
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
-            # Its own: collectives of a save behind the training and of the training would mix in one.
+            # Collectives of a save and of training would mix in one group.
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     def __enter__(self) -> RankGroup:
@@ -294,25 +264,21 @@ class RankGroup:
         return self.rank == 0
 
     def together(self, action: Callable[[], T], *, error: type[HoldfastError] = SaveError) -> T:
-        """Run `action` on every rank and return its result.
-
-        Raises:
-            HoldfastError: of the class `error`, on every rank, when it failed on any: which, and why.
-        """
+        """Run `action` on every rank, and return its result. If a rank fails, raise `error` on every rank."""
         result, failure = None, None
         try:
             result = action()
-        except Exception as caught:  # noqa: BLE001 - reported to all ranks, and raised on each of them
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks
             failure = caught
-        # In words: an exception may not be picklable, or not importable elsewhere.
+        # As text: an exception may not be picklable.
         reason = (describe(failure), is_storage_failure(failure)) if failure is not None else None
         failed = {rank: found for rank, found in enumerate(self.all_gather(reason)) if found is not None}
         if failed:
             reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in failed.items()]
-            # Rank 0 alone is mostly `on_main`: naming the rank would say nothing.
+            # Rank 0 is not named: the action was mostly `on_main`.
             raised = error(failed[0][0] if set(failed) == {0} else "; ".join(reasons))
             if any(is_storage for _, is_storage in failed.values()):
-                raised.exit_code = STORAGE_FAILED  # on every rank: which of them ends first must not matter
+                raised.exit_code = STORAGE_FAILED  # on every rank: any may end first
             raise raised from failure
         return result  # type: ignore[return-value]  # without failure, action() returned
 
@@ -339,7 +305,7 @@ class RankGroup:
         return values or []
 
     def scatter(self, values: list[Any]) -> Any:
-        """Return this rank's part of what rank 0 gives as a list."""
+        """Return this rank's item of rank 0's list."""
         if self._group is None:
             return values[0]
         received: list[Any] = [None]
@@ -360,10 +326,10 @@ class RankGroup:
 
 @contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
-    """Turn the failure of a collective itself into the error that it means."""
+    """Raise RankLost if a collective fails."""
     try:
         yield
-    # gloo raises nothing more special, for a closed connection and a time-out alike.
+    # gloo has no special error for closed connections and timeouts.
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RankLost(f"another rank of the trainer ended or cannot be reached: {reason}") from error

@@ -1,8 +1,8 @@
 """Optimizers (AdamW, Muon), gradient clipping, and the check of a train step before it is applied.
 
-The learning rate of a step comes from `holdfast.config.training`. Muon takes the matrices of the hidden layers, AdamW
-everything else. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon
-is Scalable for LLM Training": its scaling of updates lets AdamW's learning rates and weight decay carry over.
+The learning rate of a step comes from `holdfast.config.training`. Muon updates the matrices of the hidden layers, AdamW
+all other parameters. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025,
+"Muon is Scalable for LLM Training": its scaling of updates lets AdamW's learning rates and weight decay carry over.
 
 Shape legend: O outputs, I inputs of a linear layer.
 """
@@ -34,8 +34,7 @@ _RMS = 0.2
 def orthogonalize(matrix_OI: Tensor) -> Tensor:
     """Return about `U V^T` of the matrix `U S V^T`, by five Newton-Schulz steps in bfloat16 as in Jordan's program.
 
-    With X = matrix / |matrix|: `X <- a X + b (X X^T) X + c (X X^T)^2 X`. It needs the whole matrix: that of its rows
-    alone, a shard, is another.
+    With X = matrix / |matrix|: `X <- a X + b (X X^T) X + c (X X^T)^2 X`. It needs the whole matrix, not a shard.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix_OI.shape[0] > matrix_OI.shape[1]
@@ -49,17 +48,17 @@ def orthogonalize(matrix_OI: Tensor) -> Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Takes steps of Muon for `matrices`, and of `adamw` for its parameters.
+    """Muon for `matrices`, and `adamw` for its own parameters.
 
         B <- momentum B + (1 - momentum) G,  O = orthogonalize((1 - momentum) G + momentum B)
         W <- W - lr weight_decay W - lr 0.2 sqrt(max(rows, columns)) O
 
-    The momentum B is sharded as its matrix. Of a sharded matrix every rank gathers the update and orthogonalizes it
-    whole, so the numbers do not depend on the ranks. The state of both is in `state`.
+    The momentum B is sharded like its matrix. Every rank gathers the whole update of a sharded matrix, so the numbers
+    do not depend on the ranks. `state` has the state of both optimizers.
 
     Args:
         matrices: with two dimensions each.
-        adamw: has taken no step.
+        adamw: without a step.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._matrices = {id(matrix) for matrix in matrices}
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether Muon takes the steps of `parameter`."""
+        """Whether Muon updates `parameter`."""
         return id(parameter) in self._matrices
 
     @torch.no_grad()
@@ -97,10 +96,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _orthogonalized(update_OI: Tensor) -> Tensor:
-    """Return `orthogonalize` of a matrix, sharded or not, in its own dtype and sharded alike. Collective."""
+    """Return `orthogonalize` of a matrix, sharded or not, with its dtype and sharding. Collective."""
     if not isinstance(update_OI, DTensor):
         return orthogonalize(update_OI).to(update_OI.dtype)
-    # Where the ranks compute: an offloaded matrix is on the host, where this would take too long.
+    # On the device of the mesh: an offloaded matrix is on the host, which is too slow.
     whole_OI = orthogonalize(update_OI.full_tensor().to(update_OI.device_mesh.device_type)).to(update_OI.dtype)
     sharded_OI = torch.empty_like(update_OI)
     own, region = local_part(sharded_OI)
@@ -109,10 +108,7 @@ def _orthogonalized(update_OI: Tensor) -> Tensor:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only, or Muon beside it.
-
-    Muon is for transformers models, whose hidden layers are known.
-    """
+    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only, or Muon with AdamW."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.type == "adamw":
         return _adamw(trained, config)
@@ -124,10 +120,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained parameters with two dimensions in the decoder layers, but for tables of embeddings.
-
-    Embeddings, head, norms, biases and stacks of experts (three dimensions) are none.
-    """
+    """Return the trained parameters with two dimensions in the decoder layers, except embeddings."""
     layers = decoder_layers(model)
     tables = {id(one.weight) for layer in layers for one in layer.modules() if isinstance(one, nn.Embedding)}
     return [
@@ -139,7 +132,7 @@ def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def initial_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return what `optimizer` keeps of one parameter, as its first step would make it."""
+    """Return the optimizer's first state of a parameter."""
 
     def zeros() -> Tensor:
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -168,11 +161,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 
 def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
-    """Stop training before a broken update is applied, saved or published.
-
-    Raises:
-        TrainingError: loss or gradient norm is NaN or infinite.
-    """
+    """Raise TrainingError if loss or gradient norm is NaN or infinite, before the update is applied."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     raise TrainingError(

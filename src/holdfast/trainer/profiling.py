@@ -1,8 +1,7 @@
-"""Profiles some steps of the trainer by torch's profiler: one trace of each rank, as torch writes the trace.
+"""Profiles some steps of the trainer with torch's profiler, and writes one trace per rank.
 
-The step before the first profiled step warms up the profiler, which takes seconds the first time. Each rank writes its
-trace when the step after the last profiled step begins. No result of the run depends on a profile; if profiling fails,
-the run continues without it.
+The profiler warms up during the step before the first profiled step. Each rank writes its trace when the step after the
+last profiled step begins. If profiling fails, the run continues without a profile.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from holdfast.trainer.mesh import Mesh
 
 _log = logging.getLogger("trainer")
 
-_LEVEL = 3  # such text shrinks to about a tenth at any level, and the highest ones take minutes for that
+_LEVEL = 3  # traces shrink to about a tenth at any level, and high levels take minutes
 _WRITING_S = 3600.0
-"""A trace of gigabytes takes minutes; a rank that takes longer counts as hung."""
+"""A rank that writes longer counts as hung."""
 _FAILURES = (OSError, RuntimeError, AssertionError, MemoryError)
 
 
@@ -46,7 +45,7 @@ class Profiler:
         self._has_failed = False
 
     def begin_step(self, step: int) -> None:
-        """Begin or end the profile, if it is time to. Collective where it ends."""
+        """Begin or end the profile, if it is time to. Collective at the end."""
         self._step = step
         if step == self._last + 1:
             self._end_of(self._last)
@@ -56,20 +55,19 @@ class Profiler:
             self._try(self._start)
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Return a context whose block gets `name` in the trace."""
+        """Return a context that names its block in the trace."""
         return record_function(name) if self._torch is not None else nullcontext()
 
     def end(self) -> None:
-        """Say that the last step of the run is done. Collective."""
+        """End the profile with the run. Collective."""
         if self._step == self._last:
             self._end_of(self._last)
 
     def stop(self, done: int, *, is_agreed: bool) -> None:
-        """Write what was recorded so far, if the run ends before its last step.
+        """Write the profile so far, because the run ends after step `done`.
 
         Args:
-            done: the last step that is done.
-            is_agreed: every rank was asked to stop after step `done`, so collectives can be relied upon.
+            is_agreed: whether all ranks stop after this step, so that collectives are possible.
         """
         is_empty = is_agreed and done < self._first
         if self._first <= self._step <= self._last and not self._is_over and not is_empty:
@@ -77,13 +75,13 @@ class Profiler:
 
     def _start(self) -> None:
         if self._mesh.device.type == "cpu":
-            # Kineto reports as errors that there is no GPU.
+            # Kineto reports missing GPUs as errors.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if self._mesh.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)  # untested: needs a GPU
         profiler = profile(activities=activities, schedule=self._action)
-        # torch's profiler counts steps from 0 by itself: its marks must have the run's step numbers.
+        # torch's profiler counts steps from 0: use the run's numbers.
         profiler.step_num, profiler.current_action = self._step, self._action(self._step)
         self._torch = profiler
         profiler.start()
@@ -92,25 +90,25 @@ class Profiler:
         return ProfilerAction.WARMUP if step < self._first else ProfilerAction.RECORD
 
     def _end_of(self, last: int, *, is_agreed: bool = True) -> None:
-        """Write the profile up to now, as a profile that ends with step `last`. Collective if `is_agreed`."""
+        """Write the profile, which ends with step `last`. Collective if `is_agreed`."""
         self._is_over = True
         with meanwhile("writing the profile", bound_s=_WRITING_S), span("write_profile", step=last):
             self._try(lambda: self._write(self._logs / profile_name(self._first, last)))
             self._torch = None
             if is_agreed:
-                self._mesh.barrier()  # within `meanwhile`: a fast rank waits here for a slow rank, and does not hang
+                self._mesh.barrier()  # within `meanwhile`: a fast rank waits for slow ranks
 
     def _write(self, folder: Path) -> None:
         """Write the trace of this rank into `folder`, durably and whole."""
         if self._torch is None:
             return
-        self._torch.stop()  # first: the profiler must not record on if the rest fails
-        work = atomic.temporary_sibling(folder)  # a directory: torch has a temporary name of its own beside the file
+        self._torch.stop()  # first: stop recording even if the rest fails
+        work = atomic.temporary_sibling(folder)  # torch writes a temporary file beside its file
         raw, packed = work / "torch.json", work / "packed.json.gz"
         try:
             work.mkdir()
             self._torch.export_chrome_trace(str(raw))
-            if not _is_whole(raw):  # torch says so on stderr alone
+            if not _is_whole(raw):  # torch only prints an error
                 raise OSError(f"torch could not write its trace to {self._logs}: is that full, or read-only?")
             with open(raw, "rb") as source, gzip.open(packed, "wb", compresslevel=_LEVEL) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
@@ -124,7 +122,7 @@ class Profiler:
             report("wrote profile", path=str(folder))
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Do what may fail without harm to the run; warn once, and profile no more."""
+        """Run `action`; after a failure warn once, and stop profiling."""
         try:
             action()
         except _FAILURES as error:
@@ -140,7 +138,7 @@ class Profiler:
 
 
 def _is_whole(trace: Path) -> bool:
-    """Return whether `trace` has the last field that torch writes, and the end of the object."""
+    """Whether `trace` has the last field that torch writes, and the end of the object."""
     if not trace.is_file():
         return False
     with open(trace, "rb") as file:

@@ -1,7 +1,4 @@
-"""Saving in a training program: every N steps or minutes, at the end, and on a request to stop.
-
-SIGTERM and SIGUSR1 ask for a save of the current step before the stop: see `trainer.stop`.
-"""
+"""Saving in a training program: every N steps or minutes, at the end, and before a stop (see `trainer.stop`)."""
 
 from __future__ import annotations
 
@@ -25,29 +22,27 @@ from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR, BestMet
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from holdfast.trainer.checkpoint.commit import Attachment, Identity
-from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage, Storage
+from holdfast.trainer.checkpoint.commit import CLOSE_S, Attachment, Identity, ObjectStorage, Storage
 from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout
 from holdfast.trainer.state import TrainState
 from holdfast.trainer.stop import STOP_REQUEST, StopRequest
 
-_LONGER_S = 60.0
+_SPARE_S = 60.0
 _log = logging.getLogger("trainer")
 
 
 class GraceOver(SaveError):
-    """The time of grace was over before the save that a signal asked for was done."""
+    """The save that a signal asked for took longer than `ckpt.grace_s`."""
 
 
 class Saver:
-    """Drives a `Checkpointer` from the boundaries of steps. All methods are collective.
+    """Drives a `Checkpointer` between the steps. All methods are collective.
 
     Args:
-        config: None where checkpoints are off: then nothing is saved and signals act as usual.
-        committed: the step that the run was resumed from, which needs no saving; None for a fresh start.
-        storage: where committed steps are kept; unset: where they were committed.
+        config: None if checkpoints are off: then nothing is saved and signals act as usual.
+        committed: the step that the run was resumed from; None for a fresh start.
     """
 
     def __init__(
@@ -65,12 +60,12 @@ class Saver:
         self._config = config
         self._mesh = mesh
         self._max_steps = max_steps
-        self._storage = storage or LocalStorage()
-        # While rank 0 waits for the storage, the others wait, longer than for any other collective: an early end of
-        # one of them would be taken for the end of all.
+        self._storage = storage or Storage()
+        # All ranks wait while rank 0 waits for the storage, longer than in other collectives: the timeout of one rank
+        # would abort the whole job.
         self._patient_ranks: RankGroup | None = None
         if config is not None and self._storage.close_s:
-            self._patient_ranks = RankGroup(timeout_s=max(self._storage.close_s, config.grace_s) + _LONGER_S)
+            self._patient_ranks = RankGroup(timeout_s=max(self._storage.close_s, config.grace_s) + _SPARE_S)
         self._stop = stop
         self._asked = 0
         self._is_time = False
@@ -80,7 +75,7 @@ class Saver:
         self._last_save_time = time.monotonic()
 
     def is_asked_to_stop(self) -> bool:
-        """Whether a signal came, on whichever rank; call once at the start of every step, after waiting for data."""
+        """Whether a signal came on any rank. Call once at the start of every step, after waiting for data."""
         if self._config is None:
             return False
         minutes = self._config.every_minutes
@@ -93,18 +88,12 @@ class Saver:
     def after_step(
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
     ) -> list[int]:
-        """Save if it is time to; return the steps that were committed since the last call.
-
-        Raises:
-            SaveError: a save failed, and the configuration says to stop then.
-        """
+        """Save if it is time to; return the steps committed since the last call. Raise SaveError if a save failed."""
         config = self._config
         if config is None:
             return []
-        is_last = step == self._max_steps
-        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
-            # The last waits for a save in progress: no later step makes good for it.
-            self._save(step, metrics, attachments, urgent=is_last)
+        if step == self._max_steps or self._is_time or (config.interval is not None and step % config.interval == 0):
+            self._save(step, metrics, attachments)
         self._check_storage()
         self._poll()
         committed, self._committed = self._committed, []
@@ -124,17 +113,14 @@ class Saver:
                 raise SaveError(str(error)) from error
             _log.error("%s", error)
 
-    def _save(
-        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None, *, urgent: bool
-    ) -> None:
+    def _save(self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None) -> None:
         self._check_best(step, metrics)
-        if self._checkpointer.save(step, metrics=metrics, attachments=attachments, urgent=urgent):
-            # Only now: by the minutes, a save that was skipped is due at the next step again.
-            self._last_save_time = time.monotonic()
-            self._is_time = False
+        self._checkpointer.save(step, metrics=metrics, attachments=attachments)
+        self._last_save_time = time.monotonic()
+        self._is_time = False
 
     def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say once that a checkpoint lacks the metric that would make it the best: it may be misspelt."""
+        """Warn once if a checkpoint lacks the metric of `ckpt.keep_best`, which may be misspelt."""
         if self._config is None or self._config.keep_best is None or self._has_warned_of_best:
             return
         name = BestMetric.parse(self._config.keep_best).name
@@ -144,31 +130,30 @@ class Saver:
             self._has_warned_of_best = True
 
     def in_flight(self) -> list[int]:
-        """Steps whose save is not known to have ended."""
+        """Return the steps whose save may still be running."""
         return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
 
     def stop(
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
     ) -> None:
-        """Save the current step because a signal asked for it, wait until it is committed, and end.
+        """Save the current step because a signal asked for it, and wait for the commit.
 
         Raises:
-            Stopped: always, when the step is saved.
-            SaveError: it could not be saved; `GraceOver`: not within the time of grace.
+            Stopped: the step is saved.
+            SaveError: the step could not be saved; `GraceOver`: not within `ckpt.grace_s`.
         """
         assert self._config is not None
         name = signal.Signals(self._asked).name
-        deadline = self._stop.asked_s() + self._config.grace_s  # the launcher counts from the signal as well
+        deadline = self._stop.asked_s() + self._config.grace_s  # the launcher, too, counts from the signal
         report("saving before the stop", step=step, signal=name)
-        is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))  # it may be this step's
+        is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
         if is_in_time:
             try:
                 self._poll()
-            except SaveError as error:  # of an earlier step: this one is saved for all that
+            except SaveError as error:  # of an earlier step
                 _log.error("%s", error)
-            # It may be saved already, by its interval or by the minutes.
             if step > self._newest:
-                self._save(step, metrics, attachments, urgent=True)
+                self._save(step, metrics, attachments)
                 is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
         if not is_in_time:
             raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
@@ -179,39 +164,31 @@ class Saver:
         raise stopped
 
     def wait(self) -> None:
-        """Wait until what was saved is committed.
-
-        Raises:
-            SaveError: it failed, and the configuration says to stop then.
-        """
+        """Wait until the last save is committed. Raise SaveError if it failed."""
         self._checkpointer.wait()
         self._checkpointer.poll()
 
     def close(self) -> None:
-        """Wait for the last save and its upload, then leave the process groups.
-
-        Raises:
-            SaveError: one of them failed.
-        """
+        """Wait for the last save and its upload, then leave the process groups. Raise SaveError if one failed."""
         self._checkpointer.close()
         self._close_storage(self._storage.close_s)
 
     def _close_storage(self, timeout_s: float) -> None:
-        """Wait on all ranks until rank 0's storage has kept what it can in time; its failure is every rank's."""
+        """Wait on all ranks until rank 0's storage is closed; a failure is raised on every rank."""
         if self._patient_ranks is None:
             return
-        does("its wait for uploads", bound_s=timeout_s + 2 * _LONGER_S)
+        does("its wait for uploads", bound_s=timeout_s + 2 * _SPARE_S)
         self._patient_ranks.on_main(lambda: self._storage.close(timeout_s))
         self._patient_ranks.close()
 
 
 def open_storage(config: TrainingCommand, run_dir: RunDir, mesh: Mesh, *, older_weights: int) -> Storage:
-    """Return where committed steps are kept, by `ckpt.dir`."""
+    """Return the storage that `ckpt.dir` names."""
     ckpt = config.ckpt
     if ckpt is None or ckpt.dir is None:
-        return LocalStorage()
+        return Storage()
     if not mesh.is_main:
-        return LocalStorage(close_s=ObjectStorage.close_s)
+        return Storage(close_s=CLOSE_S)
     return ObjectStorage(
         ckpt.dir,
         retention=Retention.of(ckpt),
@@ -235,7 +212,7 @@ def make_checkpointer(
     """Return the checkpointer of a run as its `ckpt` section says. Collective.
 
     Args:
-        metrics: on rank 0, flushed before a step gets its name: a step to resume from has its line.
+        metrics: on rank 0, flushed before a commit: a committed step has its line of metrics.
         updated_by: all optimizers that change the state.
     """
     ckpt = config.ckpt
@@ -243,14 +220,13 @@ def make_checkpointer(
         run_dir.checkpoints,
         state,
         save_async=ckpt.save_async if ckpt else False,
-        when_busy=ckpt.when_busy if ckpt else "wait",
         on_failure=ckpt.on_failure if ckpt else "stop",
         retention=Retention.of(ckpt),
         seed=config.seed,
         identity=identity,
         storage=storage,
         before_commit=metrics.flush if metrics else lambda: None,
-        # Removing takes its time, which nobody has who was asked to stop.
+        # Removing takes time, which a run that is asked to stop does not have.
         may_remove=lambda step: not STOP_REQUEST.signal_number() and not _is_to_be_evaluated(config, run_dir, step),
         collective_timeout_s=config.parallel.collective_timeout_s,
         updated_by=updated_by,
@@ -258,7 +234,7 @@ def make_checkpointer(
 
 
 def _is_to_be_evaluated(config: TrainingCommand, run_dir: RunDir, step: int) -> bool:
-    """Whether who evaluates the run still needs the checkpoint of `step`."""
+    """Whether an evaluation still needs the checkpoint of `step`."""
     if not isinstance(config, EvaluatedCommand) or not config.awaits_evaluation(step):
         return False
     return not run_dir.is_evaluated(step) and not run_dir.given_up.exists()
@@ -267,7 +243,7 @@ def _is_to_be_evaluated(config: TrainingCommand, run_dir: RunDir, step: int) -> 
 def identity_of(
     config: TrainingCommand, run_dir: RunDir, publisher: WeightPublisher, layout: TensorLayout, data_fingerprint: str
 ) -> Identity:
-    """Return what the manifests of a run say about it, and the files that are the same in all its checkpoints."""
+    """Return what the manifests of a run say about the run, and the files that all its checkpoints have in common."""
     files = {f"{TRAINER_DIR}/config.toml": to_toml(config).encode()}
     files |= {f"{MODEL_DIR}/{name}": content for name, content in publisher.config_files.items()}
     if not layout.is_plain:
@@ -276,7 +252,7 @@ def identity_of(
 
 
 def resume(checkpointer: Checkpointer, run_dir: RunDir, step: int, *, data_fingerprint: str, mesh: Mesh) -> None:
-    """Load the step that the launcher has verified, byte for byte, before it started this process. Collective."""
+    """Load a step. The launcher has verified every byte before it started this process. Collective."""
     report("loading checkpoint", step=step)
     saved = manifest.read_manifest(run_dir.checkpoint(step))
     checkpointer.load(step, verify="size")

@@ -1,4 +1,4 @@
-"""Start of every training program (ranks, model, optimizer, counters, checkpoints), and its metrics per step."""
+"""The start of every training program (ranks, model, optimizer, counters, checkpoints), and its metrics per step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.config.training import TrainedModelConfig, TrainingCommand
+from holdfast.config.training import TrainingCommand
 from holdfast.errors import Stopped
 from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
@@ -29,7 +29,7 @@ from holdfast.trainer.divergence import DivergenceWatch, finding_of
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
-from holdfast.trainer.model.parity_check import PassedChecks, check_model
+from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
@@ -44,13 +44,6 @@ _log = logging.getLogger("trainer")
 
 
 M = TypeVar("M", bound=Policy | ScalarModel)
-M_co = TypeVar("M_co", bound=Policy | ScalarModel, covariant=True)
-
-
-class Build(Protocol[M_co]):
-    """Makes the model that is trained; `weights`: whether to fill it, or leave that to a checkpoint."""
-
-    def __call__(self, config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool) -> M_co: ...
 
 
 @dataclass(frozen=True)
@@ -71,10 +64,7 @@ class TrainSession(Generic[M]):
     warned: dict[str, int] = field(default_factory=dict)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`, on rank 0, and warn where training diverges.
-
-        Do so before saving: a step to resume from has its line.
-        """
+        """Write the metrics of `step`, and warn if training diverges. Call before saving the step."""
         if self.metrics is not None:
             self.metrics.write(step, metrics)
             for warning in self.watch.check(metrics):
@@ -82,7 +72,7 @@ class TrainSession(Generic[M]):
                 self.warned[finding_of(warning)] = step
 
     def publish_last(self) -> None:
-        """Publish the weights of the step that training ended with, as the only ones. Collective."""
+        """Publish the weights of the last step, and remove older versions. Collective."""
         step = self.progress.step
         report("publishing weights", step=step)
         self.publisher.publish(step)
@@ -92,11 +82,10 @@ class TrainSession(Generic[M]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the last save, also where training failed; where it did not, for all ranks."""
+        """Wait for the last save, and after success for all ranks."""
         if kind is not None:
-            # Then there is no time left to wait in.
             if not issubclass(kind, GraceOver):
-                # Bounded: where another rank has ended, its collectives may not.
+                # Bounded: if another rank has ended, a collective may hang.
                 self.checkpointer.wait(_LAST_SAVE_S)
                 if self.profiler is not None:
                     self.profiler.stop(self.progress.step, is_agreed=issubclass(kind, Stopped))
@@ -104,7 +93,7 @@ class TrainSession(Generic[M]):
         self.saver.close()
         if self.metrics is not None:
             self.metrics.close()
-        # The early end of one rank would be taken for the end of all.
+        # The launcher would take the early end of one rank for a failure.
         self.mesh.barrier()
         for warning, step in self.warned.items():
             report(f"WARNING at step {step}: {warning}")
@@ -123,7 +112,7 @@ def start_session(
     config: TrainingCommand,
     mesh: Mesh,
     tokenizer: PreTrainedTokenizerBase,
-    build: Build[M],
+    build: Callable[..., M],
     *,
     pack: bool,
     share: bool = False,
@@ -131,23 +120,22 @@ def start_session(
     data_fingerprint: str = "",
     older_weights: int = 0,
 ) -> TrainSession[M]:
-    """Build the model and everything around it, and bring it to the step that the run goes on from. Collective.
+    """Build the model and all around it, and load the step that the run resumes. Collective.
 
     Args:
-        build: makes the model.
-        pack: whether rows are to hold several samples.
-        share: whether samples of a row are to share the tokens of their prompt.
-        components: makes what else is in the state, and the further optimizers that change it, from the
-            model with the weights that a new run begins with.
-        data_fingerprint: of the training data, where the trainer has them.
-        older_weights: how many published versions before its own a checkpoint needs.
+        build: makes the model: `build_policy` or `build_scalar_model`.
+        pack: whether rows hold several samples.
+        share: whether samples of a row share the tokens of their prompt.
+        components: returns further state and its optimizers, given the model with its first weights.
+        data_fingerprint: of the training data, if the trainer has them.
+        older_weights: how many earlier versions of published weights a checkpoint needs.
     """
     run_dir = RunDir(config.output_dir)
     ckpt = config.ckpt
     resume_step = ckpt.resume_step if ckpt else None
     policy, layout = build_model(config, mesh, build)
     optimizer = build_optimizer(policy.hf_model, config.optim)
-    # Before loading, which then writes into the tensors that they make.
+    # Before loading, which writes into their tensors.
     further, optimizers = components(policy) if components else ({}, ())
     adapters = None
     if is_adapted(policy.hf_model):
@@ -171,15 +159,15 @@ def start_session(
     if isinstance(resume_step, int):
         resume(checkpointer, run_dir, resume_step, data_fingerprint=data_fingerprint, mesh=mesh)
         _log.info("resumed from step %d: %d samples trained", resume_step, progress.samples)
-    # After loading: what is compared are the weights that are trained.
-    passed, dtype = PassedChecks(config), config.model.compute_dtype
-    check_model(policy, mesh, name=config.model.name, pack=pack, share=share, dtype=dtype, passed=passed)
+    # After loading: with the trained weights.
+    if not was_checked(config):
+        check_model(policy, mesh, name=config.model.name, pack=pack, share=share, dtype=config.model.compute_dtype)
     if ckpt is not None:
         checkpointer.reserve()
         if mesh.is_main:
             _tell_of_room(checkpointer.num_bytes, run_dir)
     if isinstance(resume_step, int):
-        storage.publish(run_dir.checkpoint(resume_step))  # the attempt before may have ended in its upload
+        storage.publish(run_dir.checkpoint(resume_step))  # the last attempt may have ended during the upload
     if mesh.is_main:
         start_timeline(run_dir.newest_logs(), "trainer", step=progress.step)
     saver = Saver(checkpointer, ckpt, mesh, max_steps=config.max_steps, committed=progress.step, storage=storage)
@@ -190,16 +178,16 @@ def start_session(
 
 
 def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:
-    """Say what a checkpoint takes, and how many of that size the disk has room for."""
+    """Print the size of a checkpoint, and how many the disk has room for."""
     try:
         room = shutil.disk_usage(run_dir.path).free // max(1, num_bytes)
-    except OSError:  # the save itself says what is wrong with the storage
+    except OSError:  # the save reports this
         return
     report(f"a checkpoint takes about {num_bytes / 1e6:,.1f} MB; the disk has room for {room:,}")
 
 
-def build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M, TensorLayout]:
-    """Return the model, with the weights that a fresh run begins with, and how they lie in files."""
+def build_model(config: TrainingCommand, mesh: Mesh, build: Callable[..., M]) -> tuple[M, TensorLayout]:
+    """Return the model with the weights of a fresh run, and their layout in files."""
     resume_step = config.ckpt.resume_step if config.ckpt else None
     weights_only = config.ckpt.weights_only if config.ckpt else None
     report("loading model")
@@ -213,15 +201,15 @@ def build_model(config: TrainingCommand, mesh: Mesh, build: Build[M]) -> tuple[M
     return policy, layout
 
 
-# Of one name in one step that the timeline tells one by one: with many updates of a step it would grow without bound.
+# Spans of a name and step in the timeline; later spans are joined, else many updates would make it too long.
 _SPANS_OF_A_NAME = 2
 
 
 class Stopwatch:
-    """Seconds spent in named phases since the last `take`; and when each was, for the timeline.
+    """Seconds spent in named phases since the last `take`, and spans of the phases for the timeline.
 
     Args:
-        profiler: told where steps begin, and the names of phases; what it takes itself counts to no step.
+        profiler: gets steps and phases; its own time counts to no step.
     """
 
     def __init__(self, profiler: Profiler | None = None) -> None:
@@ -233,7 +221,7 @@ class Stopwatch:
         self._rest: dict[str, tuple[float, float]] = {}
 
     def begin_step(self, step: int) -> None:
-        """Count the phases that follow to `step`. Collective."""
+        """Begin `step`. Collective."""
         self._tell_rest()
         self._step, self._counts = step, {}
         if self._profiler is not None:
@@ -242,7 +230,7 @@ class Stopwatch:
             self._started += time.perf_counter() - begin
 
     def end(self) -> None:
-        """Say that the last step is done. Collective."""
+        """End the last step. Collective."""
         self._tell_rest()
         if self._profiler is not None:
             self._profiler.end()
@@ -274,7 +262,7 @@ class Stopwatch:
         self._rest = {}
 
     def take(self) -> dict[str, float]:
-        """Return the phases and `time/step`, the wall time since the last call; start again."""
+        """Return the phases and `time/step`, the wall time since the last call, and reset."""
         self._tell_rest()
         now = time.perf_counter()
         taken = {**self._seconds, "time/step": now - self._started}
@@ -289,15 +277,14 @@ _PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e
 def model_flops(num_parameters: int, num_tokens: int) -> float:
     """Return the floating-point operations of one forward and backward pass: 6 per parameter and token.
 
-    Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes that
-    only measure and further epochs do not count. Without shared prompts, which are computed once, and count for each
-    of their answers here, the figure is what the step needs at least.
+    Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes without
+    gradient and further epochs do not count. A shared prompt counts for each of its answers.
     """
     return 6.0 * num_parameters * num_tokens
 
 
 def throughput(mesh: Mesh, num_parameters: int, *, num_tokens: int, seconds: float) -> dict[str, float]:
-    """Return `tokens_per_s`, `tflops` of each device, and `mfu`, their share of its peak where that is known."""
+    """Return `tokens_per_s`, `tflops` per device, and `mfu`, the share of the device's peak, if that is known."""
     flops_per_s = model_flops(num_parameters, num_tokens) / seconds / mesh.world_size
     metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
     if mesh.device.type == "cuda":  # untested: needs a GPU
@@ -317,7 +304,7 @@ def memory_gib(mesh: Mesh) -> float:
 
 
 def step_metrics(session: TrainSession[Any], stopwatch: Stopwatch, *, num_tokens: int) -> dict[str, float]:
-    """Return the figures that every program reports at the end of a step of `num_tokens` tokens. Collective."""
+    """Return the metrics that every program reports after a step of `num_tokens` tokens. Collective."""
     mesh, progress = session.mesh, session.progress
     num_parameters = sum(parameter.numel() for parameter in session.policy.hf_model.parameters())
     memory = memory_gib(mesh)

@@ -1,15 +1,14 @@
-"""All that a training run needs to go on: the state that checkpoints hold.
+"""The state of a training run in checkpoints: parameters, persistent buffers, optimizer moments, counters.
 
-Tensors (parameters, persistent buffers, optimizer moments) go through torch.distributed.checkpoint; counters
-are JSON. Learning rate and weight decay are not state: they are functions of the configuration and the step.
-Random generators are in every checkpoint, whatever loop saves it: `holdfast.trainer.checkpoint.state`.
+Learning rate and weight decay are functions of configuration and step. The checkpoint library adds the random
+generators: `holdfast.trainer.checkpoint.state`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -27,8 +26,8 @@ class Progress(msgspec.Struct):
 
     Attributes:
         step: optimizer steps done; also the policy version.
-        samples: samples trained; for `sft` the position in the endless sample order.
-        tokens: tokens of those samples, prompts included.
+        samples: trained samples; for `sft` the position in the endless sample order.
+        tokens: of these samples, with prompts.
     """
 
     step: int = 0
@@ -43,11 +42,11 @@ class Progress(msgspec.Struct):
 
 
 class TrainState(State):
-    """Policy, optimizer and counters of one run, and what else it must remember, as one thing to save and load.
+    """Policy, optimizer, counters and further parts of one run.
 
     Args:
-        parts: further state by name, such as a critic or running moments. Tensors are saved as `NAME.*`,
-            values below `NAME`.
+        parts: further state by name, such as a critic or running moments. Tensors are saved as `NAME.*`, values below
+            `NAME`.
     """
 
     def __init__(
@@ -63,59 +62,45 @@ class TrainState(State):
         self.parts = dict(parts or {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the state by name, as it lies in memory: `model.*`, `optim.*`, `PART.*`.
-
-        Loading writes into these tensors. The optimizer's are created where no step has been
-        taken yet.
-        """
+        """Return every tensor of the state by name: `model.*`, `optim.*`, `PART.*`. Loading writes into these."""
         tensors = ModelState(self.policy, self.optimizer).tensors()
         for part, state in self.parts.items():
             tensors |= {f"{part}.{name}": tensor for name, tensor in state.tensors().items()}
         return tensors
 
     def values(self) -> dict[str, Any]:
-        """Return the counters, and the values of the parts that have some."""
+        """Return the counters, and the values of the parts."""
         values = {name: state.values() for name, state in self.parts.items()}
         return msgspec.to_builtins(self.progress) | {name: value for name, value in values.items() if value}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over the counters of a checkpoint, and the values of the parts.
-
-        A part that the checkpoint knows nothing of keeps its initial values, with a warning; another says
-        what the checkpoint holds besides.
-        """
+        """Restore counters and parts, and warn of parts that only one side has."""
         counters = {name: value for name, value in values.items() if name in Progress.__struct_fields__}
         restored = msgspec.convert(counters, Progress)
         for field in Progress.__struct_fields__:
-            # In place: others hold this very object.
             setattr(self.progress, field, getattr(restored, field))
         for name, state in self.parts.items():
             if name in values:
                 state.restore(values[name])
             elif state.values():
-                _log.warning("the checkpoint holds no %s: it starts afresh", name)
+                _log.warning("the checkpoint holds no %s: it starts from scratch", name)
         for name in values.keys() - counters.keys() - self.parts.keys():
-            _log.warning("the checkpoint holds %s, which this configuration has no use for: it ends here", name)
+            _log.warning("the checkpoint holds %s, which this configuration does not use: it is dropped", name)
 
 
 class ModelState(State):
-    """The tensors of a model and of its optimizer, as they lie in memory: `model.*`, `optim.*`."""
+    """The tensors of a model and of its optimizer: `model.*`, `optim.*`."""
 
     def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
         self._hf_model = model.hf_model
         self._optimizer = optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name; the optimizer's are created where no step has been taken yet."""
+        """Return every tensor by name; moments are created before the first step."""
         tensors = {f"model.{name}": tensor for name, tensor in trained_tensors(self._hf_model).items()}
         for name, parameter in trained_parameters(self._hf_model).items():
-            state = self._moments(parameter)
+            state = self._optimizer.state[parameter]
+            if not state:
+                state |= initial_moments(self._optimizer, parameter)
             tensors |= {f"optim.{name}.{key}": state[key] for key in sorted(state)}
         return tensors
-
-    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer's state of one parameter, made as its first step would make it."""
-        state = self._optimizer.state[parameter]
-        if not state:
-            state |= initial_moments(self._optimizer, parameter)
-        return cast(dict[str, Tensor], state)

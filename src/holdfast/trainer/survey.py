@@ -1,9 +1,8 @@
-"""What a run trains on, in numbers: for the first lines of a run, `--dry-run`, and the steps of `epochs`.
+"""Numbers of the training data, for the first lines of a run, `--dry-run`, and the steps of `epochs`.
 
     python -m holdfast.trainer.survey PROGRAM FILE < config.json
 
-reads the data as the trainer does, without torch, and writes a `Survey` to FILE. What is tokenised for the cache is
-there for the trainer.
+reads the data as the trainer does, without torch, and writes a `Survey` to FILE. The trainer uses the same token cache.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if __name__ == "__main__" and "torch" not in sys.modules:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers and datasets go without, and start sooner
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers and datasets start sooner without torch
 
 from transformers import PreTrainedTokenizerBase
 
@@ -44,11 +43,7 @@ _MOST_PARTS = 4
 def load_preferences(
     config: DpoConfig | RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase, *, mesh: Mesh | None = None
 ) -> Sequence[Preference]:
-    """Return the pairs, or for `kto` the answers, of a program on preferences, in the order of the file.
-
-    Raises:
-        ConfigError, DataError: they cannot be used.
-    """
+    """Return the pairs, or for `kto` the answers, in the order of the file. Raise DataError if they cannot be used."""
     if isinstance(config, RewardTrainingConfig):
         return load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
     if config.loss.type == "kto":
@@ -60,11 +55,7 @@ def load_preferences(
 def survey_of(
     training: Sequence[Sample] | Sequence[Preference], held_out: int, tokenizer: PreTrainedTokenizerBase
 ) -> Survey:
-    """Return what there is to train on.
-
-    Args:
-        held_out: the number of those to validate on.
-    """
+    """Count the training data; `held_out` is the number of samples for validation."""
     first = training[0]
     if isinstance(training, ChosenSamples):
         return Survey("samples", len(training), held_out, training.num_tokens, {"sample": _shown(first, tokenizer)})  # type: ignore[arg-type]
@@ -76,7 +67,7 @@ def survey_of(
 
 
 def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> None:
-    """Say what a run trains on, in its first lines."""
+    """Print the numbers of the training data, on the main rank."""
     if not is_main:
         return
     steps = steps_per_epoch(config, survey)
@@ -96,7 +87,7 @@ def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> No
 
 
 def _shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a sample in a line, special tokens too; what is trained stands between `[[` and `]]`."""
+    """Return the text of a sample in one line, with special tokens, and trained parts between `[[` and `]]`."""
     places = groupby(range(len(sample.token_ids)), key=lambda place: bool(place and sample.loss_mask[place]))
     parts = []
     for is_trained, own in places:
@@ -107,32 +98,19 @@ def _shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     return f"({len(sample.token_ids)} tokens, [[trained]]): " + "".join([*parts[:_MOST_PARTS], *rest])
 
 
-class _Notes(logging.Handler):
-    """Keeps what is warned of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def take_survey(config: SupervisedCommand) -> Survey:
-    """Read the data of a program, and return what there is.
-
-    Raises:
-        ConfigError, DataError: they cannot be used.
-    """
-    notes = _Notes()
-    logging.getLogger("trainer").addHandler(notes)
+    """Read and count the data of a program. Warnings become notes of the survey."""
+    notes: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer").addHandler(handler)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     if isinstance(config, DpoConfig | RewardTrainingConfig):
         preferences = list(load_preferences(config, tokenizer))
         training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
     else:
         training, held_out = load_samples(config.data, tokenizer, seed=config.seed)
-    return msgspec.structs.replace(survey_of(training, len(held_out), tokenizer), notes=notes.texts)
+    return msgspec.structs.replace(survey_of(training, len(held_out), tokenizer), notes=notes)
 
 
 def main(program: str, path: str) -> None:

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.errors import ConfigError
-from holdfast.inference.access import ADMIN, Gate, RequestError, asks_the_model, decode_body, decode_request
+from holdfast.inference.access import ADMIN, Gate, RequestError, asks_the_model, decode_body
 from holdfast.process.child import allow_connections, allow_many_connections
-from holdfast.protocol.inference import UpdateRequest, largest_request
+from holdfast.protocol.inference import GenerateRequest, UpdateRequest, largest_request
 
 MOST = 1000
 JSON = {"Content-Type": "application/json"}
@@ -53,7 +53,7 @@ def test_a_form_of_another_site_replaces_no_weights() -> None:
             assert ask("POST", path, content=content, headers={"Content-Type": kind}).status_code == 415
         kind = {"Content-Type": "application/json; charset=utf-8"}
         assert ask("POST", path, content=content, headers=kind).json() == {"bytes": len(content)}
-    assert ask("POST", "/pause").status_code == 200, "nothing to take for something else"
+    assert ask("POST", "/release").status_code == 200, "nothing to take for something else"
 
 
 def test_what_the_weights_decide_is_told_from_what_they_do_not() -> None:
@@ -170,7 +170,7 @@ def test_bodies_have_a_bound() -> None:
 )
 def test_a_body_that_cannot_be_right_is_told_so(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_request(body)
+        decode_body(body, GenerateRequest)
     assert caught.value.status == 400 and len(caught.value.reason) < 700
 
 

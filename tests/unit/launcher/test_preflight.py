@@ -217,7 +217,7 @@ def test_weights_and_tokenizer_of_a_server_by_itself(refused: Launch, tmp_path: 
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors was cut: it has" in refused(*flags)
     weights.unlink()
-    assert "has no *.safetensors. Weights in other files are converted by `ckpt import`" in refused(*flags)
+    assert "has no *.safetensors." in refused(*flags)
     (model / "tokenizer.json").unlink()
     assert "has no tokenizer (no tokenizer.json)" in refused(*flags, "--model.load", "dummy")
 

@@ -78,7 +78,7 @@ def test_directories_without_what_makes_a_model_are_told_with_what_makes_one(tmp
     assert "model.name = " in (said := refusal(lambda: check_model_path(str(tmp_path), key="model.name")))
     assert "has no config.json" in said
     said = refusal(lambda: check_weights_path(str(tmp_path)))
-    assert "has no *.safetensors" in said and "`ckpt import`" in said
+    assert "has no *.safetensors. Set model.init = random" in said
 
 
 def test_any_file_of_a_tokenizer_is_one(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer import saving
 from holdfast.trainer import stop as stop_module
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from holdfast.trainer.checkpoint.storage import LocalStorage, ObjectStorage
+from holdfast.trainer.checkpoint.commit import ObjectStorage, Storage
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.saving import GraceOver, Saver, _is_to_be_evaluated, open_storage
 from holdfast.trainer.stop import StopRequest
@@ -37,14 +37,14 @@ from tests.runs.processes import HANG_S
 def test_without_a_store_steps_stay_where_they_are(ckpt: dict[str, Any] | None, tmp_path: Path, mesh: Mesh) -> None:
     config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
     storage = open_storage(config, RunDir(tmp_path), mesh, older_weights=0)
-    assert isinstance(storage, LocalStorage) and storage.close_s == 0
+    assert type(storage) is Storage and storage.close_s == 0
 
 
 def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(tmp_path: Path, mesh: Mesh) -> None:
     ckpt = {"dir": f"file://{tmp_path / 'there'}", "resume_step": 4}
     config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
     main, other = (open_storage(config, RunDir(tmp_path), replace(mesh, rank=rank), older_weights=0) for rank in (0, 1))
-    assert isinstance(main, ObjectStorage) and isinstance(other, LocalStorage)
+    assert isinstance(main, ObjectStorage) and type(other) is Storage
     assert main.close_s == other.close_s > 0
     main.close(HANG_S)
 
@@ -117,7 +117,6 @@ class Loop:
             directory,
             {"model": self.weight, "counter": self.counter},
             save_async=section.save_async,
-            when_busy=section.when_busy,
             on_failure=section.on_failure,
         )
         self.saver = Saver(self.checkpointer, section, mesh, max_steps=MAX_STEPS, committed=committed, stop=self.stop)
@@ -181,21 +180,6 @@ def test_it_saves_when_minutes_have_passed_since_the_last_save(
     loop.step()
     loop.saver.close()
     assert run_dir.committed_steps() == [2, 4, 5, 7]
-
-
-def test_a_save_that_was_left_out_is_made_up_for(
-    start: Callable[..., Loop], clock: Clock, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = start(every_minutes=1.0, when_busy="skip")
-    with held_writes(monkeypatch) as held:
-        for _ in range(2):
-            clock.pass_minutes(2)
-            loop.step()
-        held.release()
-        loop.settle()
-    loop.step()
-    loop.saver.close()
-    assert run_dir.committed_steps() == [1, 3]
 
 
 def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDir, mesh: Mesh) -> None:

@@ -30,7 +30,7 @@ from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.attention import KERNELS
 from holdfast.trainer.model.logprobs import Reading, SamplingByToken
-from holdfast.trainer.model.policy import Policy, predict
+from holdfast.trainer.model.policy import Policy, predict, supervised_step
 from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.pairs import LabelledAnswer, Pair
@@ -54,7 +54,6 @@ from holdfast.trainer.rl.batch import (
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import policy_step
-from holdfast.trainer.supervised import supervised_step
 
 META = torch.device("meta")
 LENGTHS = (9, 4, 12, 7, 3)

@@ -27,7 +27,7 @@ from holdfast.launcher.rendezvous import Meeting, NodeGroup, free_port
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, Store, meeting_point, node_rank
+from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, meeting_point, node_rank
 from holdfast.trainer.stop import StopRequest
 from tests.runs.processes import HANG_S
 
@@ -379,7 +379,7 @@ class Node:
         self.lost: queue.Queue[str] = queue.Queue()
         port = server.port
 
-        def connect() -> Store:
+        def connect() -> TCPStore:
             timeout = timedelta(seconds=HANG_S)
             return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 

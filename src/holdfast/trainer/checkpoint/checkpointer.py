@@ -46,7 +46,7 @@ from holdfast.run.checkpoints import (
     verify_checkpoint,
 )
 from holdfast.run.manifest import Verification
-from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, read_values
+from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, Storage, read_values
 from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors
 from holdfast.trainer.checkpoint.state import (
     ObjectsState,
@@ -56,7 +56,6 @@ from holdfast.trainer.checkpoint.state import (
     restore_random_state,
     seed_everything,
 )
-from holdfast.trainer.checkpoint.storage import LocalStorage, Storage
 from holdfast.trainer.mesh import RankGroup, describe, rank_and_world_size
 
 _log = logging.getLogger("trainer")
@@ -65,17 +64,16 @@ _SMALL_ELEMENTS = 1 << 15  # torch itself copies fewer on one thread
 
 
 class Stager:
-    """Copies this rank's shards into buffers of its own, which the next copy overwrites."""
+    """Copies this rank's shards into buffers, which the next copy overwrites."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of `tensors` on the CPU, complete when this returns.
+        """Return a copy of `tensors` on the CPU, valid until the next call.
 
-        DTensors stay DTensors of the same mesh and placements, over the copied shard. The result
-        is valid until the next call.
+        DTensors stay DTensors of the same mesh and placements, over the copied shard.
         """
         staged = {}
         copies_from_gpu = False
@@ -88,32 +86,27 @@ class Stager:
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
         if copies_from_gpu:  # untested: needs a GPU
-            # The copies above are only queued; until they end the buffers hold the save before.
+            # The copies above are only queued.
             torch.cuda.current_stream().synchronize()
         return staged
 
     @torch.no_grad()
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the buffers for `tensors` and touch every page, so that the first copy is as fast as later ones."""
+        """Make the buffers for `tensors` and touch every page, so that the first copy is as fast as later copies."""
         for name, tensor in tensors.items():
             self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            # Pinned: only then does a copy from the GPU go on beside this thread.
+            # Copies from a GPU to pinned memory do not block this thread.
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         return buffer
 
 
 def _copy(buffer: Tensor, local: Tensor) -> None:
-    """Copy on the calling thread alone: torch would start a second team of threads on the cores that train."""
+    """Copy on the calling thread only: torch would start a second team of threads on the cores that train."""
     if local.is_cuda or local.numel() < _SMALL_ELEMENTS or not local.is_contiguous():
         buffer.copy_(local, non_blocking=local.is_cuda)
     else:
@@ -122,7 +115,7 @@ def _copy(buffer: Tensor, local: Tensor) -> None:
 
 
 def _like(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Return `shard` in the place that `tensor` has among the ranks; on the CPU whatever the mesh's device."""
+    """Return `shard` with mesh and placements of `tensor`, on the CPU."""
     if not isinstance(tensor, DTensor):
         return shard
     return DTensor(shard, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
@@ -139,7 +132,6 @@ class Checkpointer:
         state: a `State`, or a mapping from names to modules, optimizers, schedulers, other objects with `state_dict`
             and `load_state_dict`, and dicts of plain values.
         save_async: whether `save` returns after copying the state. If False, it returns after the commit.
-        when_busy: what `save` does while an earlier save is being written: `wait`, or `skip` this save.
         on_failure: what the next call does after a failed save: raise its `SaveError` (`stop`), or log it (`warn`).
         retention: which old steps are removed after a commit. Unset: none.
         seed: the seed of a rank's random generators if another number of ranks wrote the checkpoint.
@@ -161,7 +153,6 @@ class Checkpointer:
         state: State | Mapping[str, Any],
         *,
         save_async: bool = True,
-        when_busy: Literal["wait", "skip"] = "wait",
         on_failure: Literal["stop", "warn"] = "stop",
         retention: Retention | None = None,
         seed: int = 0,
@@ -175,7 +166,6 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self._state = as_state(state)
         self._save_async = save_async
-        self._when_busy = when_busy
         self._on_failure = on_failure
         self._seed = seed
         self._control = RankGroup(timeout_s=collective_timeout_s)
@@ -186,7 +176,7 @@ class Checkpointer:
             RankGroup(timeout_s=collective_timeout_s),
             retention or Retention(),
             identity or Identity(),
-            storage or LocalStorage(),
+            storage or Storage(),
             may_remove,
             before_commit,
         )
@@ -207,7 +197,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif issubclass(kind, Exception):
-            self.wait()  # what was being written when the loop failed is still worth having
+            self.wait()  # finish the save in progress
 
     @property
     def num_bytes(self) -> int:
@@ -226,39 +216,32 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         attachments: Mapping[str, Attachment] | None = None,
-        urgent: bool = False,
-    ) -> bool:
-        """Save the state as the checkpoint of `step`. Return False if the save was skipped.
+    ) -> None:
+        """Save the state as the checkpoint of `step`, after the end of an earlier save.
 
         Args:
             metrics: numbers of this step for the manifest. `Retention.keep_best` reads them.
             attachments: more files by their path in the checkpoint: the content, or a function that returns it.
-            urgent: wait for a save in progress, even with `when_busy = "skip"`.
 
         Raises:
             SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
         """
-        if self._when_busy == "skip" and not urgent:
-            if any(self._control.all_gather(self._is_busy())):  # all ranks must decide alike
-                _log.warning("step %d is not saved: the save before it is still being written", step)
-                return False
-        elif self._is_busy():
+        if self._thread is not None and self._thread.is_alive():
             started = time.perf_counter()
             self.wait()
             _log.warning("waited %.1f s for the save before step %d", time.perf_counter() - started, step)
         self._collect_result()
-        # The main rank writes the attachments; others need not make their content.
         written = attachments if self._control.is_main else None
-        # Before the thread starts: the training moves counters and generators on from then.
+        # Before the thread starts: training changes counters and generators from then on.
         snapshot = Snapshot.of(self._state, step, metrics=metrics, attachments=written)
         tensors = self._state.tensors()
         if self._save_async:
             if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
-                # Here, not in the thread: the next optimizer step may come before that runs.
+                # Not in the thread: the next optimizer step may come before the thread runs.
                 self._staged.clear()
             else:
                 tensors = self._stager.stage(tensors)
-            # A daemon: a save that hangs in a collective must not keep a failed process from ending.
+            # A daemon: a save that hangs in a collective must not keep a failed process alive.
             self._thread = threading.Thread(
                 target=self._write,
                 args=(lambda: self._commit.write(snapshot, tensors, stage=self._stage), step),
@@ -269,10 +252,9 @@ class Checkpointer:
         else:
             self._write(lambda: self._commit.write(snapshot, tensors), step)
             self._collect_result()
-        return True
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy what the training may change as soon as this returns, unless it was copied already."""
+        """Copy the tensors, unless `save` has copied them; training may change them afterwards."""
         if self._staged.is_set():
             return tensors
         try:
@@ -286,7 +268,7 @@ class Checkpointer:
     def _write(self, action: Callable[[], None], step: int) -> None:
         try:
             action()
-        except BaseException as error:  # noqa: BLE001 - kept for the next call, which raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the next call
             if isinstance(error, Exception):
                 failure = error
             else:  # such as torch's CheckpointException
@@ -299,12 +281,7 @@ class Checkpointer:
                 self._newest_failure = None
                 self._committed.append(step)
         finally:
-            # Also where staging was never reached: an optimizer step waits for it.
-            self._staged.set()
-
-    def _is_busy(self) -> bool:
-        """Whether this rank is still writing the save before."""
-        return self._thread is not None and self._thread.is_alive()
+            self._staged.set()  # also if staging was never reached: the optimizer step waits
 
     def poll(self) -> list[int]:
         """Return the steps committed since the last call. Not collective.
@@ -318,14 +295,14 @@ class Checkpointer:
         return committed
 
     def _collect_result(self) -> None:
-        """Take note of a save that has ended; the steps committed are left for `poll` to return."""
+        """Raise or log the failure of a save that has ended; `poll` returns the committed steps."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._in_flight = None
         with self._results_lock:
             failure, self._failure = self._failure, None
         if failure is not None:
-            # Without that rank no later save can succeed, whatever `on_failure` says.
+            # Without the lost rank no later save can succeed.
             if self._on_failure == "stop" or isinstance(failure, RankLost):
                 raise failure
             _log.error("%s", failure)
@@ -375,7 +352,6 @@ class Checkpointer:
         chosen = self._control.broadcast(found)
         if chosen is None:
             return 0
-        # Sizes only: rank 0 has just read the bytes, where that was asked for.
         load_state_with_optimizer(self.directory / f"step_{chosen}", self._state, seed=self._seed, verify="size")
         self._commit.protect(chosen)
         return chosen
@@ -412,7 +388,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
     ranks = RankGroup()
     whole = as_state(state)
     try:
-        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), LocalStorage()).write(
+        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), Storage()).write(
             Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
         )
     finally:
@@ -420,11 +396,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
 
 
 def load_state_with_optimizer(
-    directory: str | Path,
-    state: State | Mapping[str, Any],
-    *,
-    seed: int = 0,
-    verify: Verification = "full",
+    directory: str | Path, state: State | Mapping[str, Any], *, seed: int = 0, verify: Verification = "full"
 ) -> int:
     """Restore everything that `save_state` saved, and return its step. Collective.
 
@@ -450,7 +422,7 @@ def load_state_with_optimizer(
 
 
 def _restore_random(directory: Path, listing: manifest.Manifest, seed: int) -> None:
-    """Restore this rank's generators; where another number of ranks saved, derive them from seed, step and rank."""
+    """Restore this rank's generators; derive them from seed, step and rank if another number of ranks saved."""
     rank, world_size = rank_and_world_size()
     if listing.world_size == world_size:
         data = (directory / f"random_rank_{rank}.json").read_bytes()

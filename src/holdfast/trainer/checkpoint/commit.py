@@ -1,10 +1,11 @@
-"""The commit protocol of one checkpoint, from a copy of the state to a directory that counts.
+"""The commit protocol of one checkpoint, and the storage of committed checkpoints.
 
 1. Rank 0 makes `.tmp-step_N`; every rank writes and fsyncs its shards and its random state into it.
 2. Rank 0 adds counters, attachments and, last, the manifest; fsyncs; renames to `step_N`; fsyncs.
-3. Only then does rank 0 remove what retention gives up.
+3. Rank 0 gives the step to the storage, which may upload it in the background.
+4. Rank 0 removes the steps that retention gives up.
 
-A failure on any rank is one on every rank, and takes the temporary directory with it.
+A failure on any rank fails the save on all ranks, and removes the temporary directory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointError, RankLost, SaveError
 from holdfast.process.events import report
+from holdfast.remote.checkpoints import RemoteCheckpoints
+from holdfast.remote.uploader import CLOSE_S, Uploader
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import TRAINER_DIR, Retention, list_entries
 from holdfast.run.lock import DirectoryLock
 from holdfast.run.manifest import FileEntry, Fingerprints, Manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.run.timeline import record
 from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.state import State, capture_random_state
-from holdfast.trainer.checkpoint.storage import Storage
 from holdfast.trainer.mesh import RankGroup, describe
 
 _log = logging.getLogger("trainer")
@@ -47,10 +50,8 @@ class Identity:
     """What a manifest says about the run.
 
     Attributes:
-        run_id: id of the run.
-        program: of which training program it is.
-        data, config: fingerprints; that of the model is made from the tensors.
-        files: content of files that are the same in every checkpoint, by path in it.
+        data, config: fingerprints. The model's fingerprint is computed from its tensors.
+        files: content of files that are the same in every checkpoint, by path in the checkpoint.
     """
 
     run_id: str = ""
@@ -67,7 +68,6 @@ class Snapshot:
     Attributes:
         values: the state's plain values as JSON.
         random_state: generators of this rank as JSON.
-        metrics: numbers of the step for the manifest.
         attachments: content of further files, by path in the checkpoint.
     """
 
@@ -86,18 +86,101 @@ class Snapshot:
         metrics: Mapping[str, float] | None = None,
         attachments: Mapping[str, Attachment] | None = None,
     ) -> Snapshot:
-        """Take it from a live state."""
+        """Return the snapshot of a live state."""
         return cls(
             step,
             msgspec.json.encode(state.values()),
             msgspec.json.encode(capture_random_state()),
-            dict(metrics or {}),  # a copy: the caller may go on with its own
+            dict(metrics or {}),
             {place: source if isinstance(source, bytes) else source() for place, source in (attachments or {}).items()},
         )
 
 
+class Storage:
+    """Keeps the steps that rank 0 commits. This class leaves steps where they were committed.
+
+    Called on rank 0 only, except `close_s`.
+
+    Args:
+        close_s: how long the end of a run may wait for the storage, the same on all ranks.
+    """
+
+    def __init__(self, *, close_s: float = 0.0) -> None:
+        self.close_s = close_s
+
+    def publish(self, directory: Path) -> None:
+        """Take the step committed in `directory`, and return at once. Called by the thread that commits."""
+
+    def release(self, step: int) -> bool:
+        """Whether the directory of `step` may be removed: nobody reads it now, nor after this call."""
+        return True
+
+    def poll(self) -> None:
+        """Do nothing, or raise a failure since the last call that is not tried again.
+
+        Raises:
+            CheckpointError: which step, where, and why.
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until all published steps are kept.
+
+        Raises:
+            CheckpointError: some steps are on this machine only.
+        """
+
+
+class ObjectStorage(Storage):
+    """An object store, to which a thread copies every step; see `holdfast.remote`.
+
+    Args:
+        url: such as `s3://bucket/prefix`.
+        retention: which steps are removed there.
+        protected: steps to keep there, such as the step that the run was resumed from.
+        older_weights: how many earlier versions of published weights a resume from a step needs.
+        weights_of: returns the path of a version. Weights are copied before the step.
+        run_dir: of the run whose identity is kept beside its steps.
+
+    Raises:
+        ConfigError: the URL cannot be used, or its driver is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        retention: Retention | None = None,
+        protected: Collection[int] = (),
+        older_weights: int = 0,
+        weights_of: Callable[[int], Path] | None = None,
+        run_dir: RunDir | None = None,
+    ) -> None:
+        super().__init__(close_s=CLOSE_S)
+        self._older_weights = older_weights
+        self._weights_of = weights_of
+        self._uploader = Uploader(
+            RemoteCheckpoints(url),
+            retention=retention,
+            protected=protected,
+            older_weights=older_weights,
+            run_dir=run_dir,
+        )
+        self.release = self._uploader.release
+        self.poll = self._uploader.poll
+        self.close = self._uploader.close
+
+    def publish(self, directory: Path) -> None:
+        """Upload the step after the steps before it, unless the store has it."""
+        step = int(directory.name.removeprefix("step_"))
+        weights: list[Path] = []
+        if self._weights_of is not None:
+            versions = range(max(0, step - self._older_weights), step)
+            weights = [path for path in map(self._weights_of, versions) if path.exists()]
+        self._uploader.submit(directory, step, weights=weights)
+
+
 class Commit:
-    """Writes and commits one checkpoint at a time into `directory`. All methods are collective but `protect`."""
+    """Writes and commits one checkpoint at a time into `directory`. All methods are collective, except `protect`."""
 
     def __init__(
         self,
@@ -121,18 +204,14 @@ class Commit:
         self._lock: DirectoryLock | None = None
 
     def protect(self, step: int) -> None:
-        """Never remove the checkpoint of `step`: the run was resumed from it."""
+        """Never remove the checkpoint of `step`, which the run was resumed from."""
         self._protected.add(step)
 
     def _claim_directory(self, final: Path, *, alone: bool) -> None:
-        """Before the first save, take the directory for this process, and clear what a dead one left in it.
+        """Lock the directory before the first save, and clear what a dead process left in it.
 
         Args:
-            alone: whether nobody else may write beside `final`.
-
-        Raises:
-            SaveError: `final` exists.
-            RunDirError: another process has the directory; nothing in it was touched.
+            alone: whether no other process may write beside `final`.
         """
         if alone and self._lock is None:
             atomic.make_directory(self._directory)
@@ -150,21 +229,21 @@ class Commit:
         name: str | None = None,
         stage: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda live: live,
     ) -> None:
-        """Write `tensors` and `snapshot` as one committed directory, `step_N` unless `name` says otherwise.
+        """Write `tensors` and `snapshot` as one committed directory, `step_N` or `name`.
 
         Args:
-            stage: makes the copy that is written. What fails in it on one rank fails the save on all.
+            stage: makes the copy that is written.
 
         Raises:
             SaveError: on every rank; nothing of the save is left.
-            RankLost: a rank ended meanwhile; the step is committed or nothing of it is left.
+            RankLost: a rank ended meanwhile; the step is committed, or nothing of it is left.
         """
         final = self._directory / (name or f"step_{snapshot.step}")
         temporary = final.with_name(f"{atomic.TEMPORARY_PREFIX}{final.name}")
         started = time.perf_counter()
         is_ours = False
         try:
-            # First of all: the next optimizer step waits for it.
+            # First: the next optimizer step waits for the copy.
             staged = self._ranks.together(lambda: stage(tensors))
             self._check_same_step(snapshot.step)
             self._ranks.on_main(lambda: self._claim_directory(final, alone=name is None))
@@ -175,10 +254,9 @@ class Commit:
             shards |= self._write_random_state(trainer_dir, snapshot.random_state)
             size = self._ranks.on_main(lambda: self._publish(snapshot, tensors, shards, temporary, final))
         except BaseException as error:
-            # Unless claimed, the temporary name may be that of another process that saves here.
+            # Before the claim, the temporary directory may be another process's.
             if self._ranks.is_main and is_ours:
                 shutil.rmtree(temporary, ignore_errors=True)
-            # As it is: by its class the next call knows that no save can follow.
             if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise
             raise SaveError(
@@ -193,17 +271,13 @@ class Commit:
             self._after_commit(final)
 
     def _write_random_state(self, directory: Path, content: bytes) -> dict[str, FileEntry]:
-        """Write that of every rank; return the entries of all on rank 0, whose machine may list them late."""
+        """Write every rank's file; return all entries on rank 0, whose machine may list the files late."""
         name = f"random_rank_{self._ranks.rank}.json"
         self._ranks.together(lambda: _write_through(directory / name, content))
         return dict(self._ranks.gather((name, manifest.describe(content))))
 
     def _check_same_step(self, step: int) -> None:
-        """Refuse to mix the shards of two saves: ranks that lost step with each other never find it again.
-
-        Raises:
-            RankLost: on every rank, with the steps.
-        """
+        """Raise RankLost on every rank if the ranks save different steps."""
         steps = self._ranks.all_gather(step)
         if set(steps) != {step}:
             raise RankLost(
@@ -237,24 +311,18 @@ class Commit:
             fingerprints=Fingerprints(
                 model=fingerprint_tensors(tensors), data=self._identity.data, config=self._identity.config
             ),
-            metrics={
-                key: value for key, value in snapshot.metrics.items() if math.isfinite(value)
-            },  # JSON has no others
+            # JSON has finite numbers only.
+            metrics={key: value for key, value in snapshot.metrics.items() if math.isfinite(value)},
             libraries=manifest.library_versions(),
         )
         manifest.write_manifest(temporary, listing)
-        # The last that may fail the save: behind it the step counts.
         self._before_commit()
         atomic.publish_directory(temporary, final)
         return sum(entry.size_bytes for entry in listing.files.values())
 
     def _after_commit(self, final: Path) -> None:
-        """Hand it to the storage, then remove what the new commit makes needless: large directories take their time.
-
-        The step is saved whatever happens here, so a failure is logged and is none of the save.
-        """
+        """Give the step to the storage, then remove superseded steps. Failures are logged: the step is saved."""
         try:
-            # Before retention, which asks the storage what may go.
             self._storage.publish(final)
         except Exception as error:  # noqa: BLE001 - logged
             _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
@@ -263,7 +331,7 @@ class Commit:
                 entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
             }
             for step in self._retention.superseded(committed, self._protected):
-                # The storage last: its yes gives up an upload that waits.
+                # The storage last: it drops a waiting upload if it releases the step.
                 if self._may_remove(step) and self._storage.release(step):
                     atomic.remove_directory(self._directory / f"step_{step}")
         except Exception as error:  # noqa: BLE001 - logged
@@ -280,25 +348,19 @@ class Commit:
 def _make_empty(temporary: Path) -> None:
     atomic.make_directory(temporary.parent)
     if temporary.exists():
-        # Of a `save_state` that was killed: only who has the directory alone clears its leftovers.
         shutil.rmtree(temporary)
     (temporary / TRAINER_DIR).mkdir(parents=True)
 
 
 def _write_through(path: Path, data: bytes) -> None:
-    """Write and flush a file."""
     path.write_bytes(data)
-    # By its own rank: rank 0 cannot flush what lies in the cache of another machine.
+    # By its own rank: rank 0 cannot flush the cache of another machine.
     atomic.fsync_file(path)
     atomic.fsync_directory(path.parent)
 
 
 def _describe_files(directory: Path, written: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """Return sizes and checksums, as they were computed while writing.
-
-    Raises:
-        SaveError: a file is not as long as what was written into it.
-    """
+    """Return sizes and checksums as computed while writing, after comparing sizes with the disk."""
     for place, entry in written.items():
         size = (directory / place).stat().st_size
         if size != entry.size_bytes:
@@ -323,11 +385,7 @@ def _mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_values(directory: Path) -> dict[str, Any]:
-    """Return the plain values of a verified checkpoint's trainer directory.
-
-    Raises:
-        CheckpointError: they are not there or not JSON.
-    """
+    """Return the plain values of a verified checkpoint's trainer directory. Raise CheckpointError if unreadable."""
     path = directory / _VALUES_NAME
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -1,12 +1,11 @@
 """Sharded tensors on disk in the format of torch.distributed.checkpoint.
 
 Each rank writes its shards into one file, `__R_0.distcp`, and rank 0 writes the index, `.metadata`. Stock
-`torch.distributed.checkpoint.load` reads them. Differences to the stock save: the checksum of a file is computed while
-the file is written; an item that was not written is an error; the real reason of a failed write is kept; the plan is
-made once, because every save of a run has the same plan.
+`torch.distributed.checkpoint.load` reads them. Unlike the stock save, this save computes checksums while it writes,
+fails if an item was not written, keeps the reason of a failed write, and plans only once in a run.
 
-The index is a pickle, and torch unpickles everything that an index names. `IndexReader` only allows the classes that an
-index consists of. So somebody else's directory cannot run any code.
+The index is a pickle, and torch unpickles everything that an index names. `IndexReader` only allows the classes of an
+index, so a foreign directory cannot run code.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class IndexReader(FileSystemReader):
-    """Reads a torch.distributed.checkpoint directory whose index may be anybody's, and that index once.
-
-    Attributes:
-        directory: what is read.
-    """
+    """Reads a torch.distributed.checkpoint directory of any origin. The index is read once."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -72,11 +67,7 @@ class IndexReader(FileSystemReader):
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index.
-
-        Raises:
-            pickle.UnpicklingError: it names what an index has no use for; nothing of it was called.
-        """
+        """Return the index; torch calls this. Raise UnpicklingError if it names foreign classes."""
         if self._index is None:
             self._index = self._read_index(self._get_metadata_path(kwargs.get("rank")))
         about = getattr(self._index, "storage_meta", None) or StorageMeta()
@@ -85,20 +76,12 @@ class IndexReader(FileSystemReader):
         return self._index
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape and dtype of every tensor by name; other objects are left out.
-
-        Raises:
-            CheckpointError: the index cannot be read.
-        """
+        """Return shape and dtype of every tensor by name. Raise CheckpointError if the index cannot be read."""
         saved = self._entries()
         return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
     def only_tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return what `tensors` does, of a directory that holds nothing else.
-
-        Raises:
-            CheckpointError: the index cannot be read, or names something that is not a tensor.
-        """
+        """Return the same. Raise CheckpointError if there is something else than tensors."""
         tensors = self.tensors()
         if others := sorted(self._entries().keys() - tensors.keys()):
             raise CheckpointError(f"{self.directory} holds objects that are not tensors: {some(others)}")
@@ -120,7 +103,7 @@ class IndexReader(FileSystemReader):
 
 @contextmanager
 def without_garbage_collection() -> Generator[None, None, None]:
-    """Making millions of small objects, the collector would look for cycles among them again and again.
+    """Switch the collector off while millions of small objects are made.
 
     Plans of hundreds of ranks are received five times as fast, and their index is read seven times as fast.
     """
@@ -145,12 +128,12 @@ _WRITEBACK_BYTES = 1 << 26
 
 
 class _DigestStream(io.RawIOBase):
-    """A file that is hashed while it is written, and remembers why a write failed."""
+    """A file that is hashed while it is written, and keeps the reason of a failed write."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        # O_EXCL: the directory was made empty for this save; a file in it is somebody else's.
+        # O_EXCL: the directory is empty, unless another process writes into it.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._digest = xxhash.xxh3_128()
         self._small = bytearray()  # pickles come in thousands of pieces of a few bytes
@@ -179,32 +162,31 @@ class _DigestStream(io.RawIOBase):
             try:
                 written = os.write(self._descriptor, chunk)
             except OSError as error:
-                # Kept, because torch reports it as "unexpected pos", which hides a full disk.
+                # torch reports "unexpected pos", which hides a full disk.
                 self.failure = OSError(error.errno, error.strerror, str(self._path))
                 raise self.failure from None
-            # Only what was taken: after a short write the rest comes again.
             self._digest.update(chunk[:written])
             done += written
             self._position += written
             self._start_writeback()
 
     def _start_writeback(self) -> None:
-        """Have the disk work while the rest is being written, not only in the final fsync."""
+        """Have the disk write while the rest is still coming, not only in the final fsync."""
         if self._position - self._flushed >= _WRITEBACK_BYTES:
             size = self._position - self._flushed
-            # Linux begins to write dirty pages back at this, without waiting (WB_SYNC_NONE).
+            # Linux starts to write dirty pages back, without waiting (WB_SYNC_NONE).
             os.posix_fadvise(self._descriptor, self._flushed, size, os.POSIX_FADV_DONTNEED)
             self._flushed = self._position
 
     def entry(self) -> FileEntry:
-        """Size and checksum of what was written and flushed."""
+        """Return size and checksum of the flushed bytes."""
         return FileEntry(self._position, self._digest.hexdigest())
 
     def tell(self) -> int:
         return self._position + len(self._small)
 
     def fileno(self) -> int:
-        self.flush()  # whoever asks is about to fsync
+        self.flush()  # the caller is about to fsync
         return self._descriptor
 
     def writable(self) -> bool:
@@ -213,7 +195,6 @@ class _DigestStream(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             try:
-                # Else flushing would fail again, and hide the first reason.
                 if self.failure is None:
                     self.flush()
             finally:
@@ -232,7 +213,6 @@ class _DigestFiles(FileSystem):
         stream = _DigestStream(Path(path))
         try:
             yield stream
-            # Not in `finally`: a write that failed has no checksum to tell.
             self.entries[Path(path).name] = stream.entry()
         finally:
             self.failure = self.failure or stream.failure
@@ -240,7 +220,7 @@ class _DigestFiles(FileSystem):
 
 
 class ShardWriter:
-    """Writes the tensors of all ranks into a directory, and remembers the plan for the next time."""
+    """Writes the tensors of all ranks into a directory, and keeps the plan for the next save."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -251,16 +231,16 @@ class ShardWriter:
         self._all_results: list[list[WriteResult]] = []
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path) -> dict[str, FileEntry]:
-        """Write and fsync `tensors` into `directory`, which is there and empty. Collective.
+        """Write and fsync `tensors` into `directory`, which is empty. Collective.
 
         Returns:
             On rank 0, size and checksum of every rank's file and of the index, by name; elsewhere nothing.
 
         Raises:
-            SaveError: on every rank, with the reason of the one that failed.
+            SaveError: a rank failed. Every rank raises it, with that rank's reason.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # Without copying ahead, for which a thread of every rank would open a context on the first GPU: all is here.
+        # The tensors are on the CPU. Copying ahead would open a context on the first GPU for a thread of every rank.
         files = FileSystemWriter(
             directory, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0
         )
@@ -269,7 +249,7 @@ class ShardWriter:
         files.set_up_storage_writer(self._ranks.is_main, rank=self._ranks.rank, use_collectives=True)
         self._make_plan(tensors, planner, files)
         results = self._ranks.together(lambda: self._write_shards(planner, files, opened))
-        # Offsets in the files are those of the last save, so there is seldom anything to send but checksums.
+        # Offsets are mostly those of the last save: then ranks only send checksums.
         is_news = results != self._results
         self._results = results
         gathered = self._ranks.gather((results if is_news else None, dict(opened.entries)))
@@ -281,12 +261,10 @@ class ShardWriter:
         return {name: entry for _, entries in gathered for name, entry in entries.items()} | index
 
     def _make_plan(self, tensors: Mapping[str, Tensor], planner: DefaultSavePlanner, files: FileSystemWriter) -> None:
-        """Agree on who writes what, unless the tensors are those of the last time on every rank."""
+        """Agree on the items of every rank, unless all ranks have the same tensors as in the last save."""
         described = {name: _describe(tensor) for name, tensor in tensors.items()}
-        # All or none: what one rank plans anew changes what others write.
         if all(self._ranks.all_gather(described == self._described)):
             return
-        # Offsets of another plan mean nothing in this one.
         self._results, self._all_results = None, []
         local = self._ranks.together(lambda: files.prepare_local_plan(planner.create_local_plan()))
         with without_garbage_collection():
@@ -306,7 +284,7 @@ class ShardWriter:
         assert self._plan is not None
         plan = planner.finish_plan(self._plan)
         try:
-            # Ours is computed anyway, while the bytes are written.
+            # The checksum is enough.
             with serialization_config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # added at import
                 written = cast(list[WriteResult], files.write_data(plan, planner).value())
         except Exception:
@@ -319,30 +297,28 @@ class ShardWriter:
 
 
 def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    """What the plan depends on."""
     if isinstance(tensor, DTensor):
         return (tensor.shape, tensor.dtype, tensor.device_mesh, tuple(tensor.placements))
     return (tensor.shape, tensor.dtype)
 
 
 def read_tensors(tensors: Mapping[str, Tensor], index: IndexReader) -> None:
-    """Fill `tensors` in place, whatever else the directory of `index` holds. Collective."""
+    """Fill `tensors` in place; the directory of `index` may hold more. Collective."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            # Of a single process it is no news that it is one.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             torch_dcp.load(dict(tensors), storage_reader=index)
     except CheckpointException as error:  # a BaseException: `except Exception` would miss it
         reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         causes = [failure for failure, _ in error.failures.values()]
-        # That of a storage, if there is one, decides what becomes of the run.
+        # A failure of the storage decides the exit code.
         raise CheckpointError(f"loading {index.directory} failed: {reasons}") from max(causes, key=is_storage_failure)
 
 
 def check_same_tensors(
     tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], directory: Path
 ) -> None:
-    """Refuse a checkpoint whose tensors are not exactly `tensors`."""
+    """Refuse a checkpoint if its tensors are not exactly `tensors`."""
     missing, surplus = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
     if missing or surplus:
         raise CheckpointError(

@@ -1,25 +1,25 @@
-"""Init from weights: fills a model with the weights of a file or directory, and nothing else.
+"""Init from weights: fills a model with the weights of a file or directory.
 
     step_100/ (a checkpoint)        torch.distributed.checkpoint below trainer/, names `model.*`; verified
-    a torch.distributed.checkpoint  names as they are, or all behind one prefix such as `app.model.`
-    a LoRA adapter                  for a model with adapters: ours, or a directory of peft's
+    a torch.distributed.checkpoint  the model's names, perhaps all with one prefix such as `app.model.`
+    a LoRA adapter                  of holdfast or peft, for a model with adapters
     weights/step_100, a Hugging     *.safetensors, with an index if there are several;
     Face directory                  published weights are verified
     one file                        .safetensors
 
-Every rank reads only its own part, into tensors that may be sharded. Nothing runs code of the source. Optimizer and
-counters are never touched.
+Every rank reads only its own part, into tensors that may be sharded. No code of the source runs. Optimizer and counters
+stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -36,6 +36,9 @@ from holdfast.run.weights import PEFT_PREFIX, adapted_matrices
 from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors, some
 from holdfast.trainer.mesh import RankGroup
 
+if TYPE_CHECKING:
+    from holdfast.trainer.model.tensor_names import TensorLayout
+
 _log = logging.getLogger("trainer")
 
 Region = tuple[slice, ...]
@@ -45,7 +48,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-# Behind which of these the names of the model lie, in files of other programs.
+# Prefixes of the model's names in files of other programs.
 _PREFIXES = ("", "model.", "app.model.", "module.", PEFT_PREFIX)
 # Tensors that are cast are read into buffers of at most this many bytes together.
 _BUFFER_BYTES = 1 << 30
@@ -53,14 +56,14 @@ _BUFFER_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Found:
-    """Shape and dtype of a tensor in a file, which is not read yet."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Source(Protocol):
-    """Where tensors are read from."""
+    """A place that tensors are read from."""
 
     found: dict[str, Found]
 
@@ -69,24 +72,8 @@ class Source(Protocol):
         ...
 
 
-class FileLayout(Protocol):
-    """How files hold the tensors of a model, where that differs from memory: see `trainer.model.tensor_names`."""
-
-    def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
-        """Return which tensors of files belong together."""
-        ...
-
-    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of memory that whole groups of `sources` become."""
-        ...
-
-    def name_in_memory(self, name: str) -> str | None:
-        """Return what a tensor of files is called in memory; None where it is another there."""
-        ...
-
-
 def local_part(tensor: Tensor) -> tuple[Tensor, Region]:
-    """Return what this rank holds of a tensor, and where that lies in the whole."""
+    """Return this rank's part of a tensor, and its region in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -94,11 +81,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Region]:
 
 
 def open_source(path: Path, kind: Kind) -> Source:
-    """Return what is at `path`, of which no tensor is read yet.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the source at `path`; no tensor is read yet. Raise CheckpointError if it cannot be read."""
     if kind is Kind.CHECKPOINT:
         return _DcpSource(path / TRAINER_DIR)
     if kind is Kind.DCP:
@@ -107,7 +90,7 @@ def open_source(path: Path, kind: Kind) -> Source:
 
 
 def _files_of(directory: Path) -> list[Path]:
-    """Return the files with the weights of a Hugging Face directory: those of the index, or all there are."""
+    """Return the weights files of a Hugging Face directory: the files of its index, or all."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         try:
@@ -123,7 +106,7 @@ class _FileIndex(msgspec.Struct):
 
 
 class _DcpSource:
-    """A torch.distributed.checkpoint directory. Objects that are no tensors are never unpickled."""
+    """A torch.distributed.checkpoint directory. Other objects than tensors are never unpickled."""
 
     def __init__(self, directory: Path) -> None:
         self._index = IndexReader(directory)
@@ -169,20 +152,20 @@ class SafetensorsSource:
             with _readable(file), safe_open(file, framework="pt") as content:
                 for name, target in targets.items():
                     local, region = local_part(target)
-                    # Of a tensor with fewer rows than there are ranks some hold nothing.
+                    # Some ranks hold nothing of a tensor with fewer rows than ranks.
                     if self._file_of[name] == file and local.numel():
                         whole = content.get_slice(name) if region else content.get_tensor(name)
                         local.copy_(whole[region] if region else whole)
 
 
 class ConvertedSource:
-    """Tensors of memory, from those that another source has in the layout of files.
+    """The tensors of a model, from a source with the tensors of the model's files; see `TensorLayout`.
 
-    What has another name alone is read in parts. Whatever becomes one tensor, or one group of them, is read whole on
-    each rank, one such group after another.
+    Each rank reads its part of a tensor that only has another name, and the whole of joined or split tensors, one group
+    after another.
     """
 
-    def __init__(self, source: Source, layout: FileLayout) -> None:
+    def __init__(self, source: Source, layout: TensorLayout) -> None:
         self._source = source
         self._layout = layout
         self._groups: list[list[str]] = []
@@ -218,7 +201,7 @@ class ConvertedSource:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Turn what reading a damaged or missing file raises into one error that names it."""
+    """Raise one error that names the file, if it is damaged or missing."""
     try:
         yield
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
@@ -226,35 +209,34 @@ def _readable(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file} cannot be read: {reason}") from error
 
 
-# What older Hugging Face files hold besides weights: computed from the config.
+# Buffers in older Hugging Face files, which the config determines.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
 _OPTIMIZER = re.compile(r"optim(izers?)?\.")
-# Output and input embeddings, by the ends of their names; tied models keep one of them.
+# Output and input embeddings, by the ends of their names.
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
 def load_weights_only(
-    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: FileLayout | None = None
+    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: TensorLayout | None = None
 ) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 
     Checkpoints and published weights are verified first. Other dtypes are cast, and the log says so. If input and
-    output embeddings are one tensor, the file may have either name, or both names with equal values. Code in the
-    source is never run.
+    output embeddings are one tensor, the file may have either name, or both names with equal values.
 
     Args:
         tensors: the model's tensors by their Hugging Face names, plain or sharded over all ranks.
         path: a checkpoint, a torch.distributed.checkpoint directory, a Hugging Face directory, or one file.
         how: `full` checks every byte of checkpoints and published weights, `size` only sizes.
-        layout: the layout of files whose tensors differ from those in memory. Unset: they are the same.
+        layout: of files, if their tensors differ from the tensors in memory.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or they do not fit the model (missing, surplus or
             differently shaped tensors).
     """
     kind = require_weights(path)
-    with RankGroup() as ranks:  # one rank reads every byte; what it finds is raised on all
+    with RankGroup() as ranks:  # rank 0 reads every byte
         ranks.on_main(lambda: _verify(path, kind, how), error=CheckpointError)
     source = open_source(path, kind)
     prefixes = ("model.",) if kind is Kind.CHECKPOINT else _PREFIXES
@@ -271,7 +253,6 @@ def load_weights_only(
 
 
 def _verify(path: Path, kind: Kind, how: Verification) -> None:
-    """Verify what has a manifest."""
     if kind is Kind.CHECKPOINT:
         verify_checkpoint(path, how=how)
     elif kind in (Kind.WEIGHTS, Kind.ADAPTER) and (path / MANIFEST_NAME).exists():
@@ -279,11 +260,7 @@ def _verify(path: Path, kind: Kind, how: Verification) -> None:
 
 
 def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, ...], what: str) -> dict[str, str]:
-    """Return own name -> name in the source, for exactly the tensors of the model.
-
-    Raises:
-        CheckpointError: the source is of another model.
-    """
+    """Return own name -> name in the source. Raise CheckpointError if the source is of another model."""
     prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in source.found for name in tensors))
     there = {
         name.removeprefix(prefix): found
@@ -299,7 +276,7 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
         if embedding in missing:
             missing.remove(embedding)
             names[embedding] = f"{prefix}{head}"
-        elif not _are_equal(source, f"{prefix}{embedding}", f"{prefix}{head}", tensors[embedding]):
+        elif not are_equal(source, f"{prefix}{embedding}", f"{prefix}{head}"):
             raise CheckpointError(
                 f"{what} does not fit this model: {head} differs from {embedding} there, and this model has one "
                 "tensor for both. Set tie_word_embeddings to false in the config.json of --model.name."
@@ -311,7 +288,7 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
             f"Needed: {len(tensors)} tensors such as {next(iter(tensors))}, found {len(there)}. The model is built "
             "as the config.json of --model.name says."
         )
-    _check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
+    check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
     return names
 
 
@@ -329,7 +306,8 @@ def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[st
         )
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+def check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], what: str) -> None:
+    """Raise CheckpointError, beginning with `what`, if shapes differ, or floats from other numbers."""
     wrong = [
         f"{name} is {there[name].shape} {there[name].dtype} there, {tuple(tensor.shape)} {tensor.dtype} here"
         for name, tensor in tensors.items()
@@ -341,11 +319,11 @@ def _check_shapes(tensors: Mapping[str, Tensor], there: Mapping[str, Found], wha
         raise CheckpointError(f"{what} does not fit this model: {'; '.join(wrong[:3])}{more}")
 
 
-def _are_equal(source: Source, first: str, second: str, like: Tensor) -> bool:
-    """Whether two tensors of the source are equal, in the part of them that this rank would hold."""
+def are_equal(source: Source, first: str, second: str) -> bool:
+    """Whether two tensors of the source hold the same numbers. Each rank reads both as a whole."""
     if source.found[first] != source.found[second]:
         return False
-    buffers = {name: torch.empty_like(like, dtype=source.found[name].dtype) for name in (first, second)}
-    source.fill(buffers)
-    one, other = (local_part(buffer)[0] for buffer in buffers.values())
+    found = source.found[first]
+    one, other = (torch.empty(found.shape, dtype=found.dtype) for _ in range(2))
+    source.fill({first: one, second: other})
     return torch.equal(one, other)

@@ -29,16 +29,7 @@ from holdfast.errors import CheckpointError
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return `value` as something that JSON holds and `decode` brings back.
-
-    Subclasses of dict (Counter, OrderedDict) come back as dicts.
-
-    Args:
-        where: its place in the state, for the error.
-
-    Raises:
-        CheckpointError: it is, or holds, something that is not plain; its place is named.
-    """
+    """Return `value` as JSON that `decode` reverts. Raise CheckpointError that names `where` a value is not plain."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -80,18 +71,18 @@ def decode(value: Any) -> Any:
 
 @runtime_checkable
 class State(Protocol):
-    """State that can be saved and loaded: tensors, plain values, or both. What a subclass leaves out is empty."""
+    """State that can be saved and loaded: tensors, plain values, or both."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, as it lies in memory; loading writes into them."""
+        """Return every tensor by name, as it is in memory; loading writes into the tensors."""
         return {}
 
     def values(self) -> dict[str, Any]:
-        """Return everything else as values that JSON can hold."""
+        """Return all other state as values that JSON can hold."""
         return {}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over what `values` returned when the state was saved."""
+        """Restore what `values` returned when the state was saved."""
 
 
 def as_state(state: State | Mapping[str, Any]) -> State:
@@ -108,13 +99,13 @@ class ObjectsState:
     - objects with `state_dict` and `load_state_dict` (schedulers, samplers): their values, as JSON;
     - dicts of plain values: updated in place.
 
-    Tensors are saved by all ranks, each its shards; values are those of rank 0. Gradients are not state:
-    save and load after `optimizer.step()`, not while they accumulate.
+    Every rank saves its shards of the tensors; rank 0 saves the values. Gradients are not state: save and load after
+    `optimizer.step()`, not while gradients accumulate.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = dict(objects)
-        # State of optimizers to be filled by loading; `restore` hands it over.
+        # State of optimizers that loading fills, by id of the parameter; `restore` hands it over.
         self._moments: dict[int, dict[str, Tensor]] = {}
         for name, thing in self._objects.items():
             is_known = isinstance(thing, nn.Module | Optimizer | MutableMapping)
@@ -127,11 +118,7 @@ class ObjectsState:
                 raise CheckpointError(f"'{name}' has a dot, which separates names of tensors: choose another name")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of modules and optimizers, as they are now.
-
-        Raises:
-            CheckpointError: a module or optimizer keeps state that would be lost.
-        """
+        """Return all tensors of modules and optimizers. Raise CheckpointError if some state would be lost."""
         tensors: dict[str, Tensor] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
@@ -147,10 +134,10 @@ class ObjectsState:
         return tensors
 
     def targets(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors to load `saved` into; an optimizer's are those of the checkpoint, made where needed.
+        """Return the tensors to load `saved` into.
 
-        An optimizer that has taken no step has no state, and which state it will have only it knows; the
-        checkpoint says. `restore` hands them over to the optimizer.
+        An optimizer without a step has no state, so its tensors are made as the checkpoint says. `restore` hands them
+        to the optimizer.
 
         Raises:
             CheckpointError: the state of an optimizer cannot be made.
@@ -178,11 +165,7 @@ class ObjectsState:
         return targets
 
     def values(self) -> dict[str, Any]:
-        """Return what optimizers hold besides tensors, states of other objects, and dicts.
-
-        Raises:
-            CheckpointError: there is something among them that JSON cannot hold.
-        """
+        """Return what optimizers hold besides tensors, states of other objects, and dicts."""
         values: dict[str, Any] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, Optimizer):
@@ -194,10 +177,10 @@ class ObjectsState:
         return values
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over what `values` returned, and the optimizers' part of the `targets` made last.
+        """Restore what `values` returned, and hand the optimizers their part of the last `targets`.
 
         Raises:
-            CheckpointError: it was saved from other objects; then nothing is changed.
+            CheckpointError: other objects were saved; then nothing is changed.
         """
         expected = {name for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
         if values.keys() != expected:
@@ -209,7 +192,6 @@ class ObjectsState:
         for name, value in decoded.items():
             thing = self._objects[name]
             if isinstance(thing, Optimizer):
-                # All are checked before any is changed.
                 _check_groups(name, thing, value)
         for name, value in decoded.items():
             thing = self._objects[name]
@@ -264,7 +246,7 @@ class ObjectsState:
             if state:
                 optimizer.state[parameter] = state
             else:
-                # No state there: it had taken no step, and must begin like that again.
+                # The saved optimizer had taken no step.
                 optimizer.state.pop(parameter, None)
 
 
@@ -283,7 +265,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
             )
         transient |= {f"{prefix}.{name}" if prefix else name for name in part._non_persistent_buffers_set}
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in transient}
-    # Detached: they share the memory, and loading in place needs no gradient.
+    # Detached: loading in place needs no gradient.
     return {name: parameter.detach() for name, parameter in module.named_parameters()} | buffers
 
 
@@ -305,11 +287,10 @@ def _fits(present: Any, saved: TensorStorageMetadata) -> bool:
 def _make_moment(
     place: str, key: str, saved: TensorStorageMetadata, parameter: Tensor, group: Mapping[str, Any]
 ) -> Tensor:
-    """Return a tensor for one entry of an optimizer's state, where `Optimizer.load_state_dict` would have it."""
+    """Return a tensor for one entry of an optimizer's state, on the device that `Optimizer.load_state_dict` chooses."""
     dtype = saved.properties.dtype
     # A scalar parameter has the shape of its own step counter.
     if saved.size == parameter.shape and key != "step":
-        # Like the parameter: of a sharded one the moment is sharded alike.
         return torch.zeros_like(parameter, dtype=dtype)
     if isinstance(parameter, DTensor) and len(saved.size) > 0:
         raise CheckpointError(
@@ -350,14 +331,14 @@ def capture_random_state() -> RandomState:
         python_version=python_version,
         python_keys=list(python_keys),
         python_gauss=python_gauss,
-        # Not on a machine with GPUs that this process leaves alone: asking would take memory of the first one.
+        # Only if this process uses CUDA: asking would take memory of the first GPU.
         torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None,
     )
 
 
 def restore_random_state(state: RandomState) -> None:
     """Put the generators of this rank back into `state`."""
-    # A bytearray: torch warns of memory that cannot be written.
+    # A bytearray: torch warns of read-only memory.
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
     keys = np.frombuffer(state.numpy_keys, dtype="<u4")
     np.random.set_state(("MT19937", keys, *state.numpy_rest))
@@ -368,7 +349,7 @@ def restore_random_state(state: RandomState) -> None:
 
 def seed_everything(seed: int, *, step: int, rank: int) -> None:
     """Seed all generators of this rank as a function of (run seed, step, rank)."""
-    # numpy never changes what its SeedSequence gives, and neighbouring ranks get unlike seeds.
+    # numpy guarantees the numbers of SeedSequence, and neighbouring ranks get unlike seeds.
     entropy = np.random.SeedSequence([seed, step, rank]).generate_state(3)
     random.seed(int(entropy[0]))
     np.random.seed(int(entropy[1]))

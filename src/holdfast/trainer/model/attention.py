@@ -1,20 +1,19 @@
 """Causal attention over packed rows, on any device, registered with transformers as `packed`.
 
-A packed row holds several samples in sequence. Attention must not cross their borders, and a mask over the whole row
-would cost the square of its length. On GPUs one kernel takes samples of any lengths, without padding or mask:
-`torch.nn.attention.varlen`, FlashAttention 2 (Dao 2023, https://arxiv.org/abs/2307.08691). `reason_against` names
-features that the kernel lacks.
+Attention must not cross the borders of the samples in a row, and a mask over the whole row would cost the square of its
+length. On GPUs one kernel takes samples of any lengths: `torch.nn.attention.varlen`, FlashAttention 2 (Dao 2023,
+https://arxiv.org/abs/2307.08691).
 
 On a CPU, or if the kernel lacks a feature (the log says which), queries, keys and values become padded batches of
-samples of similar length. Causal attention runs over each batch. No mask is needed: the padding comes after the valid
-tokens, which never see it. The result equals attention over each sample alone.
+samples of similar length. Causal attention over each batch needs no mask: the valid tokens never see the padding, which
+comes after them.
 
 Samples that share a prompt have only their own tokens as queries; their keys are the prompt's and their own. A padded
 batch of them has one prompt, and a mask that all of its samples share.
 
-Some models need more. Soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118) and learned sinks (gpt-oss,
-https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unknown arguments are refused;
-`holdfast.trainer.model.packing_check` makes sure that no such model comes here.
+Soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118) and learned sinks (gpt-oss,
+https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unknown arguments are refused, and
+`holdfast.trainer.model.packing_check` finds models with such arguments before.
 
 Shape legend: T tokens of a row, E tokens that its samples see (`PackedIndex.seen_E`), S samples of a padded batch, L
 the longest of them, P tokens of a shared prompt, H heads, K heads of keys and values, D head dimension, B rows of an
@@ -25,10 +24,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,35 +41,15 @@ from holdfast.trainer.model.context_parallel import RowSlice
 
 _log = logging.getLogger("trainer")
 
-_HEAD_STEP = 8  # of head dimensions, that the kernel's loads are made for
+_HEAD_STEP = 8  # the kernel loads so many numbers of a head at once
 # torch before 2.12 takes groups of heads without being told.
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-class Attend(Protocol):
-    """Attention of queries (T, H, D) to keys and values (E, K, D), within samples that have borders in both.
-
-    The last query of a sample sees its last key.
-    """
-
-    def __call__(
-        self,
-        query_THD: Tensor,
-        key_EKD: Tensor,
-        value_EKD: Tensor,
-        query_borders: Tensor,
-        key_borders: Tensor,
-        longest: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-    ) -> Tensor: ...
-
-
 def _flash(
-    query_THD: Tensor,
-    key_EKD: Tensor,
-    value_EKD: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     query_borders: Tensor,
     key_borders: Tensor,
     longest: int,
@@ -78,79 +57,37 @@ def _flash(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    groups = _GROUPS if query_THD.shape[1] != key_EKD.shape[1] else {}
-    attended = varlen_attn(
-        query_THD,
-        key_EKD,
-        value_EKD,
-        query_borders,
-        key_borders,
-        longest,
-        longest,
-        scale=scale,
-        window_size=window_size,
-        **groups,
-    )
-    return cast(Tensor, attended)  # a pair only where a second result is asked for
+    groups = _GROUPS if query.shape[1] != key.shape[1] else {}
+    lengths = (query_borders, key_borders, longest, longest)
+    attended = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **groups)
+    return cast(Tensor, attended)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, and what it takes.
+    """A kernel for samples of any lengths, and its limits.
 
     Attributes:
-        attend: gives (T, H, D). Window (left, right) as in FlashAttention: so many tokens before and behind a token's
-            own are seen, all where it is -1.
-        dtypes: of queries, keys and values.
+        attend: attention (T, H, D) of queries (T, H, D) to keys and values (E, K, D) within samples, which have borders
+            in both; the last query of a sample sees its last key. `window_size` as in FlashAttention: tokens before and
+            after that are seen, -1 for all.
         largest_head: most numbers of a head.
-        is_usable: whether a device has what the kernel needs, by its index.
+        is_usable: whether the GPU with this index has what the kernel needs.
     """
 
-    attend: Attend
+    attend: Callable[..., Tensor]
     dtypes: frozenset[torch.dtype]
     largest_head: int
     is_usable: Callable[[int | None], bool] = lambda _: True
 
 
-@torch.compiler.assume_constant_result  # asking for it would break the graph of every compiled layer
+@torch.compiler.assume_constant_result  # else the call would break the graph of every compiled layer
 def _is_ampere(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 KERNELS = {"cuda": Kernel(_flash, frozenset({torch.bfloat16, torch.float16}), 256, _is_ampere)}
-"""By the type of device. On others a padded batch is what there is, and not a way out."""
-
-
-def reason_against(
-    kernel: Kernel,
-    *,
-    dtypes: set[torch.dtype],
-    head_dims: tuple[int, int],
-    is_usable: bool = True,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    has_sinks: bool = False,
-) -> str:
-    """Return why `kernel` cannot be taken, in words; empty where it can.
-
-    Args:
-        dtypes: of queries, keys and values.
-        head_dims: of queries and keys, and of values.
-        is_usable: what the kernel says of the device.
-    """
-    if not is_usable:
-        return "the GPU is older than Ampere"
-    if len(dtypes) > 1 or not dtypes <= kernel.dtypes:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        known = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes))
-        return f"it takes {known}, and attention is in {names}"
-    if max(head_dims) > kernel.largest_head:
-        return f"it takes heads of up to {kernel.largest_head} numbers, and the model's have {max(head_dims)}"
-    if dropout > 0:
-        return "it has no dropout"
-    if softcap is not None:
-        return "it has no soft caps of scores"
-    return "it has no sinks" if has_sinks else ""
+"""By the type of device."""
 
 
 def attend_by_kernel(
@@ -188,7 +125,7 @@ def attend_by_kernel(
         rows = tensor.transpose(1, 2).flatten(0, 1)
         return F.pad(rows, (0, width - rows.shape[-1])) if rows.shape[-1] < width else rows
 
-    # A window counts the token itself, the kernel only those before it. (-1, 0) is plain causal attention.
+    # The kernel counts only the tokens before. (-1, 0) is plain causal attention.
     before = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
     attended_THD = kernel.attend(
         flat(query),
@@ -217,7 +154,7 @@ IRRELEVANT = {
     "return_dict",
     "use_cache",
 }
-"""Arguments that do not change what attention within samples gives."""
+"""Arguments that do not change attention within samples."""
 
 _named: set[str] = set()
 _is_silent = False
@@ -225,7 +162,7 @@ _is_silent = False
 
 @contextmanager
 def without_naming() -> Iterator[None]:
-    """Say nothing of the kernel in the block, whose attention is no model's that is trained."""
+    """Log nothing about the kernel in the block, which probes attention."""
     global _is_silent
     before, _is_silent = _is_silent, True
     try:
@@ -255,19 +192,24 @@ def packed_attention(
 
     Args:
         query, key, value: (1, H, T, D) packed, or (B, H, L, D) with padding on the right.
-        attention_mask: must be None; the structure is in `packed_index`.
+        attention_mask: must be None; `packed_index` has the structure.
         softcap: c in scores = c * tanh(scores / c).
         s_aux: the score (H,) of a sink that takes part in the softmax and has no value.
         packed_index: layout of the row; None for rows of one sample each.
-        row_slice: the rows are those of several ranks, and query, key and value this rank's tokens of them.
+        row_slice: if ranks share rows; query, key and value are then this rank's tokens.
 
     Returns:
         (1, T, H, D) or (B, L, H, D), and no weights.
 
     Raises:
-        DataError: the model wants something of attention that is not known here.
+        DataError: the model calls attention with an unknown argument.
     """
-    _refuse_unknown(module, others, is_causal=is_causal)
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
+    if unknown or is_causal is False:
+        raise DataError(
+            f"{type(module).__name__} calls its attention with {', '.join(unknown) or 'is_causal = False'}, which "
+            "packed attention does not know: set model.attention to eager"
+        )
     assert attention_mask is None, "packed attention takes no mask"
     if row_slice is not None:
         attended, _ = packed_attention(
@@ -299,16 +241,6 @@ def packed_attention(
     if packed_index is None:
         return attend(query, key, value).transpose(1, 2), None
     return _attend_padded(attend, query, key, value, packed_index), None
-
-
-def _refuse_unknown(module: nn.Module, others: Mapping[str, object], *, is_causal: bool | None) -> None:
-    unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
-    if unknown or is_causal is False:
-        what = ", ".join(unknown) or "is_causal = False"
-        raise DataError(
-            f"{type(module).__name__} calls its attention with {what}, which packed attention does not know: set "
-            "model.attention to eager"
-        )
 
 
 def _attend_padded(
@@ -346,29 +278,28 @@ def _kernel_for(
     softcap: float | None,
     has_sinks: bool,
 ) -> Kernel | None:
-    """Return the kernel to take; None where the device has none, or none for this, which is named once."""
+    """Return the kernel to use; None if the device has none, or if it cannot be used, which is logged once."""
     kernel = KERNELS.get(query.device.type)
     if kernel is None:
         return None
-    reason = reason_against(
-        kernel,
-        dtypes={query.dtype, key.dtype, value.dtype},
-        head_dims=(query.shape[-1], value.shape[-1]),
-        is_usable=kernel.is_usable(query.device.index),
-        dropout=dropout,
-        softcap=softcap,
-        has_sinks=has_sinks,
-    )
-    if not reason:
+    dtypes, largest_head = {query.dtype, key.dtype, value.dtype}, max(query.shape[-1], value.shape[-1])
+    fits = len(dtypes) == 1 and dtypes <= kernel.dtypes and largest_head <= kernel.largest_head
+    if fits and not dropout and softcap is None and not has_sinks and kernel.is_usable(query.device.index):
         return kernel
-    # Compiled code cannot log; the check of the model at a start is not compiled.
-    if not torch.compiler.is_compiling() and not _is_silent and reason not in _named:
-        _named.add(reason)
+    # Compiled code cannot log; the parity check at the start is not compiled.
+    name = type(module).__name__
+    if not torch.compiler.is_compiling() and not _is_silent and name not in _named:
+        _named.add(name)
         _log.warning(
-            "%s attends to padded batches of samples instead of PyTorch's kernel for variable lengths: %s. It takes "
-            "more time and memory, and with a sliding window a mask of the square of the longest sample.",
-            type(module).__name__,
-            reason,
+            "%s attends to padded batches of samples, which takes more time and memory, and with a sliding window a "
+            "mask of the square of the longest sample. PyTorch's kernel for variable lengths needs an Ampere GPU, %s, "
+            "heads of up to %d numbers, and neither dropout nor soft caps of scores nor sinks; this attention is in %s "
+            "with heads of %d numbers.",
+            name,
+            " or ".join(sorted(map(str, kernel.dtypes))),
+            kernel.largest_head,
+            " and ".join(sorted(map(str, dtypes))),
+            largest_head,
         )
     return None
 

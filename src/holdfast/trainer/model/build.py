@@ -2,9 +2,9 @@
 
 A model starts on the meta device; `materialize` gives a sharded model its memory and weights. Each rank reads its own
 part of every tensor from the safetensors files of `model.name`. So no rank holds the whole model or waits for another.
-Rank 0 makes tensors that cannot be read this way, or that are drawn at random, as a whole, and broadcasts them.
+Rank 0 draws random weights as a whole, and broadcasts them.
 
-An error is reported in one line, since transformers' own errors come from anywhere in its code.
+Errors of transformers, which come from anywhere in its code, become one line.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError, HoldfastError, RankLost
 from holdfast.run.inputs import check_weights_path
-from holdfast.trainer.checkpoint.init_from import ConvertedSource, SafetensorsSource, Source, local_part
-from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.checkpoint.init_from import (
+    ConvertedSource,
+    SafetensorsSource,
+    Source,
+    are_equal,
+    check_shapes,
+    local_part,
+)
+from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.fsdp import apply_wrappers, reshard
 from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
@@ -50,7 +52,7 @@ class Trained(Protocol):
 
 
 def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that an optimizer changes, by their names in `trained_tensors`."""
+    """Return the parameters that an optimizer updates, by their names in `trained_tensors`."""
     if is_adapted(hf_model):
         return adapter_parameters(hf_model)
     return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
@@ -63,13 +65,9 @@ Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 
 
 def load_model_config(name: str) -> PreTrainedConfig:
-    """Return the transformers config of a local directory or hub model.
-
-    Raises:
-        DataError: there is none, it contradicts itself, or its weights are quantised.
-    """
+    """Return the transformers config of a local directory or hub model. Raise DataError if it cannot be trained."""
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # unset, it would ask at a terminal
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it asks at a terminal
     except Exception as error:
         _log.debug("the model config was not loaded", exc_info=True)
         if any(words in str(error) for words in ("trust_remote_code", "does not recognize this architecture")):
@@ -90,10 +88,9 @@ def load_model_config(name: str) -> PreTrainedConfig:
 
 
 def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the transformers model of a config, with the weights that torch's default device and generator make.
+    """Return the transformers model of a config, on torch's default device.
 
-    Some kinds of models choose their attention when they are built. `packed` is not among their choices: it comes
-    in afterwards, where the layers can take it.
+    `packed` attention is set later: some models choose between other attentions when they are built.
 
     Raises:
         DataError: transformers has no such model, or it cannot be built with `model.attention`.
@@ -111,63 +108,14 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
 
 
 def is_classifier(model_config: PreTrainedConfig) -> bool:
-    """Return whether a directory holds a model with a head that scores sequences instead of predicting tokens."""
+    """Whether a directory holds a model that scores sequences instead of predicting tokens."""
     return any(name.endswith("ForSequenceClassification") for name in model_config.architectures or [])
 
 
-def initial_weights(
-    config: TrainedModelConfig,
-    model_config: PreTrainedConfig,
-    seed: int,
-    *,
-    kind: Kind = AutoModelForCausalLM,
-) -> dict[str, Tensor]:
-    """Return the weights that a model starts with by name, as its directory or the seed gives them.
-
-    Args:
-        kind: which of the models with this config.
-
-    Raises:
-        DataError: the directory has no weights, or not all of them.
-    """
-    if config.init == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            fresh = build_hf_model(kind, config, model_config)
-        return trained_tensors(fresh)
-    check_weights_path(config.name)
-    try:
-        answer = kind.from_pretrained(
-            config.name,
-            config=model_config,
-            dtype=torch.float32,
-            attn_implementation="eager",  # which every model has; nothing is computed
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with its name
-        )
-        loaded, findings = cast(tuple[PreTrainedModel, dict[str, Any]], answer)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        _log.debug("the weights were not loaded", exc_info=True)
-        raise DataError(
-            f"model.name = '{config.name}': the weights could not be loaded. {type(error).__name__}: {one_line(error)}"
-        ) from error
-    if mismatched := sorted(findings["mismatched_keys"]):
-        tensor, in_files, wanted = mismatched[0]
-        raise DataError(
-            f"model.name = '{config.name}': the weights could not be loaded. '{tensor}' has shape {list(in_files)} in "
-            f"its files and {list(wanted)} by its config.json ({len(mismatched)} such tensors)"
-        )
-    if missing := sorted(findings["missing_keys"]):  # transformers itself fills these with random numbers
-        raise DataError(f"model.name = '{config.name}': the weights lack {len(missing)} tensors, such as {missing[0]}")
-    return trained_tensors(loaded)
-
-
 def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
-    """Return what checkpoints hold of a model: parameters and persistent buffers by name, tied ones once.
+    """Return the tensors of a model in checkpoints: parameters and persistent buffers, or only its adapters.
 
-    Of tied names the first wins. Of a model with adapters it is the adapters alone.
+    A tied tensor has its first name.
     """
     if is_adapted(hf_model):
         return {name: factor.detach() for name, factor in adapter_parameters(hf_model).items()}
@@ -175,7 +123,7 @@ def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of another library in one line, its beginning where it is long."""
+    """Return the message of another library in one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
@@ -184,47 +132,41 @@ Fill = Callable[[PreTrainedModel], None]
 """Fills the tensors of a model that has memory. Collective."""
 
 
-class _CannotRead(Exception):
-    """Why the ranks do not read the files part by part."""
-
-
 def filler(
-    hf_model: PreTrainedModel,
-    config: TrainedModelConfig,
-    mesh: Mesh,
-    *,
-    seed: int,
-    make_whole: Callable[[], dict[str, Tensor]],
-    drawn: Mapping[str, Tensor] | None = None,
+    hf_model: PreTrainedModel, config: TrainedModelConfig, *, seed: int, drawn: Mapping[str, Tensor] | None = None
 ) -> Fill:
     """Return what fills `hf_model` with the weights that it begins with. Collective.
 
     Args:
         hf_model: on the meta device, with its adapters, if it has any.
-        seed: of what adapters begin with.
-        make_whole: makes all tensors of the model without adapters, by name; called on rank 0, and only if need be.
+        seed: of random weights, and of new adapters.
         drawn: tensors, the same on every rank, that no file has.
 
     Raises:
-        DataError: as `make_whole` does.
+        DataError: the weights cannot be read, or are those of another model.
     """
     drawn = drawn or {}
-    source, reason = None, "they are drawn at random"
-    if config.init == "pretrained":
-        try:
-            source, reason = _open(hf_model, config.name, without=drawn.keys()), ""
-        except (_CannotRead, CheckpointError, DataError) as error:
-            reason = str(error)
-    # One answer for all: on another machine files may be missing.
-    is_unread = mesh.max({"is_unread": float(source is None)})["is_unread"]
-    if source is not None and not is_unread:
-        return lambda model: _fill_from(source, model, drawn, seed=seed)
-    if mesh.is_main and mesh.world_size > 1:
-        _log.info("rank 0 makes the weights of %s and sends them: %s", config.name, reason or "others cannot read them")
-    whole = make_whole() if mesh.is_main else {}
-    if mesh.is_main and is_adapted(hf_model):
-        whole = initial_tensors(hf_model, whole, seed=seed)
-    return lambda model: _broadcast(whole, model)
+    with RankGroup() as ranks:
+        if config.init == "random":
+            whole = ranks.on_main(lambda: _random_weights(hf_model, config, drawn, seed=seed), error=DataError)
+            return lambda model: _broadcast(whole or {}, model)
+        read = ranks.together(lambda: open_weights(hf_model, config.name, without=drawn.keys()), error=DataError)
+    return lambda model: _fill(model, read, drawn, seed=seed)
+
+
+def _random_weights(
+    hf_model: PreTrainedModel, config: TrainedModelConfig, drawn: Mapping[str, Tensor], *, seed: int
+) -> dict[str, Tensor]:
+    """Return every tensor of `hf_model` as transformers draws it for a language model from `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = build_hf_model(AutoModelForCausalLM, config, load_model_config(config.name))
+    source = base_tensors(fresh) | dict(drawn)
+    names = base_tensors(hf_model)
+    if missing := [name for name in names if name not in source]:
+        raise DataError(f"model.name = '{config.name}': the language model lacks {missing[0]}, which scoring needs")
+    whole = {name: source[name] for name in names}
+    return initial_tensors(hf_model, whole, seed=seed) if is_adapted(hf_model) else whole
 
 
 def _broadcast(whole: dict[str, Tensor], hf_model: PreTrainedModel) -> None:
@@ -234,9 +176,11 @@ def _broadcast(whole: dict[str, Tensor], hf_model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _fill_from(source: Source, hf_model: PreTrainedModel, drawn: Mapping[str, Tensor], *, seed: int) -> None:
+def _fill(
+    hf_model: PreTrainedModel, read: Callable[[Mapping[str, Tensor]], None], drawn: Mapping[str, Tensor], *, seed: int
+) -> None:
     tensors = base_tensors(hf_model)
-    source.fill({name: tensor for name, tensor in tensors.items() if name not in drawn})
+    read({name: tensor for name, tensor in tensors.items() if name not in drawn})
     given = {tensors[name]: whole for name, whole in drawn.items()}
     if is_adapted(hf_model):
         in_memory = hf_model.state_dict(keep_vars=True)
@@ -247,42 +191,58 @@ def _fill_from(source: Source, hf_model: PreTrainedModel, drawn: Mapping[str, Te
         local.copy_(whole[region])
 
 
-def _open(hf_model: PreTrainedModel, name: str, *, without: Collection[str]) -> Source:
-    """Return the files of `name`, which hold every tensor of the model but `without`.
+def open_weights(
+    hf_model: PreTrainedModel, name: str, *, without: Collection[str] = ()
+) -> Callable[[Mapping[str, Tensor]], None]:
+    """Return a function that fills tensors of `hf_model` by name; each rank reads its part of the files of `name`.
+
+    Args:
+        hf_model: its names, shapes and config count; it may be on the meta device.
+        without: tensors that need not be in the files.
 
     Raises:
-        _CannotRead, CheckpointError, DataError: they do not, or not so that each rank can take its part.
+        DataError: there are no safetensors files, they are damaged, or they are those of another model.
     """
+    check_weights_path(name)
+    where = f"model.name = '{name}'"
     files = weight_files(name)
     if not files:
-        raise _CannotRead("there is no model.safetensors, nor one index of several such files")
+        raise DataError(f"{where} has neither model.safetensors nor an index of several such files")
     if (Path(name) / "adapter_config.json").is_file():
-        raise _CannotRead("an adapter lies beside them")
-    in_files = SafetensorsSource(files)
-    source = ConvertedSource(in_files, TensorLayout(hf_model, in_files.found))
-    wanted = {key: tensor for key, tensor in base_tensors(hf_model).items() if key not in without}
-    for key, tensor in wanted.items():
-        found = source.found.get(key)
-        if found is None:
-            raise _CannotRead(f"{key} is not in them")
-        if found.shape != tuple(tensor.shape) or found.dtype.is_floating_point != tensor.dtype.is_floating_point:
-            raise _CannotRead(f"{key} has another shape or kind of numbers in them")
-    # Of tied tensors transformers takes whichever is there, and compares where both are.
-    tied = [key for key in hf_model.state_dict() if key in source.found and key not in wanted and key not in without]
-    if tied:
-        raise _CannotRead(f"{tied[0]} is in them and is tied to another tensor")
-    return source
+        raise DataError(f"{where} holds both a model and adapter_config.json: move away what is not meant")
+    try:
+        in_files = SafetensorsSource(files)
+        source = ConvertedSource(in_files, TensorLayout(hf_model, in_files.found))
+        names = _names_in_source(hf_model, source, where, without)
+    except CheckpointError as error:
+        raise DataError(f"{where}: {error}") from error
+    return lambda tensors: source.fill({names[own]: tensor for own, tensor in tensors.items()})
+
+
+def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, without: Collection[str]) -> dict[str, str]:
+    """Return own name -> name in the source. Of tied tensors the files may hold any, or all with equal values."""
+    ties: dict[int, list[str]] = {}
+    for name, parameter in hf_model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(parameter), []).append(name)
+    tied = {names[0]: names for names in ties.values()}
+    wanted = {name: tensor for name, tensor in base_tensors(hf_model).items() if name not in without}
+    names: dict[str, str] = {}
+    for own in wanted:
+        found = [name for name in tied.get(own, [own]) if name in source.found] or [own]
+        names[own] = found[0]
+        if any(not are_equal(source, found[0], copy) for copy in found[1:]):
+            raise DataError(
+                f"{where}: {' and '.join(found)} differ in its files, and its config.json ties them: set "
+                "tie_word_embeddings to false there"
+            )
+    if missing := [own for own, name in names.items() if name not in source.found]:
+        raise DataError(f"{where}: the weights lack {len(missing)} tensors, such as {missing[0]}")
+    check_shapes(wanted, {own: source.found[name] for own, name in names.items()}, "what its files hold")
+    return names
 
 
 def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None) -> None:
-    """Shard `model`, which was built on the meta device, and give it memory; it is in training mode then. Collective.
-
-    Args:
-        fill: puts the weights into the transformers model in it; None: they will be loaded from a checkpoint.
-
-    Raises:
-        DataError: the model cannot be used in the configured way.
-    """
+    """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective."""
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)
     model.to_empty(device=mesh.parameter_device)
@@ -294,7 +254,7 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fil
     _prepare(model, config, mesh)
     model.share_rows(mesh.sequence)
     if fill is not None:
-        # Sending the weights of rank 0 to the others asks for one device of all that is filled.
+        # The broadcast needs all tensors on one device.
         _move_buffers(hf_model, mesh.parameter_device)
         fill(hf_model)
         _move_buffers(hf_model, mesh.device)
@@ -308,16 +268,15 @@ def _move_buffers(hf_model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
-    """Have the model find out how it is to be used, before it has its weights: that must not depend on them."""
+    """Have the model find out its layout, before it has weights: the layout must not depend on them."""
     with torch.no_grad():
         for parameter in model.parameters():
-            # to_empty left garbage, of which the comparisons in `prepare` could be NaN.
+            # to_empty left garbage, perhaps NaN.
             parameter.fill_(1.0)
     model.layout = Layout(packs=takes_positions(model.hf_model), attention=config.attention)
     was_training = model.training
     model.eval()
     devices = [mesh.device] if mesh.device.type == "cuda" else []
-    # fork_rng: whatever is random in these passes must not move the generators of the run.
     with naming_failures(model, config.name, config.compute_dtype), torch.random.fork_rng(devices=devices):
         model.run(model.prepare)
     reshard(model)
@@ -327,12 +286,7 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> Non
 
 @contextmanager
 def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None]:
-    """Name the model whose forward pass in the block fails.
-
-    Raises:
-        RankLost: a collective of it failed, as another rank has ended.
-        DataError: it failed: the model cannot compute with its config.json in this dtype.
-    """
+    """Raise DataError that names the model, or RankLost, if its forward pass in the block fails."""
     try:
         yield
     except (HoldfastError, torch.OutOfMemoryError):
@@ -349,22 +303,18 @@ def naming_failures(model: DecoderModel, name: str, dtype: str) -> Iterator[None
 
 
 def _reset_buffers(hf_model: PreTrainedModel) -> None:
-    """Compute again the buffers that no checkpoint holds (rotary frequencies): to_empty left garbage.
-
-    Raises:
-        DataError: transformers does not say what belongs into one of them, or cannot say it of shards.
-    """
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies. Raise DataError if that fails."""
     for parameter in hf_model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips these
     for module in hf_model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
     buffers = {name: buffer for name, buffer in hf_model.named_buffers() if buffer.is_floating_point()}
     for buffer in buffers.values():
-        # NaN marks those that initialize_weights passes over.
+        # NaN marks buffers that initialize_weights skips.
         buffer.fill_(math.nan)
     try:
         hf_model.initialize_weights()
-    except RuntimeError as error:  # of code that computes with a parameter, of which here is a shard
+    except RuntimeError as error:  # computes with a parameter, which is a shard here
         raise DataError(
             f"{type(hf_model).__name__} cannot be divided among ranks: transformers' code that initialises it fails "
             f"with shards ({one_line(error)})"
@@ -376,4 +326,4 @@ def _reset_buffers(hf_model: PreTrainedModel) -> None:
         )
     for name, buffer in buffers.items():
         if name in persistent and buffer.isnan().any():
-            buffer.fill_(1.0)  # the weights or a checkpoint fill it
+            buffer.fill_(1.0)  # weights or a checkpoint fill it

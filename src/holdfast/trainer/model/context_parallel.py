@@ -1,12 +1,11 @@
-"""Sequence parallelism: neighbouring ranks share the rows of a micro-batch, each with a slice of their tokens.
+"""Context parallelism: neighbouring ranks share the rows of a micro-batch, each with a slice of the tokens.
 
-Jacobs et al. 2023, "DeepSpeed Ulysses" (https://arxiv.org/abs/2309.14509). Through all layers a rank holds one slice of
-each row. Around attention an all-to-all swaps tokens for heads: each rank attends to whole rows, with its share of the
-heads, and an all-to-all swaps back. What is read off the tokens (log-probabilities, values) is put together again
-behind the last layer, so losses see whole rows.
+Jacobs et al. 2023, "DeepSpeed Ulysses" (https://arxiv.org/abs/2309.14509). A rank holds one slice of each row. Around
+attention an all-to-all swaps tokens for heads, so each rank attends to whole rows with its share of the heads. After
+the last layer the results (log-probabilities, values) of all ranks are joined, so losses see whole rows.
 
-Every rank of a group computes the same loss of the same numbers, and takes the gradient of its own tokens: those of
-the group add up to the gradient of the loss.
+Every rank of a group computes the same loss, and the gradient of its own tokens. These gradients add up to the gradient
+of the loss.
 
 Shape legend: B rows, L tokens of a row, S ranks of a group, T tokens of a slice (L / S, rounded up), H heads, D head
 dimension, N places in the flattened (B * L) rows, O those of them that are in this rank's slice.
@@ -26,7 +25,7 @@ from holdfast.trainer.mesh import SequenceGroup
 
 
 def reason_against(heads: int, key_heads: int, num_ranks: int) -> str:
-    """Return why heads of attention cannot be shared out over `num_ranks` ranks; empty: they can."""
+    """Return why `num_ranks` ranks cannot share the heads of attention; empty if they can."""
     if heads % num_ranks:
         return f"its attention has {heads} heads, which {num_ranks} ranks cannot share evenly"
     if key_heads % num_ranks and num_ranks % key_heads:
@@ -36,19 +35,14 @@ def reason_against(heads: int, key_heads: int, num_ranks: int) -> str:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """This rank's tokens of the rows of one micro-batch.
-
-    Attributes:
-        ranks: that share the rows.
-        length: L.
-    """
+    """This rank's tokens of the rows, of `length` L, that `ranks` share."""
 
     ranks: SequenceGroup
     length: int
 
     @property
     def width(self) -> int:
-        """Tokens of a slice, T; behind the last rank's there may be padding."""
+        """Tokens of a slice, T. The last slice may end with padding."""
         return -(-self.length // self.ranks.size)
 
     def of(self, rows_BL: Tensor) -> Tensor:
@@ -61,18 +55,18 @@ class RowSlice:
         return (index_N % self.length // self.width == self.ranks.rank).nonzero().squeeze(1)
 
     def places(self, index_N: Tensor) -> Tensor:
-        """Return where those lie in the flattened slices (B * T), (O,)."""
+        """Return the places of `own` in the flattened slices (B * T), (O,)."""
         index_O = index_N[self.own(index_N)]
         return index_O // self.length * self.width + index_O % self.length - self.ranks.rank * self.width
 
     def whole(self, values_O: Tensor, index_N: Tensor) -> Tensor:
-        """Return the values of all places, (N, ...), from what each rank has of its own. Collective in the group."""
+        """Join the values of all ranks, (N, ...). Collective in the group."""
         return _Whole.apply(values_O, self.own(index_N), len(index_N), self.ranks.group)  # type: ignore[return-value]
 
     def whole_rows(self, heads_BHTD: Tensor) -> Tensor:
-        """Return (B, H / S, L, D): of this rank's share of the heads, all tokens. Collective in the group.
+        """Return all tokens of this rank's share of the heads, (B, H / S, L, D). Collective in the group.
 
-        Heads of keys and values that are fewer than the ranks are repeated, as queries in groups see them.
+        Heads of keys and values are repeated if they are fewer than the ranks.
         """
         size = self.ranks.size
         if heads_BHTD.shape[1] < size:
@@ -84,7 +78,7 @@ class RowSlice:
         return whole[:, :, : self.length]
 
     def own_tokens(self, attended_BLHD: Tensor) -> Tensor:
-        """Return (B, T, H * S, D): all heads of this rank's tokens. Collective in the group."""
+        """Return all heads of this rank's tokens, (B, T, H * S, D). Collective in the group."""
         size, width = self.ranks.size, self.width
         rows, _, heads, head_dim = attended_BLHD.shape
         padded = F.pad(attended_BLHD, (0, 0, 0, 0, 0, size * width - self.length))
@@ -93,17 +87,17 @@ class RowSlice:
         return swapped_SBTHD.permute(1, 2, 0, 3, 4).reshape(rows, width, size * heads, head_dim)
 
     def own_heads(self, values_H: Tensor) -> Tensor:
-        """Return what belongs to this rank's share of the heads, (H / S,)."""
+        """Return the values of this rank's share of the heads, (H / S,)."""
         return values_H.chunk(self.ranks.size)[self.ranks.rank]
 
 
 def _swap(by_rank: Tensor, ranks: SequenceGroup) -> Tensor:
-    """Return what each rank of the group has for this one, of what each has for each along the first dimension."""
+    """Exchange along the first dimension: part i goes to rank i of the group."""
     return _AllToAll.apply(by_rank, ranks.group)  # type: ignore[return-value]
 
 
 class _AllToAll(torch.autograd.Function):
-    """`dist.all_to_all_single` in equal parts, whose backward pass is the same of the gradients."""
+    """`dist.all_to_all_single` in equal parts; the backward pass exchanges the gradients."""
 
     @staticmethod
     def forward(ctx: Any, by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -123,14 +117,14 @@ def _exchange(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """Puts together what each rank has at its own places; the gradient goes back to those alone."""
+    """Joins the values that each rank has at its own places; the gradient goes back to these places."""
 
     @staticmethod
     def forward(ctx: Any, values_O: Tensor, own_O: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(own_O)
         whole_N = values_O.new_zeros(count, *values_O.shape[1:])
         whole_N[own_O] = values_O
-        # Every place is one rank's; the others add zero, which changes no bit.
+        # Other ranks add zero, which changes no bit.
         dist.all_reduce(whole_N, group=group)
         return whole_N
 

@@ -23,11 +23,7 @@ from holdfast.trainer.model.structure import decoder_layers
 
 
 def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> None:
-    """Wrap a model in place, as `config` says. One rank in float32 stays without FSDP, unless it is to offload.
-
-    Raises:
-        DataError: transformers cannot recompute the layers of this model.
-    """
+    """Wrap a model in place. Raise DataError if transformers cannot recompute its layers."""
     hf_model = model.hf_model
     layers = decoder_layers(hf_model)
     if config.activation_checkpointing:
@@ -41,35 +37,33 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
         for layer in layers:
             layer.compile()
     if mesh.world_size == 1 and config.compute_dtype == "float32" and not mesh.cpu_offload:
-        return  # nothing to shard, to cast or to move: FSDP would only copy, for a quarter of a small model's step
+        return  # FSDP would only copy, for a quarter of a small model's step
     mixed_precision = MixedPrecisionPolicy()
     if config.compute_dtype == "bfloat16":
         # Gradients are summed over ranks in float32: bfloat16 would lose the small ones.
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # With whole parameters on each rank there is nothing to free by resharding, only copies to repeat; unless those
-    # are copies on the device of what lies on the host.
+    # Resharding frees nothing if each rank has whole parameters on its device.
     frees = mesh.num_shards > 1 or mesh.cpu_offload
     shard = partial(fully_shard, mesh=mesh.device_mesh, mp_policy=mixed_precision, offload_policy=_offload_policy(mesh))
     for layer in layers:
         shard(layer, reshard_after_forward=frees)
-    # The backward pass begins with the root; and `readout` needs the head to stay.
+    # The backward pass begins with the root, and `readout` needs the head.
     shard(model, reshard_after_forward=False)
-    # FSDP2 gathers parameters before `forward` alone; `run` needs them, too.
+    # FSDP2 gathers parameters before `forward` only; `run` needs them, too.
     register_fsdp_forward_method(model, "run")
 
 
 def _offload_policy(mesh: Mesh) -> OffloadPolicy:
     if not mesh.cpu_offload:
         return OffloadPolicy()
-    # Only from pinned memory do copies to a GPU go on beside it; without a GPU there is none.
+    # Copies to a GPU only overlap from pinned memory.
     return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
 
 
 def reshard(model: nn.Module) -> None:
     """Put all parameters back into shards, as a backward pass does.
 
-    A forward pass without a backward (validation) leaves them whole, and then saving or publishing
-    would see tensors that the optimizer does not update.
+    After a forward pass without backward, saving would see tensors that the optimizer does not update.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

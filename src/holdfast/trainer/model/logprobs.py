@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of chosen tokens, without the logits of the whole batch in memory.
 
-`truncate` cuts a distribution to its likelier tokens, as the engine did when it sampled. The rules, their order and
-their borders are those of vLLM, in vLLM's precision, so that equal logits give equal sets. The rules are min-p (Nguyen
-et al. 2024, "Turning Up the Heat"), top-k (Fan et al. 2018, "Hierarchical Neural Story Generation") and top-p (Holtzman
-et al. 2020, "The Curious Case of Neural Text Degeneration", eq. 2 and 3).
+`truncate` cuts a distribution to its likelier tokens, as the engine did when it sampled: with vLLM's rules, order and
+precision, so that equal logits give equal sets. The rules are min-p (Nguyen et al. 2024, "Turning Up the Heat"), top-k
+(Fan et al. 2018, "Hierarchical Neural Story Generation") and top-p (Holtzman et al. 2020, "The Curious Case of Neural
+Text Degeneration", eq. 2 and 3).
 
 Shape legend: N predicted tokens, C tokens of one chunk, H hidden size, V vocabulary; B blocks of K.
 """
@@ -22,30 +22,25 @@ from torch.utils.checkpoint import checkpoint
 from holdfast.protocol.rollouts import PLAIN_SAMPLING, Sampling
 from holdfast.trainer.data.packing import to_device
 
-# A logit whose probability is 0 and whose log-probability is finite, so that 0 times it is no NaN.
+# The probability is 0 and the log-probability finite, so their product is not NaN.
 _NEVER = -1e30
 _BLOCK = 512  # of running sums; about the root of a vocabulary
 
 
 @dataclass(frozen=True)
 class SamplingByToken:
-    """The distributions that tokens were sampled from, where they are several.
-
-    Attributes:
-        table: all of them.
-        index_N: which of them each token was sampled from, long; empty before tokens are chosen.
-    """
+    """Several distributions, and the index of each token's distribution, long; empty before tokens are chosen."""
 
     table: tuple[Sampling, ...]
     index_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @property
     def is_truncated(self) -> bool:
-        """Whether anything can be cut of any."""
+        """Whether any distribution is truncated."""
         return any(sampling.is_truncated for sampling in self.table)
 
     def of(self, tokens: slice | Tensor) -> SamplingByToken:
-        """Return those of some of the tokens."""
+        """Return the distributions of some of the tokens."""
         return replace(self, index_N=self.index_N[tokens])
 
     def column(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,13 +50,13 @@ class SamplingByToken:
 
 
 def truncate(logits_CV: Tensor, target_ids_C: Tensor, sampling: Sampling | SamplingByToken) -> Tensor:
-    """Return the logits with those of cut tokens so low that their probability is exactly 0.
+    """Return the logits; the probability of cut tokens is exactly 0.
 
-    The sets are constants: gradients go through the kept logits alone. A target always stays, so that what was
-    sampled has a log-probability when rounding, or weights other than those that sampled it, would cut it.
+    The sets are constants: gradients go through kept logits only. A target always stays: it has a log-probability even
+    if rounding, or other weights than at sampling, would cut it.
 
     Args:
-        logits_CV: over the temperature already, float32.
+        logits_CV: divided by the temperature, float32.
         target_ids_C: token ids, long.
     """
     cut_CV = _cut(logits_CV.detach(), sampling).scatter_(1, target_ids_C[:, None], False)
@@ -78,7 +73,7 @@ def _cut(logits_CV: Tensor, sampling: Sampling | SamplingByToken) -> Tensor:
     if sampling.min_p > 0:
         logits_CV = _without_unlikely(logits_CV, min_p)
     if 0 < sampling.top_k < logits_CV.shape[1]:
-        # Tokens as likely as number k stay, too.
+        # Ties with token k stay, too.
         last_C1 = logits_CV.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < last_C1, -torch.inf)
     if sampling.top_p < 1:
@@ -87,7 +82,7 @@ def _cut(logits_CV: Tensor, sampling: Sampling | SamplingByToken) -> Tensor:
 
 
 def _cut_by_token(logits_CV: Tensor, sampling: SamplingByToken) -> Tensor:
-    """Return which tokens are cut where rows have parameters of their own; one that cuts nothing leaves its row."""
+    """Return which tokens are cut if rows have parameters of their own."""
     logits_CV = _without_unlikely(logits_CV, sampling.column("min_p"))
     most_k = min(max(one.top_k for one in sampling.table), logits_CV.shape[1])
     if most_k > 0:
@@ -95,7 +90,7 @@ def _cut_by_token(logits_CV: Tensor, sampling: SamplingByToken) -> Tensor:
         last_C1 = logits_CV.topk(most_k, dim=-1).values.gather(1, top_k_C1.clamp(1, most_k) - 1)
         logits_CV = logits_CV.masked_fill((logits_CV < last_C1) & (top_k_C1 > 0), -torch.inf)
     top_p_C1 = sampling.column("top_p")
-    # Below every sum where nothing is to be cut: 1 - 1 would cut what has no probability in float32.
+    # -1 cuts nothing; 1 - 1 would cut tokens whose probability is 0 in float32.
     border_C1 = torch.where(top_p_C1 < 1, 1 - top_p_C1, -1.0)
     return _without_tail(logits_CV, border_C1).isneginf()
 
@@ -111,7 +106,7 @@ def _without_tail(logits_CV: Tensor, border: Tensor) -> Tensor:
     """Return the logits without the least likely tokens, whose probabilities sum to at most `border`."""
     ascending_CV, order_CV = logits_CV.sort(dim=-1)
     probabilities_CV = ascending_CV.softmax(-1)
-    # CUDA adds up a row in whatever order its blocks come, and refuses to where results must repeat.
+    # CUDA's cumsum has no fixed order, and raises in deterministic mode.
     must_repeat = logits_CV.is_cuda and torch.are_deterministic_algorithms_enabled()
     sums_CV = sums_by_products(probabilities_CV) if must_repeat else probabilities_CV.cumsum(-1)
     is_tail_CV = sums_CV <= border
@@ -139,14 +134,14 @@ def plain_head(
     """Return the head that multiplies with an output embedding.
 
     Args:
-        softcap: c in logits = c * tanh(logits / c), for models that have it.
-        in_float32: sum and keep the products in float32, whatever the dtype of the factors.
+        softcap: c in logits = c * tanh(logits / c).
+        in_float32: multiply in float32, whatever the dtype of the factors.
     """
     if in_float32:
         weight_VH, bias_V = weight_VH.float(), None if bias_V is None else bias_V.float()
 
     def head(hidden_CH: Tensor) -> Tensor:
-        # .float() behind the product: the softmax over the vocabulary needs more than bfloat16.
+        # .float() after the product: the softmax over the vocabulary needs more than bfloat16.
         logits_CV = torch.nn.functional.linear(hidden_CH.to(weight_VH.dtype), weight_VH, bias_V).float()
         return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
 
@@ -155,12 +150,12 @@ def plain_head(
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read off the logits that predict a target.
+    """What to compute from the logits that predict a target.
 
     Attributes:
-        sampling: the distribution that the targets were sampled from: one of all, or by token.
-        entropy: whether their entropies are computed, which takes as much memory as the logits once more.
-        entropy_gradient: whether they are, and carry a gradient.
+        sampling: the distribution that the targets were sampled from: of all targets, or by target.
+        entropy: whether to compute entropies, which takes as much memory as the logits.
+        entropy_gradient: whether to compute entropies with a gradient.
     """
 
     sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
@@ -168,7 +163,7 @@ class Reading:
     entropy_gradient: bool = False
 
     def of(self, tokens: slice | Tensor) -> Reading:
-        """Return the reading of some of the targets."""
+        """Return the same for some of the targets."""
         if isinstance(self.sampling, Sampling):
             return self
         return replace(self, sampling=self.sampling.of(tokens))
@@ -176,24 +171,19 @@ class Reading:
 
 @dataclass(frozen=True)
 class Readout:
-    """What makes the logits of another model at the same targets, the teacher, without gradient.
-
-    Attributes:
-        hidden_NH: its hidden states.
-        head: makes logits of them, over the same vocabulary.
-    """
+    """Hidden states of another model, the teacher, at the same targets, and its head over the same vocabulary."""
 
     hidden_NH: Tensor
     head: Head
 
 
 class Predicted(NamedTuple):
-    """What was read off the logits of each target, in nats, float32.
+    """Results at each target, in nats, float32.
 
     Attributes:
-        logprobs_N: of the target, in the distribution that `Reading.sampling` says.
-        entropy_N: of that distribution, where the reading asks for it; with a gradient only where it asks for that.
-        teacher_kl_N: KL of that distribution from the teacher's, over the whole vocabulary, where there is a teacher.
+        logprobs_N: of the target, in the distribution `Reading.sampling`.
+        entropy_N: of that distribution, if `Reading` asks for it.
+        teacher_kl_N: KL of that distribution from the teacher's, over the whole vocabulary, if there is a teacher.
     """
 
     logprobs_N: Tensor
@@ -201,7 +191,7 @@ class Predicted(NamedTuple):
     teacher_kl_N: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
-        """Return what there is, by name."""
+        """Return the results that are not None, by name."""
         return {name: column for name, column in self._asdict().items() if column is not None}
 
 
@@ -219,12 +209,11 @@ def token_logprobs(
 ) -> Predicted:
     """Return what `reading` asks for at each target.
 
-    Logits exist for at most `chunk_tokens` tokens at once, those of a teacher too: with more than one chunk, each is
-    computed again in the backward pass.
+    Logits exist for at most `chunk_tokens` tokens at once, also of a teacher. If there are several chunks, the backward
+    pass computes each chunk again.
 
     Args:
         hidden_NH: hidden states that predict the targets.
-        head: makes logits of them.
         target_ids_N: token ids, long.
         teacher: another model to measure the divergence from.
     """
@@ -240,7 +229,7 @@ def token_logprobs(
         return predicted._replace(teacher_kl_N=_divergence(all_logprobs_CV, teacher_CV))
 
     count, taught_NH = hidden_NH.shape[0], teacher.hidden_NH if teacher is not None else None
-    # One chunk is not computed twice: recomputing would save no memory.
+    # Recomputing a single chunk would save no memory.
     if count <= chunk_tokens:
         return one_chunk(hidden_NH, target_ids_N, taught_NH, reading)
     parts = list[Predicted]()
@@ -264,7 +253,7 @@ def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> tuple[Pr
     all_logprobs_CV = _all_logprobs(logits_CV, target_ids_C, reading)
     entropy_C = None
     if reading.entropy or reading.entropy_gradient:
-        # Without a gradient unless it is asked for: the graph would keep as much as the logits once more.
+        # The graph would keep as much memory as the logits.
         with torch.set_grad_enabled(torch.is_grad_enabled() and reading.entropy_gradient):
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
     return Predicted(all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C), all_logprobs_CV
@@ -283,5 +272,5 @@ def _all_logprobs(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> 
 
 
 def _divergence(logprobs_CV: Tensor, teacher_CV: Tensor) -> Tensor:
-    """Return KL(p || q) = sum_v p_v (log p_v - log q_v), (C,); exactly 0 where both are the same numbers."""
+    """Return KL(p || q) = sum_v p_v (log p_v - log q_v), (C,)."""
     return (logprobs_CV.exp() * (logprobs_CV - teacher_CV)).sum(-1)

@@ -1,10 +1,8 @@
-"""LoRA: adapters in a transformers model, and the model that they amount to.
+"""LoRA: adapters in a transformers model, and the merged model.
 
-peft puts a pair of factors A and B beside each chosen linear layer, so that it computes
-W x + alpha / rank * B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1). W stays as it
-is. In memory a layer's tensors are called `q_proj.base_layer.weight` and `q_proj.lora_A.default.weight`;
-everywhere else they have the names of the plain model, `q_proj.weight`, and of the factors,
-`q_proj.lora_A.weight`.
+peft puts factors A and B beside each chosen linear layer, which then computes W x + alpha / rank * B A x (Hu et al.
+2021, https://arxiv.org/abs/2106.09685, section 4.1). W stays as it is. In memory the tensors are called
+`q_proj.base_layer.weight` and `q_proj.lora_A.default.weight`; in files `q_proj.weight` and `q_proj.lora_A.weight`.
 
 Shape legend: O outputs and I inputs of a linear layer, R rank.
 """
@@ -35,23 +33,18 @@ from holdfast.run.weights import (
     tensors_digest,
 )
 from holdfast.trainer.checkpoint.state import State
-from holdfast.trainer.model.hf_files import mode_of_new_files
 from holdfast.trainer.model.structure import BASE_LAYER, FACTOR, base_tensors
-from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.model.tensor_names import TensorLayout, mode_of_new_files
 
 HEAD = "score.weight"
-"""The head of a model that scores sequences: trained whole beside the adapters, since no weights hold it."""
+"""The head of a model that scores sequences: trained whole beside the adapters, since no file has it."""
 
 _ADAPTER_INFIX = ".default."  # peft's name of the one adapter that we make
 
 
 def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters beside the linear layers that `config` chooses, and freeze all else but a head that scores.
-
-    Raises:
-        DataError: `config.target_modules` names a layer that is not there.
-    """
-    import peft  # a second that only runs with adapters pay
+    """Put adapters beside the chosen linear layers, and freeze all other tensors except a scoring head."""
+    import peft  # takes a second
 
     scores = _scores(hf_model)
     peft_config = peft.LoraConfig(
@@ -63,13 +56,12 @@ def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
     )
     peft.inject_adapter_in_model(peft_config, hf_model)
     if scores:
-        # peft has frozen everything but its factors.
         hf_model.get_parameter(HEAD).requires_grad_(True)
-        peft_config.modules_to_save = [HEAD.partition(".")[0]]  # as peft calls what an adapter holds whole
+        peft_config.modules_to_save = [HEAD.partition(".")[0]]
 
 
 def _target_modules(hf_model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the last parts of the names of the layers to adapt, or whole names where those would fit others too."""
+    """Return the last parts of the names of the layers to adapt, or whole names if other layers have the same ends."""
     heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
     linear = [
         name
@@ -105,7 +97,7 @@ def is_adapted(hf_model: nn.Module) -> bool:
 
 
 def adapter_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the factors, and the head of a model that scores, by their names in checkpoints; none of a plain model."""
+    """Return the factors and a scoring head by their names in checkpoints; nothing for a plain model."""
     if not is_adapted(hf_model):
         return {}
     return {
@@ -116,17 +108,17 @@ def adapter_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    """Return what an adapted model starts with, by its names in memory: `base`, and factors that add nothing yet.
+    """Return the first tensors of an adapted model by their names in memory: `base`, and factors that add nothing yet.
 
-    A is uniform as in peft and in the authors' program, drawn on the CPU from `seed` alone; B is zero.
+    A is uniform as in peft and in the authors' program, drawn on the CPU from `seed`; B is zero.
     """
-    # Its own: rank 0 alone draws here, which must not move its global generator.
+    # Its own generator: rank 0 may be the only rank that draws.
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, tensor in hf_model.state_dict(keep_vars=True).items():
         if FACTOR not in name:
             plain = name.replace(BASE_LAYER, ".")
-            tensors |= {name: base[plain]} if plain in base else {}  # the second of tied names is not
+            tensors |= {name: base[plain]} if plain in base else {}  # `base` has one of tied names
             continue
         tensors[name] = torch.zeros(tensor.shape)
         if ".lora_A." in name:
@@ -136,23 +128,18 @@ def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: in
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
-    """Return W + scale * B A in float32: the same sums, for the same bits, as `inference.weight_files`."""
+    """Return W + scale * B A in float32, with the same bits as `inference.weight_files`."""
     return weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
 
 
 def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model by name, whole and on the CPU; of a model with adapters the merged one. Collective.
-
-    Args:
-        keep: whether this rank wants them; without, it takes part and gets none.
-    """
+    """Yield every tensor of a model by name, whole, merged and on the CPU, if this rank shall `keep` it. Collective."""
     factors = adapter_parameters(hf_model)
     matrices = adapted_matrices(factors)
     scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
     for name, tensor in base_tensors(hf_model).items():
         value = _whole(tensor)
         pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
-        # After the gathering, which is collective: this rank takes part and keeps nothing.
         if not keep:
             continue
         value = value.cpu()
@@ -167,16 +154,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None) -> str:
-    """Return `holdfast.run.weights.tensors_digest` of tensors, sharded or not, in float32. Collective.
-
-    Args:
-        layout: digest the tensors of files, which these of memory become.
-    """
+    """Return `tensors_digest` of tensors in float32, in the `layout` of files, if any. Collective."""
 
     def values() -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         wholes = ((name, _whole(tensor)) for name, tensor in tensors.items())
         for name, whole in layout.to_files(wholes) if layout is not None else wholes:
-            # In float32: the digest must not depend on the dtype that the weights are held in.
             whole = whole.float() if whole.is_floating_point() else whole
             yield name, tuple(whole.shape), whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -184,20 +166,9 @@ def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None)
 
 
 class Adapters(State):
-    """The adapters of a run: how they are written as files, and which weights they belong to.
-
-    It is a part of the run's state, since a checkpoint does not hold the weights.
-
-    Attributes:
-        base: the weights that the adapters are added to.
-    """
+    """The adapters of a run as files, and `base`, the weights that they belong to. Collective."""
 
     def __init__(self, hf_model: PreTrainedModel, layout: TensorLayout, *, base_name: str) -> None:
-        """Read all weights once, tensor by tensor. Collective.
-
-        Args:
-            layout: of the files that they were loaded from.
-        """
         places = {name: layout.name_in_files(name) for name in adapted_matrices(adapter_parameters(hf_model))}
         self.base = Base(
             base_name,
@@ -208,10 +179,10 @@ class Adapters(State):
         self._hf_model = hf_model
 
     def settings(self) -> dict[str, bytes]:
-        """Return the files beside the factors by name, the same bytes every time."""
+        """Return the files beside the factors by name."""
         found = _peft_config_of(self._hf_model)
         settings = found.to_dict() | {
-            "target_modules": sorted(found.target_modules),  # a set
+            "target_modules": sorted(found.target_modules),
             "base_model_name_or_path": self.base.name,
             "inference_mode": True,
         }
@@ -221,25 +192,17 @@ class Adapters(State):
         }
 
     def write_factors(self, directory: Path, *, keep: bool) -> None:
-        """Write the factors as peft does, in float32. Collective.
-
-        Args:
-            keep: whether this rank writes them; without, it takes part.
-        """
+        """Write the factors as peft does, in float32, if this rank shall `keep` them. Collective."""
         gathered = {name: _whole(factor.detach()) for name, factor in adapter_parameters(self._hf_model).items()}
         if keep:
             save_factors(gathered, directory)
 
     def values(self) -> dict[str, Any]:
-        """Return name and digest of the weights."""
+        """Return name and digest of the base weights."""
         return msgspec.to_builtins(self.base)
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Check that the checkpoint's adapters were trained on these weights.
-
-        Raises:
-            CheckpointError: they were trained on others.
-        """
+        """Raise CheckpointError if the checkpoint's adapters were trained on other weights."""
         saved = msgspec.convert(values, Base)
         if saved.digest != self.base.digest:
             raise CheckpointError(
@@ -256,7 +219,7 @@ def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
     path = directory / ADAPTER_NAME
     tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode_of_new_files())  # safetensors writes for the owner alone; the server may be another user
+    path.chmod(mode_of_new_files())  # safetensors writes for the owner only; the server may be another user
 
 
 def _peft_config_of(hf_model: nn.Module) -> Any:

@@ -1,13 +1,13 @@
-"""Whether samples can share a row, found by what a model's layers do in one forward pass that attends to nothing.
+"""Finds out if samples can share a row, by a forward pass of the model with an attention that returns zeros.
 
-Packing needs three things of a model. Its tokens meet only in attention: a convolution or a recurrence
-would carry state from one sample into the next. That attention goes through transformers' attention
-interface, where `holdfast.trainer.model.attention` can take its place. And what a token may see depends on the
-distance alone (causal, perhaps with a sliding window), so that it is the same anywhere in a row.
+Packing has three conditions. Tokens meet only in attention: a convolution or a recurrence would carry state from one
+sample into the next. Attention goes through transformers' attention interface, so that
+`holdfast.trainer.model.attention` can replace it. What a token sees depends only on the distance (causal, perhaps with
+a sliding window), so it is the same anywhere in a row.
 
-No list of names says which models are such. The probe puts an attention in place that returns zeros and
-records what it was given, and a NaN into the first token's embedding: NaN times zero is NaN, so it reaches
-every token whose value depends on the first by any other way than that attention, whatever the weights.
+The probe replaces attention by a function that returns zeros and records its arguments, and the first token's embedding
+by NaN. NaN times zero is NaN, so NaN reaches every token that depends on the first token without attention, whatever
+the weights are.
 
 Shape legend: B rows, L tokens of a row, H heads, D head dimension.
 """
@@ -33,9 +33,9 @@ from holdfast.trainer.model.attention import without_naming
 from holdfast.trainer.model.structure import other_attention, takes_positions
 
 _PROBE = "holdfast_probe"
-_PROBE_TOKENS = 160  # more than the blocks in which linear attention and compressed attention work
-_BY_MASK = ("sdpa", "eager")  # transformers' attentions that know by a mask where the samples of a row are
-_ROUNDING = 1e-4  # of a relative difference in float32, between programs that compute the same
+_PROBE_TOKENS = 160  # more than the blocks of linear attention and compressed attention
+_BY_MASK = ("sdpa", "eager")  # transformers' attentions that get the samples of a row as a mask
+_ROUNDING = 1e-4  # relative difference in float32 between programs that compute the same
 _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -46,10 +46,9 @@ class Layout:
     Attributes:
         packs: whether several samples can share a row.
         attention: the transformers attention implementation to use.
-        reason: why they cannot; empty where they can.
-        pair_cost: what attention between two tokens of a sample costs, as a share of what one token costs outside of
-            attention.
-        heads: of queries, and of keys and values, that packed attention is given in some layer.
+        reason: why samples cannot share a row; empty if they can.
+        pair_cost: cost of attention between two tokens of a sample, relative to one token's cost outside of attention.
+        heads: numbers of heads of queries, and of keys and values, of the layers.
         shares: whether samples of a row can share the tokens of their prompt.
     """
 
@@ -61,13 +60,13 @@ class Layout:
     shares: bool = False
 
     def arrangement(self, *, pack: bool) -> Arrangement:
-        """Return how micro-batches are planned where the configuration says `pack`; see `trainer.data.packing`."""
+        """Return how micro-batches are planned; see `trainer.data.packing`."""
         if not pack:
             return "rows"
         return "packed" if self.packs else "grouped"
 
     def cost(self, length: int) -> float:
-        """Return what forward and backward pass of a sample cost, in tokens that attend to nothing."""
+        """Return the cost of forward and backward pass of a sample, in tokens without attention."""
         return length + self.pair_cost * length * length
 
 
@@ -76,15 +75,13 @@ PACKED = Layout(packs=True, attention="packed")
 
 @dataclass
 class _Record:
-    """What the layers asked of attention in one forward pass.
+    """The calls of attention in one forward pass.
 
     Attributes:
-        needs: the argument by which the configured attention knows where samples are; None: by the mask.
-        masks: that were made for them, and the rule behind each.
-        calls: of attention.
-        heads: of queries, and of keys and values, in one of them.
-        faults: why a row cannot hold several samples, in words.
-        differs: implementations that do not compute what the model's own eager attention does, and how.
+        needs: the argument that tells the configured attention where samples are; None: the mask.
+        masks: made for the layers, with the rule of each mask.
+        faults: why a row cannot hold several samples.
+        differs: implementation -> how it differs from the model's own eager attention.
     """
 
     needs: str | None = None
@@ -98,22 +95,28 @@ class _Record:
 _recorded = _Record()
 
 
-def find_layout(hf_model: PreTrainedModel, run: Callable[[Tensor], Tensor], attention: str) -> Layout:
+def find_layout(
+    hf_model: PreTrainedModel, run: Callable[[Tensor], Tensor], attention: str, *, longest: int | None = None
+) -> Layout:
     """Return the layout of a model whose weights are finite, by two forward passes. Collective.
 
     Args:
-        run: gives the hidden states (L, hidden) of one packed row of one sample, token ids (1, L).
-        attention: as configured; with `packed`, models that cannot be packed take another.
+        run: returns the hidden states (L, hidden) of a packed row with one sample, token ids (1, L).
+        attention: as configured; with `packed`, models that cannot be packed use another attention.
+        longest: most tokens of a sample.
 
     Raises:
-        DataError: the model needs what the configured attention leaves out.
+        DataError: the configured attention differs from the model's attention.
     """
     record = _Record({"packed": "packed_index", **dict.fromkeys(_BY_MASK)}.get(attention, "cu_seq_lens_q"))
-    # A model that chose its attention when it was built is not asked for another: some would fail.
-    reason = "" if _takes_any_attention(hf_model) else "its layers do not use transformers' attention interface"
-    limit = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None) or _PROBE_TOKENS
+    # False for a model that chose its attention when it was built; another attention could fail.
+    takes_any = hf_model._can_set_attn_implementation()
+    reason = "" if takes_any else "its layers do not use transformers' attention interface"
+    limit = longest or getattr(hf_model.config.get_text_config(), "max_position_embeddings", None) or _PROBE_TOKENS
     if not reason:
-        ids_1L = torch.zeros(1, min(_PROBE_TOKENS, limit), dtype=torch.long, device=_device_of(hf_model))
+        # Offloaded layers are on another device until they compute.
+        device = next(hf_model.get_input_embeddings().parameters()).device
+        ids_1L = torch.zeros(1, min(_PROBE_TOKENS, limit), dtype=torch.long, device=device)
         with torch.no_grad(), _probing(hf_model, record):
             clean_L = run(ids_1L).isfinite().all(-1)
             with _broken_first_token(hf_model):
@@ -140,16 +143,6 @@ def find_layout(hf_model: PreTrainedModel, run: Callable[[Tensor], Tensor], atte
             "model.attention as it is, or set it to eager"
         )
     return Layout(not reason, attention, reason)
-
-
-def _takes_any_attention(hf_model: PreTrainedModel) -> bool:
-    """Whether transformers itself lets any attention function be set, as for models that look it up at each call."""
-    return bool(hf_model._can_set_attn_implementation())
-
-
-def _device_of(hf_model: PreTrainedModel) -> torch.device:
-    # Of the root's: parameters of layers may lie elsewhere until they are computed with.
-    return next(hf_model.get_input_embeddings().parameters()).device
 
 
 @contextmanager
@@ -183,7 +176,7 @@ def _broken_first_token(hf_model: PreTrainedModel) -> Iterator[None]:
 def _probe_mask(
     batch_size: int, q_length: int, kv_length: int, *, mask_function: _MaskFunction, device: torch.device, **_: Any
 ) -> Tensor:
-    """Return a mask that lets everything through, and remember what it stands for; transformers' mask interface."""
+    """Return a mask that masks nothing, and record its rule; transformers' mask interface."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _recorded.masks.append((mask, mask_function))
     return mask
@@ -192,7 +185,7 @@ def _probe_mask(
 def _probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Return zeros, and note what packed attention could not do; transformers' attention interface."""
+    """Return zeros, and record what packed attention cannot do; transformers' attention interface."""
     record = _recorded
     record.calls += 1
     record.heads.add((query.shape[1], key.shape[1]))
@@ -218,7 +211,7 @@ def _probe_attention(
 def _difference(
     name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
 ) -> str:
-    """Return how an implementation differs from the module's own eager attention on random input; empty: not at all."""
+    """Return how an implementation differs from the module's own eager attention on random input; empty if equal."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
         return ""
@@ -261,7 +254,7 @@ def _is_causal_window(function: _MaskFunction, window: int | None, device: torch
     zero = torch.zeros((), dtype=torch.long, device=device)
     try:
         sees = function(zero, zero, queries, keys)
-    except (IndexError, RuntimeError):  # it looks something up by position: not a function of the distance
+    except (IndexError, RuntimeError):  # a lookup by position
         return False
     expected = keys <= queries
     if window is not None:

@@ -1,68 +1,63 @@
-"""Is what this program computes of a model what transformers computes of it? Asked once in a run, of the real weights.
+"""Parity check: does the trainer compute of a model what transformers computes? With the real weights, once in a run.
 
-Two short samples go through the trainer's own forward pass together, as in training. Then each goes alone
-through transformers' own forward with eager attention, the plainest there is, and the same weights in the
-same modules. Then the first sample's tokens are changed, and the second must not notice; what it may notice
-is no more than what it does of changes in a sample behind it, which no causal model lets it see. Where answers are to
-share the tokens of their prompt, two that do are compared with two that have it each.
+Two short samples go through the trainer's forward pass together, as in training. Then each sample goes alone through
+transformers' forward with eager attention, with the same modules. Then the tokens of the first sample are changed, and
+the second sample must not change by more than it does if a later sample changes. If answers share the tokens of their
+prompt, two such answers are compared with two answers that do not share.
 
-Random generators stay as they are, no gradient is left, and compiled code is not run (it would be compiled for
-these shapes). Collective; all ranks compute the same.
+Random generators stay as they are, no gradient is left, and compiled code is not used. Collective; all ranks compute
+the same.
 
 Shape legend: L tokens of a sample, N predicted tokens of both, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+import tomli
 import torch
-import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.base import DType
+from holdfast.config.load import to_toml
+from holdfast.config.resolved import fingerprint
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import DataError
 from holdfast.process.events import report
-from holdfast.run import atomic
+from holdfast.run import manifest
+from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.data import packing
 from holdfast.trainer.data.packing import SHORT, MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import naming_failures
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.policy import Policy
-from holdfast.trainer.model.structure import decoder_of, original_lengths, other_attention
+from holdfast.trainer.model.structure import decoder_of, other_attention
 from holdfast.trainer.model.value_model import ScalarModel
 
 _SHORT, _LONG = 9, 24
-_MAX_TOKENS = 256  # of a sample that is to be longer than the model's windows
+_MAX_TOKENS = 256  # of the sample that should be longer than the model's windows
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """How far apart numbers may be: nats of a log-probability, or parts of the largest hidden state.
+    """Allowed differences, in nats of a log-probability or in parts of the largest hidden state.
 
-    float32 has a relative step of 6e-8; a thousand roundings of log-probabilities around 10 stay below 1e-4.
-    bfloat16 has one of 2^-8: a logit of 10 is off by up to 0.02 after its last rounding alone, and one expert
-    chosen differently moves a token further. So there the mean over the tokens counts. A soft cap left out of
-    a real model moves it by several tenths.
+    float32 has a relative step of 6e-8: a thousand roundings of log-probabilities around 10 stay below 1e-4. bfloat16
+    has a step of 2^-8: the last rounding moves a logit of 10 by up to 0.02, and another choice of an expert moves a
+    token further. So the mean over the tokens counts. A missing soft cap moves a real model by several tenths.
 
     Attributes:
-        alone: between the trainer's pass and the plain one.
-        leak: between two of the trainer's passes, in a sample that is the same in both, as the mean over its
-            tokens: the same sums in the same order, and so mostly 0. But how an expert's sums are rounded can
-            depend on how many tokens it got: ten times what is seen of that is allowed too.
+        alone: between the trainer's pass and transformers' pass.
+        leak: between two passes of the trainer, in an unchanged sample, mean over its tokens. Mostly 0: the same sums
+            in the same order. But the rounding of an expert's sums can depend on its number of tokens, so ten times
+            that noise is allowed too.
     """
 
     alone: float
@@ -72,89 +67,45 @@ class _Bounds:
 _BOUNDS: dict[DType, _Bounds] = {"float32": _Bounds(1e-4, 1e-5), "bfloat16": _Bounds(0.1, 1e-3)}
 
 
-class PassedChecks:
-    """Which models of a run have passed the check; in a file of its directory.
+def was_checked(config: TrainingCommand) -> bool:
+    """Whether the models of a run passed the check at an earlier start.
 
-    A resumed run goes on with weights that training has made of those that were checked. So it checks again only what
-    is not in the file: another model, or the same by other code, settings, libraries or on another device.
+    A resumed run continues with weights that training has made of the checked weights. Its models are checked again
+    only if its checkpoint was saved with other settings, ranks or versions of the libraries.
     """
-
-    def __init__(self, config: TrainingCommand) -> None:
-        self._path = RunDir(config.output_dir).checked_models
-        self._is_resumed = config.ckpt is not None and config.ckpt.resume_step is not None
-
-    def knows(self, digest: str, mesh: Mesh) -> bool:
-        """Whether on all ranks the model of this digest has passed at an earlier start of the run. Collective."""
-        return self._is_resumed and not mesh.max({"unknown": float(digest not in self._read())})["unknown"]
-
-    def note(self, digest: str, mesh: Mesh) -> None:
-        """Note that a model has passed. Where that cannot be written, the next start checks it again."""
-        if mesh.is_main:
-            with suppress(OSError):
-                atomic.write_file(self._path, json.dumps(sorted({*self._read(), digest}), indent=1).encode())
-
-    def _read(self) -> list[str]:
-        try:
-            found = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):  # none yet, or damaged
-            return []
-        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
-
-
-def digest_of_check(model: Policy | ScalarModel, mesh: Mesh, **settings: object) -> str:
-    """Return a digest of all that the check depends on beside the values of the weights."""
-    hf_model = model.hf_model
-    classes = {base for module in hf_model.modules() for base in type(module).__mro__}
-    files = {getattr(sys.modules.get(one.__module__), "__file__", None) for one in classes}
-    files |= {packing.__file__, *(str(path) for path in Path(__file__).parent.glob("*.py"))}
-    layout = model.layout
-    depends = {
-        **settings,
-        "kind": type(model).__name__,
-        "config": hf_model.config.to_dict(),
-        "layout": [layout.packs, layout.attention, layout.reason],
-        "head": [getattr(model, name, None) for name in ("fp32_lm_head", "logits_chunk_tokens")],
-        "tensors": [(name, tuple(one.shape), str(one.dtype)) for name, one in hf_model.named_parameters()],
-        "code": sorted(xxhash.xxh3_128(Path(file).read_bytes()).hexdigest() for file in files if file),
-        "libraries": [importlib.metadata.version(name) for name in ("holdfast", "torch", "transformers")],
-        "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else mesh.device.type,
-        "ranks": [mesh.world_size, mesh.data_size, mesh.num_shards, mesh.cpu_offload],
-    }
-    return xxhash.xxh3_128(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()
+    step = config.ckpt.resume_step if config.ckpt else None
+    if not isinstance(step, int):
+        return False
+    directory = RunDir(config.output_dir).checkpoint(step)
+    saved = manifest.read_manifest(directory)
+    if saved.libraries != manifest.library_versions() or saved.fingerprints.config != fingerprint(config):
+        return False
+    settings = (directory / TRAINER_DIR / "config.toml").read_text(), to_toml(config)
+    before, now = (tomli.loads(text).get("parallel") for text in settings)
+    return before == now
 
 
 @torch.no_grad()
 def check_model(
-    model: Policy | ScalarModel,
-    mesh: Mesh,
-    *,
-    name: str,
-    pack: bool,
-    dtype: DType,
-    share: bool = False,
-    passed: PassedChecks | None = None,
+    model: Policy | ScalarModel, mesh: Mesh, *, name: str, pack: bool, dtype: DType, share: bool = False
 ) -> None:
-    """Compare the model with transformers' own forward, unless the run has done so at an earlier start. Collective.
+    """Compare the model with transformers' own forward. Collective.
 
     Args:
-        passed: knows what has passed; None: compare.
         name: of the model, for messages.
-        pack: whether the run wants several samples in a row.
+        pack: whether the run packs several samples into a row.
         dtype: of the forward pass.
-        share: whether the run wants samples of a row to share the tokens of their prompt.
+        share: whether samples of a row share the tokens of their prompt.
 
     Raises:
         DataError: they differ by more than rounding, or one sample changes another.
     """
     share = share and model.layout.shares
-    digest = digest_of_check(model, mesh, name=name, pack=pack, share=share, dtype=dtype) if passed else ""
-    if passed and passed.knows(digest, mesh):
-        return
     arrangement = model.layout.arrangement(pack=pack)
     how = "several samples per row" if arrangement == "packed" else "one sample per row"
     why = {"because": model.layout.reason} if arrangement == "grouped" else {}
     report("checking the model", model=name, layout=how, **why)
-    samples = _samples(model.hf_model.config)
+    samples = _samples(model)
     bounds, packed = _BOUNDS[dtype], arrangement == "packed"
 
     def together(first: Sample, second: Sample) -> Tensor:
@@ -177,12 +128,12 @@ def check_model(
             "only measures, so what is saved and published would not be what is trained"
         )
     if not alone.isfinite().all():
-        report("the model was not checked: what it computes is not finite")  # the first step says the same, and ends
+        report("the model was not checked: what it computes is not finite")  # the first step ends the run
         return
     first, second = samples[0].num_targets, samples[2].num_targets
     noise = min(_mean(behind[:second], behind_changed[:second]), bounds.alone)
     largest = float(alone.abs().max())
-    # Hidden states may be exactly 0 everywhere, as those of a model whose last norm is.
+    # Hidden states may all be 0, if the last norm is.
     scale = max(1.0, largest / 10) if isinstance(model, Policy) else largest or 1.0
     found = mesh.max(
         {
@@ -194,20 +145,17 @@ def check_model(
         }
     )
     _refuse(model, found, bounds, name=name, packed=packed)
-    if passed:
-        passed.note(digest, mesh)
 
 
 @torch.no_grad()
 def is_random_in_training(policy: Policy, mesh: Mesh) -> bool:
-    """Whether what the policy computes in training depends on random numbers. Collective.
+    """Whether the policy's results in training depend on random numbers (dropout, routers that draw). Collective.
 
-    That is dropout, and in some models routers that draw experts by lot. Two passes with other random numbers show
-    it, whatever the model's code calls it. Only of adapters, which have no effect yet, the modules are looked at.
+    Two passes with other random numbers show it. Adapters have no effect yet, so their dropout modules count.
     """
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules()):
         return True
-    samples = _samples(policy.hf_model.config)
+    samples = _samples(policy)
     packed = policy.layout.arrangement(pack=True) == "packed"
     micro = build_micro_batch([samples[0], samples[2]], [0, 1], pack=packed, device=mesh.device)
 
@@ -218,7 +166,7 @@ def is_random_in_training(policy: Policy, mesh: Mesh) -> bool:
     with _undisturbed(policy, mesh.device):
         policy.train()
         first, again, other = drawn(0), drawn(0), drawn(1)
-    # Kernels that add up in any order differ in two equal passes as well.
+    # Kernels without a fixed order of sums differ in equal passes, too.
     found = mesh.max({"noise": _mean(first, other), "rounding": _mean(first, again)})
     return found["noise"] > 2 * found["rounding"]
 
@@ -265,7 +213,7 @@ def _mean(one: Tensor, other: Tensor) -> float:
 
 
 def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
-    """Return what the trainer's forward pass computes: log-probabilities (N,), or hidden states (N, H)."""
+    """Return log-probabilities (N,) or hidden states (N, H) by the trainer's forward pass."""
     if isinstance(model, Policy):
         predicted = model(
             micro.input_ids_BL,
@@ -296,12 +244,12 @@ def _answers(model: Policy | ScalarModel, sample: Sample, device: torch.device, 
 
 
 def _has_sdpa_of_its_own(hf_model: PreTrainedModel) -> bool:
-    """Whether the model's code has sdpa beside eager attention, instead of looking both up where all models do."""
+    """Whether the model's code has its own sdpa attention, instead of transformers' attention interface."""
     return bool(hf_model._supports_sdpa) and not hf_model._can_set_attn_implementation()
 
 
 def _plain(model: DecoderModel, sample: Sample, device: torch.device, *, attention: str = "eager") -> Tensor:
-    """Return the same of one sample as transformers computes it."""
+    """Return log-probabilities or hidden states of one sample by transformers' forward."""
     ids_L = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)
 
     def logprobs() -> Tensor:
@@ -329,16 +277,16 @@ def _undisturbed(model: DecoderModel, device: torch.device) -> Iterator[None]:
         model.train(was_training)
 
 
-def _samples(config: PreTrainedConfig) -> list[Sample]:
+def _samples(model: DecoderModel) -> list[Sample]:
     """Return two samples of one length, one that is longer than the model's windows, and one whose prompt is.
 
     The last is also longer than prompts that are computed again for each answer. The model's positions limit all four.
     """
+    config = model.hf_model.config
     text = config.get_text_config()
     numbers = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}
     windows = [value for name, value in numbers.items() if "window" in name or "chunk" in name]
-    windows += original_lengths(text)  # beyond them rotary frequencies change
-    limit = numbers.get("max_position_embeddings") or _MAX_TOKENS
+    limit = model.longest_sample or numbers.get("max_position_embeddings") or _MAX_TOKENS
     longest = max([_LONG, *(window + 8 for window in windows if window + 8 <= _MAX_TOKENS)])
     special = {value for name, value in numbers.items() if name.endswith(("token_id", "token_index"))}
     special |= {value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))

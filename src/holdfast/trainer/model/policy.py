@@ -1,36 +1,27 @@
-"""The policy: a transformers causal LM whose forward gives log-probabilities, sharded by FSDP2.
+"""The policy: a transformers causal LM whose forward returns log-probabilities, sharded by FSDP2; its cross-entropy.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from holdfast.config.training import TrainedModelConfig
+from holdfast.config.training import SftDataConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.process.heartbeat import moved
-from holdfast.trainer.data.packing import MicroBatch, PackedIndex
-from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.build import (
-    build_hf_model,
-    filler,
-    initial_weights,
-    is_classifier,
-    load_model_config,
-    materialize,
-)
+from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, plan_rows
+from holdfast.trainer.mesh import Mesh, Sums
+from holdfast.trainer.model.build import build_hf_model, filler, is_classifier, load_model_config, materialize
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.logprobs import PLAIN, Head, Predicted, Reading, Readout, plain_head, token_logprobs
 from holdfast.trainer.model.lora import inject_adapters
+from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.structure import compute_in_float32, has_plain_head, own_logits
 
 
@@ -43,12 +34,12 @@ class Policy(DecoderModel):
         self.fp32_lm_head = fp32_lm_head
         head = hf_model.get_output_embeddings()
         if fp32_lm_head and head is not None:
-            compute_in_float32(head)  # for the model's own code; a plain head is computed here
+            compute_in_float32(head)  # for the model's own code; `token_logprobs` computes a plain head
         self.softcap = getattr(hf_model.config.get_text_config(), "final_logit_softcapping", None)
         self.has_plain_head = True
 
     def prepare(self) -> None:
-        """See `DecoderModel.prepare`; the head too."""
+        """Find out the layout, and whether the head is plain."""
         super().prepare()
         with torch.no_grad():
             self.has_plain_head = has_plain_head(self.hf_model, self.softcap)
@@ -68,9 +59,9 @@ class Policy(DecoderModel):
 
         Args:
             predict_index_N: places in the flattened (B * L) rows whose hidden state predicts a target.
-            target_ids_N: the tokens that are predicted.
-            packed_index: layout of samples when the single row is packed.
-            teacher: of another policy at the same targets, to measure the divergence from.
+            target_ids_N: the predicted tokens.
+            packed_index: layout of samples if the single row is packed.
+            teacher: another policy at the same targets, to measure the divergence from.
         """
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index)
         row = self.row_slice(input_ids_BL)
@@ -94,7 +85,7 @@ class Policy(DecoderModel):
         *,
         packed_index: PackedIndex | None = None,
     ) -> Readout:
-        """Return what makes this policy's logits at the targets: hidden states, and the head. Collective.
+        """Return hidden states at the targets, and the head. Collective.
 
         The parameters stay whole, and the head usable, until `reshard`.
         """
@@ -115,12 +106,10 @@ class Policy(DecoderModel):
 
 
 def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool = True) -> Policy:
-    """Return the policy, in training mode, sharded over all ranks where there are several.
-
-    Its weights are those of the directory, or depend on the seed alone, and not on the number of ranks.
+    """Return the policy, in training mode, sharded over all ranks. Random weights do not depend on the ranks.
 
     Args:
-        weights: whether to fill in weights; without, they must be loaded from a checkpoint.
+        weights: whether to fill in weights; if False, load them from a checkpoint.
 
     Raises:
         DataError: the model directory is missing, incomplete or of an unknown kind.
@@ -136,16 +125,12 @@ def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: 
             f"model.name = '{config.name}': transformers has no causal language model of type "
             f"{model_config.model_type}, so it cannot be trained here"
         )
-    weights = weights or config.lora is not None  # no checkpoint holds the weights that adapters are added to
-    # Without memory: a rank gets its shards and nothing more.
+    weights = weights or config.lora is not None  # checkpoints hold adapters only
     with torch.device("meta"):
         causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
-    fill = None
-    if weights:
-        make_whole = partial(initial_weights, config, model_config, seed)
-        fill = filler(causal_lm, config, mesh, seed=seed, make_whole=make_whole)
+    fill = filler(causal_lm, config, seed=seed) if weights else None
     policy = Policy(causal_lm, logits_chunk_tokens=config.head_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
     materialize(policy, config, mesh, fill)
     return policy
@@ -157,7 +142,44 @@ def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teac
     Args:
         teacher: to measure the divergence from; its parameters stay whole until `reshard`.
     """
-    moved()  # a step of many micro-batches is no silence
+    moved()
     rows = (micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N)
     taught = teacher.readout(*rows, packed_index=micro.packed_index) if teacher is not None else None
     return policy(*rows, micro.target_ids_N, packed_index=micro.packed_index, reading=reading, teacher=taught)
+
+
+def cross_entropy(logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
+    """Return the negative log-likelihood, in nats. Denominator: all trained tokens of the step."""
+    return -(weights_N * logprobs_N).sum()
+
+
+def supervised_step(
+    policy: Policy, batch: Sequence[Sample], config: SftDataConfig, mesh: Mesh, *, coef: float = 1.0
+) -> float:
+    """Accumulate `coef` times the gradients of the mean cross-entropy over all targets, and return it. Collective."""
+    total_targets = sum(sample.num_targets for sample in batch)
+    losses = Sums("loss")
+    pack = policy.layout.arrangement(pack=config.pack) == "packed"
+    for indices in plan_samples(batch, policy.layout, config, mesh):
+        micro = build_micro_batch(batch, indices, pack=pack, device=mesh.device)
+        logprobs_N = predict(policy, micro).logprobs_N
+        weights_N = torch.full_like(logprobs_N, 1 / total_targets)
+        loss = cross_entropy(logprobs_N, weights_N)
+        # FSDP averages gradients over ranks; the weights above sum to one over all of them.
+        (loss * (coef * mesh.world_size)).backward()
+        losses.add({"loss": loss})
+    return mesh.sum(losses.read())["loss"]
+
+
+def plan_samples(batch: Sequence[Sample], layout: Layout, config: SftDataConfig, mesh: Mesh) -> list[list[int]]:
+    """Return this rank's micro-batches of supervised samples, as indices into `batch`."""
+    lengths = [len(sample.token_ids) for sample in batch]
+    plan = plan_rows(
+        lengths,
+        costs=[layout.cost(length) for length in lengths],
+        arrangement=layout.arrangement(pack=config.pack),
+        budget=config.seq_len * config.micro_batch_size,
+        rows_per_micro_batch=config.micro_batch_size,
+        world_size=mesh.data_size,
+    )
+    return plan[mesh.data_rank]

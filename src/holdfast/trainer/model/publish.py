@@ -1,8 +1,7 @@
 """Published weights: `weights/step_N`, a Hugging Face directory that from_pretrained and vLLM load.
 
-Of a run with LoRA, it holds the merged model and the adapter below `adapter/`; or, for engines, which
-have the weights that it is added to, the adapter alone. The trainer's side of the weight push: see
-`holdfast.orchestrator.weight_sync` for the others.
+With LoRA the directory has the merged model, and the adapter in `adapter/`; for engines, which have the base, only the
+adapter. `holdfast.orchestrator.weight_sync` describes the whole weight push.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import Trained
-from holdfast.trainer.model.hf_files import DTYPES, SafetensorsWriter
 from holdfast.trainer.model.lora import Adapters, whole_tensors
-from holdfast.trainer.model.tensor_names import TensorLayout
+from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout
 
 
 class WeightPublisher:
@@ -38,7 +36,6 @@ class WeightPublisher:
         layout: TensorLayout | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """Args: layout: of the files; unset: as `save_pretrained` writes a model without an original."""
         self._run_dir = run_dir
         self._policy = policy
         self._mesh = mesh
@@ -50,7 +47,7 @@ class WeightPublisher:
         self.config_files |= {f"{ADAPTER_DIR}/{name}": content for name, content in self._settings.items()}
 
     def _describe_model(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-        """Return config and tokenizer files, which are the same for every version."""
+        """Return config and tokenizer files."""
         scratch = atomic.temporary_sibling(self._run_dir.weights / "description")
         scratch.mkdir(parents=True)
         try:
@@ -73,12 +70,12 @@ class WeightPublisher:
         """Publish the policy's weights as `version`; return the directory. Collective.
 
         Args:
-            path: where; unset: where engines look for the version.
-            canary: what engines are to be checked by; see `holdfast.protocol.inference`.
-            for_engines: leave out what they have: of a policy with adapters, all but those.
+            path: unset: `weights/step_N`.
+            canary: parity prompt for engines; see `holdfast.protocol.inference`.
+            for_engines: write only the adapter, if the policy has one.
 
         Raises:
-            DataError: engines could not use the adapters.
+            DataError: engines could not use the adapter.
         """
         adapter_alone = for_engines and self._adapters is not None
         if adapter_alone and self._adapters is not None and (regrouped := self._adapters.base.regrouped):
@@ -111,10 +108,9 @@ class WeightPublisher:
         return final
 
     def _write_tensors(self, directory: Path) -> None:
-        """Gather tensors one by one to rank 0, which writes a file whenever enough are together."""
+        """Gather tensors one by one to rank 0, which writes them."""
         files = SafetensorsWriter(directory)
         tensors = whole_tensors(self._policy.hf_model, keep=self._mesh.is_main)
-        # Other ranks take part and get none.
         for name, tensor in self._layout.to_files(tensors) if self._mesh.is_main else tensors:
             files.add(name, tensor.to(dtype=self._dtype if tensor.is_floating_point() else None).contiguous())
         if self._mesh.is_main:

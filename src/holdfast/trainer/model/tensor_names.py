@@ -1,13 +1,14 @@
-"""How the tensors of a model are called and laid out in files, where that differs from memory.
+"""Tensors of a model in Hugging Face files: their names and layout, and a writer of safetensors files.
 
-transformers loads some models into other tensors than their checkpoints have: experts become one tensor a
-layer, names change, prefixes come and go (`transformers.core_model_loading`). Whoever else reads our files,
-such as vLLM, expects those of the original checkpoint, so that is what is written: with the conversions that
-loading the original needs, reverted, a few tensors at a time.
+transformers loads some models into other tensors than their files have: experts become one tensor per layer, names and
+prefixes change (`transformers.core_model_loading`). vLLM and others expect the tensors of the original files. So we
+revert the conversions of loading, a few tensors at a time. transformers' own `revert_weight_conversion` needs the whole
+model at once.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -36,6 +38,8 @@ from holdfast.trainer.model.structure import base_tensors
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+MAX_FILE_BYTES = 4 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class _NameIndex(msgspec.Struct):
@@ -43,53 +47,48 @@ class _NameIndex(msgspec.Struct):
 
 
 def names_in_files(name: str) -> list[str] | None:
-    """Return the names of the tensors of a local directory or hub model; None where it has no weights.
+    """Return the names of the tensors in the files of a local directory or hub model; None if it has no weights.
 
-    The `model` directory of a checkpoint has none, and says which names those of the run have that differ from memory.
+    The `model` directory of a checkpoint has no weights, but a list of the names if they differ from those in memory.
 
     Raises:
         DataError: its files cannot be read.
     """
-    directory = Path(name)
     try:
-        if (listed := directory / NAMES_NAME).is_file():
+        if (listed := Path(name) / NAMES_NAME).is_file():
             return msgspec.json.decode(listed.read_bytes(), type=list[str])
-        if directory.is_dir() and not (directory / _INDEX_NAME).is_file():
-            single_file = directory / _SINGLE_NAME
-            files = [single_file] if single_file.is_file() else weights_files(directory)
-            return sorted(set().union(*map(_names_of, files))) or None
-        if (index := _fetched(name, _INDEX_NAME)) is not None:
-            return sorted(msgspec.json.decode(Path(index).read_bytes(), type=_NameIndex).weight_map)
         single = _fetched(name, _SINGLE_NAME)
-        return None if single is None else sorted(_names_of(Path(single)))
+        if single is None and (index := _fetched(name, _INDEX_NAME)) is not None:
+            return sorted(_weight_map(index))
+        files = weights_files(Path(name)) if single is None else [single]
+        return sorted(set().union(*map(_names_of, files))) or None
     except (OSError, SafetensorError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"model.name = '{name}': the names of its tensors cannot be read. {error}") from error
 
 
 def weight_files(name: str) -> list[Path]:
-    """Return the safetensors files of a local directory or hub model, from which transformers would load it.
-
-    None where it has no such files, or both a single one and an index.
-
-    Raises:
-        DataError: the index cannot be read.
-    """
-    index, single = _fetched(name, _INDEX_NAME), _fetched(name, _SINGLE_NAME)
-    if (index is None) == (single is None):
-        return []
+    """Return the safetensors files of a directory or hub model, or none. Raise DataError if the index is damaged."""
+    if (single := _fetched(name, _SINGLE_NAME)) is not None:
+        return [single]
+    index = _fetched(name, _INDEX_NAME)
     if index is None:
-        return [Path(str(single))]
+        return []
     try:
-        files = sorted(set(msgspec.json.decode(Path(index).read_bytes(), type=_NameIndex).weight_map.values()))
+        files = sorted(set(_weight_map(index).values()))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{index} is damaged: {error}") from None
-    found = [_fetched(name, file) for file in files]
-    return [Path(path) for path in found if path is not None]
+    found = (_fetched(name, file) for file in files)
+    return [path for path in found if path is not None]
 
 
-def _fetched(name: str, file: str) -> str | None:
-    """Return the path of a file of a local directory or hub model; None where it has none."""
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+def _weight_map(index: Path) -> dict[str, str]:
+    return msgspec.json.decode(index.read_bytes(), type=_NameIndex).weight_map
+
+
+def _fetched(name: str, file: str) -> Path | None:
+    """Return the path of a file of a local directory or hub model; None if there is no such file."""
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def _names_of(path: Path) -> set[str]:
@@ -99,7 +98,7 @@ def _names_of(path: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """Conversions of one direction, as transformers applies them: see `rename_source_key`."""
+    """Conversions of one direction: see transformers' `rename_source_key`."""
 
     renamings: list[WeightRenaming]
     converters: list[WeightConverter]
@@ -113,11 +112,11 @@ class _Rules:
         return cls(renamings, converters, is_revert)
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """Return the first of the names that `name` becomes, and which pattern of a converter it matches, if any."""
+        """Return the first new name of `name`, and the pattern of a converter that it matches, if any."""
         return rename_source_key(name, self.renamings, self.converters, reverse=self.is_revert)
 
     def converter_of(self, pattern: str) -> WeightConverter:
-        """Return a fresh converter that has `pattern`; of several the last, as in transformers."""
+        """Return a copy of the last converter with `pattern`, as transformers does."""
         return deepcopy(next(one for one in reversed(self.converters) if pattern in one.source_patterns))
 
 
@@ -125,12 +124,14 @@ class TensorLayout:
     """Converts the tensors of one model between memory and files.
 
     Args:
-        hf_model: its names and config count, not its values; it may be on the meta device, and have adapters.
-        file_names: the names of the tensors in the original checkpoint; None where there is none: then what
-            `save_pretrained` writes.
+        hf_model: its values do not matter; it may be on the meta device, and have adapters.
+        file_names: the names of the tensors in the original files; None: the names that `save_pretrained` writes.
+
+    Attributes:
+        names: of the tensors in files.
 
     Raises:
-        DataError: transformers cannot revert what it does at loading.
+        DataError: transformers cannot revert its conversions.
     """
 
     def __init__(self, hf_model: PreTrainedModel, file_names: Iterable[str] | None) -> None:
@@ -143,7 +144,7 @@ class TensorLayout:
         self._loading = _Rules.of(get_model_conversion_mapping(hf_model), is_revert=False)
         self._files_lack_prefix = False
         if file_names is None:
-            # As `revert_weight_conversion` does for a model that was never loaded.
+            # As in `revert_weight_conversion`, for a model that was never loaded.
             used = [
                 one
                 for one in get_model_conversion_mapping(hf_model, add_legacy=False)
@@ -158,18 +159,17 @@ class TensorLayout:
             self._sizes[group] = self._sizes.get(group, 0) + 1
         written = dict(self.to_files(self._in_memory.items()))
         self.names = list(written)
-        """Of the tensors in files."""
         self._check(written)
 
     @property
     def is_plain(self) -> bool:
-        """Whether files have the very tensors of memory, by the same names."""
+        """Whether files have the same tensors as memory, by the same names."""
         return set(self.names) == self._in_memory.keys() and not self._saving.converters
 
     def to_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of files, of those of memory in any order; views of them where that is enough.
+        """Convert tensors of memory, in any order, into tensors of files; these may be views.
 
-        Holds those that become one tensor, or one group of them, until all of these have come.
+        Tensors that are joined or split wait until their group is whole.
         """
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
@@ -180,36 +180,30 @@ class TensorLayout:
         assert not waiting, f"tensors are missing: {waiting.keys()} are not whole"
 
     def name_in_files(self, name: str) -> str | None:
-        """Return what a tensor of memory is called in files; None where it is stored together with others or in parts.
-
-        What is stored otherwise than as it is in memory counts as in parts.
-        """
+        """Return the name in files of a tensor in memory; None if files have no tensor of the same layout."""
         pattern = self._saving.rename(name)[1]
         if pattern is not None or self._sizes[self._group_of[name]] != 1:
             return None
         return self._without_prefix(self._group_of[name])
 
     def name_in_memory(self, name: str) -> str | None:
-        """Return what a tensor of files is called in memory; None where it is stored otherwise than it is there."""
+        """Return the name in memory of a tensor in files; None if memory has no tensor of the same layout."""
         found, pattern = self._loaded_name(name)
         return found if pattern is None and found in self._in_memory else None
 
     def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
-        """Return which tensors of files belong together, by the first of the names that they become in memory.
-
-        What becomes none of the model's tensors has its own name.
-        """
+        """Group tensors of files by the first tensor in memory that they become, or their own name."""
         groups: dict[str, list[str]] = {}
         for name in sorted(file_names, key=dot_natural_key):
             groups.setdefault(self._loaded_name(name)[0], []).append(name)
         return groups
 
     def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of memory that one or more whole groups of `sources` become."""
+        """Convert whole groups of `sources` into tensors of memory."""
         return self._converted(self._loading, ((*self._loaded_name(name), name, one) for name, one in tensors.items()))
 
     def _used_by(self, file_names: Iterable[str]) -> list[WeightTransform]:
-        """Return the conversions that loading these names takes, and note whether the names lack the model's prefix."""
+        """Return the conversions that loading these names needs, and note whether the names lack the model's prefix."""
         transforms = get_model_conversion_mapping(self._model)
         rules = _Rules.of(transforms, is_revert=False)
         for name in file_names:
@@ -227,7 +221,7 @@ class TensorLayout:
         return name.removeprefix(self._prefix) if self._files_lack_prefix else name
 
     def _loaded_name(self, name: str) -> tuple[str, str | None]:
-        """Return what transformers makes of a name in files: see `convert_and_load_state_dict_in_model`."""
+        """Return name in memory and pattern; see transformers' `convert_and_load_state_dict_in_model`."""
         for renamed, pattern in (self._loading.rename(name), (name, None)):
             for candidate in (renamed, renamed.removeprefix(self._prefix), self._prefix + renamed):
                 if candidate in self._in_memory:
@@ -243,14 +237,14 @@ class TensorLayout:
                 found[group] = tensor
                 continue
             converter = converters.setdefault(group, rules.converter_of(pattern))
-            converter.add_tensor(group, name, pattern, tensor)  # type: ignore[arg-type]  # tensors do as well
+            converter.add_tensor(group, name, pattern, tensor)  # type: ignore[arg-type]
         for group, converter in converters.items():
             made = converter.convert(group, model=self._model, config=self._model.config)
             found |= {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
         return found
 
     def _check(self, written: Mapping[str, Tensor]) -> None:
-        """Refuse a layout in which our own files could not be loaded again."""
+        """Refuse a layout whose files could not be loaded again."""
         loaded = self.from_files(written)
         expected = {name: tensor.shape for name, tensor in self._in_memory.items()}
         if {name: tensor.shape for name, tensor in loaded.items()} != expected:
@@ -261,3 +255,61 @@ class TensorLayout:
                 f"{type(self._model).__name__} cannot be written in the layout of its original checkpoint: by this "
                 f"version of transformers {wrong[0]} would not come back from the files ({len(wrong)} such tensors)"
             )
+
+
+def mode_of_new_files() -> int:
+    """Return the mode that `open` gives a new file in this process."""
+    # `os.umask` would change the umask for other threads.
+    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 0o666 & ~int(umask[1], 8) if umask else 0o600
+
+
+class SafetensorsWriter:
+    """Writes tensors that come one by one into safetensors files, and holds the tensors of one file at most.
+
+    The files get their names when all are written. Counts tensors, elements and bytes.
+    """
+
+    def __init__(self, directory: Path, *, max_file_bytes: int | None = None, name: str = "model") -> None:
+        """Args: max_file_bytes: no file is larger, unless one tensor alone is; unset: MAX_FILE_BYTES."""
+        self._directory = directory
+        self._name = name
+        self._max_file_bytes = MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._waiting_bytes = 0
+        self._files: list[tuple[Path, list[str]]] = []
+        self.num_tensors = 0
+        self.num_elements = 0
+        self.num_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one contiguous CPU tensor."""
+        size = tensor.numel() * tensor.element_size()
+        if self._waiting and self._waiting_bytes + size > self._max_file_bytes:
+            self._write_waiting()
+        self._waiting[name] = tensor
+        self._waiting_bytes += size
+        self.num_tensors += 1
+        self.num_elements += tensor.numel()
+        self.num_bytes += size
+
+    def close(self) -> None:
+        """Write what is left and give the files their usual names, with an index where there are several."""
+        self._write_waiting()
+        if len(self._files) == 1:
+            self._files[0][0].rename(self._directory / f"{self._name}.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            final = f"{self._name}-{number:05d}-of-{len(self._files):05d}.safetensors"
+            path.rename(self._directory / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+        (self._directory / f"{self._name}.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+
+    def _write_waiting(self) -> None:
+        path = self._directory / f"part-{len(self._files)}.safetensors"
+        save_file(self._waiting, path, metadata={"format": "pt"})
+        path.chmod(mode_of_new_files())  # safetensors writes for the owner alone; the server may be another user
+        self._files.append((path, list(self._waiting)))
+        self._waiting, self._waiting_bytes = {}, 0

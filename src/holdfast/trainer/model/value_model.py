@@ -1,15 +1,14 @@
-"""A model that gives one number per chosen token: the reward model, and the critic of `rl`.
+"""A model that returns one number per chosen token: the reward model, and the critic of `rl`.
 
-A transformers decoder with a linear head without bias, the architecture's `*ForSequenceClassification`
-with one label: what is published loads with `AutoModelForSequenceClassification.from_pretrained`.
+It is the architecture's `*ForSequenceClassification` with one label, a decoder with a linear head without bias. So
+published weights load with `AutoModelForSequenceClassification.from_pretrained`.
 
 Shape legend: B rows, L tokens of a row, N chosen tokens, S samples, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,7 +25,6 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import (
     build_hf_model,
     filler,
-    initial_weights,
     is_classifier,
     load_model_config,
     materialize,
@@ -40,19 +38,9 @@ class ScalarModel(DecoderModel):
     """A decoder and a head that maps the hidden state of a token to a number."""
 
     def forward(
-        self,
-        input_ids_BL: Tensor,
-        position_ids_BL: Tensor,
-        index_N: Tensor,
-        *,
-        packed_index: PackedIndex | None = None,
+        self, input_ids_BL: Tensor, position_ids_BL: Tensor, index_N: Tensor, *, packed_index: PackedIndex | None = None
     ) -> Tensor:
-        """Return the values (N,) in float32 of the tokens at `index_N`, each of which sees those before it.
-
-        Args:
-            index_N: places in the flattened (B * L) rows.
-            packed_index: layout of samples when the single row is packed.
-        """
+        """Return the values (N,) in float32 of the tokens at `index_N`, places in the flattened (B * L) rows."""
         hidden_NH = self.hidden_states(input_ids_BL, position_ids_BL, index_N, packed_index=packed_index)
         head_1H = self.hf_model.get_parameter(HEAD)
         values_N = hidden_NH.float() @ head_1H[0].float()
@@ -68,21 +56,18 @@ def build_scalar_model(
     weights: bool = True,
     head: Literal["random", "zero"] = "random",
 ) -> ScalarModel:
-    """Return the model, in training mode, sharded over all ranks where there are several. Collective.
+    """Return the model, in training mode, sharded over all ranks. Collective.
 
-    `config.name` is a causal LM, whose decoder is taken, or a reward model, of which everything is. As
-    with the policy, the weights depend on the seed alone and not on the number of ranks. Of `config.lora` the
-    adapters and the head are trained.
+    `config.name` is a reward model, or a causal LM, whose decoder gets a new head. Random weights do not depend on the
+    ranks. With `config.lora` adapters and head are trained.
 
     Args:
-        weights: whether to fill in weights; without, they must be loaded from a checkpoint.
-        head: how a head that the directory has not is filled: `random`, for a reward model, draws from
-            a normal distribution with standard deviation 1 / sqrt(H + 1) (Stiennon et al. 2020,
-            "Learning to summarize from human feedback"); `zero`, for a critic, says 0 everywhere.
+        weights: whether to fill in weights; if False, load them from a checkpoint.
+        head: values of a new head. `random`, for a reward model, is normal with standard deviation 1 / sqrt(H + 1)
+            (Stiennon et al. 2020, "Learning to summarize from human feedback"); `zero` is for a critic.
 
     Raises:
-        DataError: the model directory is missing, incomplete, of an unknown kind, or scores more than
-            one label.
+        DataError: the model directory is missing, incomplete, of an unknown kind, or has several labels.
     """
     model_config = load_model_config(config.name)
     if is_classifier(model_config) and model_config.num_labels != 1:
@@ -99,53 +84,31 @@ def build_scalar_model(
         )
     with torch.device("meta"):
         hf_model = build_hf_model(AutoModelForSequenceClassification, config, model_config)
-    names = trained_tensors(hf_model).keys()
-    if HEAD not in names:
+    if HEAD not in trained_tensors(hf_model):
         raise DataError(f"model.name = '{config.name}': {type(hf_model).__name__} has no linear head named {HEAD}")
     if config.lora is not None:
         inject_adapters(hf_model, config.lora)
-        weights = True  # no checkpoint holds the weights that adapters are added to
+        weights = True  # checkpoints hold adapters only
     fill = None
     if weights:
         has_head = is_classifier(model_config) and config.init == "pretrained"
         drawn = {} if has_head else {HEAD: _new_head(model_config, seed, head)}
-        make_whole = partial(_initial_weights, config, model_config, seed, names=sorted(names), drawn=drawn)
-        fill = filler(hf_model, config, mesh, seed=seed, make_whole=make_whole, drawn=drawn)
+        fill = filler(hf_model, config, seed=seed, drawn=drawn)
     model = ScalarModel(hf_model)
     materialize(model, config, mesh, fill)
     return model
 
 
 def _new_head(model_config: PreTrainedConfig, seed: int, head: Literal["random", "zero"]) -> Tensor:
-    """Return a head that no file has, (1, H)."""
+    """Return a new head, (1, H)."""
     width = model_config.get_text_config().hidden_size
-    # Not from torch's generator, which fills a random decoder from this seed.
+    # torch's generator fills a random decoder from this seed.
     drawn_H = np.random.default_rng(seed).normal(0.0, (width + 1) ** -0.5, width)
     return torch.from_numpy(drawn_H).float()[None] * (head == "random")
 
 
-def _initial_weights(
-    config: TrainedModelConfig,
-    model_config: PreTrainedConfig,
-    seed: int,
-    *,
-    names: Sequence[str],
-    drawn: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Return the tensors `names`, those in `drawn` among them."""
-    if not drawn:
-        return initial_weights(config, model_config, seed, kind=AutoModelForSequenceClassification)
-    source = initial_weights(config, model_config, seed) | dict(drawn)
-    if missing := [name for name in names if name not in source]:
-        raise DataError(f"model.name = '{config.name}': the language model lacks {missing[0]}, which scoring needs")
-    return {name: source[name] for name in names}
-
-
 def predict_values(model: ScalarModel, micro: MicroBatch, index_N: Tensor | None = None) -> Tensor:
-    """Return the values (N,) of the micro-batch at `index_N`.
-
-    Without, the value of each target is that of the state before it: read at the token that predicts it.
-    """
+    """Return the values (N,) of the micro-batch at `index_N`; unset: at the tokens that predict the targets."""
     moved()
     index_N = micro.predict_index_N if index_N is None else index_N
     return model(micro.input_ids_BL, micro.position_ids_BL, index_N, packed_index=micro.packed_index)
@@ -156,7 +119,7 @@ def score_samples(
 ) -> Tensor:
     """Return the values (S,) of `samples[indices]`, each read at its last token, in one forward pass.
 
-    With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
+    Without indices this rank takes part in the collectives, and the empty result has a gradient.
     """
     pack = pack and model.layout.packs
     micro = build_micro_batch(samples, indices, pack=pack, device=device)

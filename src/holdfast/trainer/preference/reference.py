@@ -50,7 +50,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.lora import digest_of
-from holdfast.trainer.model.parity_check import PassedChecks, check_model
+from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
@@ -275,9 +275,9 @@ class ReferenceWork(Generic[P]):
         return model
 
     def _check(self, model: Policy, name: str, own: TrainedModelConfig) -> None:
-        passed = PassedChecks(self.config)
-        pack = self.config.data.pack
-        check_model(model, self.mesh, name=name, pack=pack, share=pack, dtype=own.compute_dtype, passed=passed)
+        if not was_checked(self.config):
+            pack = self.config.data.pack
+            check_model(model, self.mesh, name=name, pack=pack, share=pack, dtype=own.compute_dtype)
 
     def _missing(self) -> set[int]:
         """Return the numbers of the pairs that training will reach, or that are held out, and are not known yet."""

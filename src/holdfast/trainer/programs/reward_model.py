@@ -7,7 +7,7 @@ rejected one, each at its last token; the loop over the pairs is in `holdfast.tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, 
 from holdfast.trainer.preference.losses import reward_loss
 from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, split_preferences
 from holdfast.trainer.preference.training import PairObjective, train_on_preferences
-from holdfast.trainer.session import Build, start_program, start_session
+from holdfast.trainer.session import start_program, start_session
 from holdfast.trainer.survey import load_preferences, survey_of, tell_data
 
 _log = logging.getLogger("trainer")
@@ -107,7 +107,7 @@ def score_pairs(
     return score_samples(model, sides, places, pack=pack, device=device).double().reshape(-1, 2)
 
 
-def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Build[ScalarModel]:
+def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Callable[..., ScalarModel]:
     """Return the builder of a model whose config names the token that transformers pads with.
 
     transformers reads the score at the last token that is no padding, so nothing may end in that.

@@ -18,7 +18,7 @@ from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import freeze
-from holdfast.trainer.model.parity_check import PassedChecks, check_model
+from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FollowingModel, FrozenModel, RewardModel
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
@@ -138,16 +138,18 @@ class RlComponents:
             DataError: one differs.
         """
         config, mesh, dtype = self._config, self._mesh, self._config.model.compute_dtype
-        passed, share = PassedChecks(config), config.share_prompts
+        share = config.share_prompts
+        if was_checked(config):
+            return
         if config.kl is not None and self.reference is not None:
             name = _reference_name(config)
-            check_model(self.reference, mesh, name=name, pack=True, share=share, dtype=dtype, passed=passed)
+            check_model(self.reference, mesh, name=name, pack=True, share=share, dtype=dtype)
         if config.critic is not None and self.critic is not None:
             name = config.critic.name or config.model.name
-            check_model(self.critic.model, mesh, name=name, pack=True, share=share, dtype=dtype, passed=passed)
+            check_model(self.critic.model, mesh, name=name, pack=True, share=share, dtype=dtype)
         if config.reward_model is not None and self.reward_model is not None:
             name = config.reward_model.name
-            check_model(self.reward_model.model, mesh, name=name, pack=True, dtype=dtype, passed=passed)
+            check_model(self.reward_model.model, mesh, name=name, pack=True, dtype=dtype)
 
     def attachments(self) -> dict[str, Attachment]:
         """Return what makes the files that belong into every checkpoint."""

@@ -16,8 +16,7 @@ from holdfast.errors import CheckpointError
 from holdfast.protocol.rollouts import Rollout, Sampling, decode_packed, encode_packed
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.policy import Policy
-from holdfast.trainer.supervised import supervised_step
+from holdfast.trainer.model.policy import Policy, supervised_step
 
 
 class _ReplayedGroup(msgspec.Struct, frozen=True):

@@ -142,36 +142,13 @@ def test_the_second_save_waits_for_the_first_and_says_so(
         monkeypatch.setattr(checkpointer, "wait", lambda: waits.set() or wait())
         releasing = threading.Thread(target=lambda: waits.wait(HANG_S) and held.release())
         releasing.start()
-        assert checkpointer.save(2) is True
+        checkpointer.save(2)
         assert held.is_released, "it waited"
         train(state, 1)
     releasing.join()
     assert re.search(r"waited \d+\.\d s for the save before step 2", caplog.text)
     assert same(loaded(run_dir, make_state, 1), first), "the buffers were not filled again while they were written"
     assert same(loaded(run_dir, make_state, 2), second)
-
-
-def test_a_save_is_left_out_by_policy_unless_it_is_urgent(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = make_state(steps=1)
-    checkpointer = Checkpointer(run_dir.checkpoints, state, when_busy="skip")
-    with held_writes(monkeypatch) as held:
-        checkpointer.save(1)
-        assert held.begun.wait(HANG_S)
-        train(state, 1)
-        assert checkpointer.save(2) is False
-        assert "step 2 is not saved" in caplog.text
-        train(state, 1)
-        timer = threading.Timer(0.2, held.release)
-        timer.start()
-        assert checkpointer.save(3, urgent=True) is True
-        assert held.is_released, "it waited"
-        timer.join()
-    checkpointer.wait()
-    assert checkpointer.save(4) is True
-    checkpointer.close()
-    assert run_dir.committed_steps() == [1, 3, 4]
 
 
 @pytest.mark.parametrize("surfaces_in", ["poll", "save", "close"])
@@ -257,7 +234,7 @@ def test_a_step_that_exists_is_not_written_over(make_state: MakeState, run_dir: 
         checkpointer.save(1)
         checkpointer.wait()
         checkpointer.poll()
-    assert checkpointer.save(2)
+    checkpointer.save(2)
     checkpointer.close()
     assert run_dir.committed_steps() == [1, 2] and leftovers(run_dir) == []
     assert same(loaded(run_dir, make_state, 1), saved)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint as torch_dcp
-from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.errors import CheckpointError, SaveError
@@ -31,11 +30,10 @@ from holdfast.trainer.export import (
     TensorReader,
     describe,
     export,
-    import_weights,
     new_directory,
 )
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.hf_files import SafetensorsWriter
+from holdfast.trainer.model.tensor_names import SafetensorsWriter
 from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [
@@ -174,7 +172,7 @@ def test_tensors_are_read_one_by_one(tensors: Path, tmp_path: Path) -> None:
     assert reader.read("model.dtype").dtype == torch.bfloat16
     for file in tensors.glob("*.distcp"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.near cannot be read from .*tensors"):
+    with pytest.raises(CheckpointError, match=r"loading .*tensors failed"):
         reader.read("model.near")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         TensorReader(tmp_path)
@@ -220,9 +218,3 @@ def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(mesh: Mesh, tm
 
     refused("step_1", {"optim.x": torch.ones(1)}, r"holds no tensors named 'model\.\*'; it has optim\.x")
     refused("step_2", {"model.x": torch.ones(1)}, "holds whole weights, not a LoRA adapter: leave out --base", base="b")
-
-
-def test_weights_that_come_without_a_config_need_a_model(tmp_path: Path) -> None:
-    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"comes without a config\.json: say with --model"):
-        import_weights(tmp_path / "x.safetensors", tmp_path / "imported")

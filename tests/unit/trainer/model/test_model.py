@@ -23,14 +23,12 @@ from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model import build as initial
-from holdfast.trainer.model.build import filler, initial_weights, load_model_config, trained_tensors
+from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.fsdp import reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import decoder_layers
-from holdfast.trainer.model.value_model import build_scalar_model
 from holdfast.trainer.optimizer import build_optimizer
 from tests.builders.train_states import local_part
 from tests.models.families import FAMILIES, write_model
@@ -248,8 +246,8 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
         (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "its header cannot be read"),
         (without_a_tensor, "lack 1 tensors, such as model.layers.1.mlp.up_proj.weight"),
-        (with_another_shape, "'model.norm.weight' has shape [7] in its files and [32] by its config.json"),
-        (with_config(num_attention_heads=5), "has shape [32, 32] in its files and [32, 40] by its config.json"),
+        (with_another_shape, "model.norm.weight is (7,) torch.float32 there, (32,) torch.float32 here"),
+        (with_config(num_attention_heads=5), "is (32, 32) torch.float32 there, (32, 40) torch.float32 here"),
         (with_config(hidden_act="no_such"), "cannot build a causal language model of type qwen3 with eager"),
         (with_config(rope_parameters={"rope_type": "no_such"}), "with eager attention. KeyError: 'no_such'"),
         (with_config(hidden_size="32"), "Field 'hidden_size' expected int"),
@@ -294,51 +292,32 @@ def test_a_sample_beyond_the_last_position_is_refused_where_there_is_one(
         run(40)
 
 
-@pytest.fixture
-def made_whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which directories were read as a whole."""
-    noted = list[str]()
-
-    def noting(hf_model: Any, config: TrainedModelConfig, mesh: Mesh, *, make_whole: Any, **others: Any) -> Any:
-        def make() -> Any:
-            noted.append(config.name)
-            return make_whole()
-
-        return filler(hf_model, config, mesh, make_whole=make, **others)
-
-    for module in ("policy", "value_model"):
-        monkeypatch.setattr(f"holdfast.trainer.model.{module}.filler", noting)
-    return noted
-
-
 def check(directory: Path, mesh: Mesh, **settings: Any) -> None:
     """Compare a policy with what transformers loads."""
     config = TrainedModelConfig.model_validate({"name": str(directory)} | settings)
     mine = trained_tensors(build_policy(config, mesh, seed=0).hf_model)
-    theirs = initial_weights(config, load_model_config(config.name), seed=0)
+    theirs = trained_tensors(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "falcon_h1", "bloom"])
-def test_families_are_read_in_parts(name: str, mesh: Mesh, tmp_path: Path, made_whole: list[str]) -> None:
+def test_families_are_read_in_parts(name: str, mesh: Mesh, tmp_path: Path) -> None:
     check(write_model(next(one for one in FAMILIES if one.name == name), tmp_path / "model", seed=2), mesh)
-    assert not made_whole
 
 
-def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path, made_whole: list[str]) -> None:
+def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model", max_shard_size="20kB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     check(tmp_path / "model", mesh)
-    assert not made_whole
     (tmp_path / "model" / "model.safetensors.index.json").write_text("{")
     with pytest.raises(DataError, match="index.json is not JSON"):
         check(tmp_path / "model", mesh)
 
 
 def test_names_without_the_prefix_of_the_model_are_read_in_parts(
-    tiny_model: Models, mesh: Mesh, tmp_path: Path, made_whole: list[str]
+    tiny_model: Models, mesh: Mesh, tmp_path: Path
 ) -> None:
     """As files of a decoder without its head have them."""
     shutil.copytree(tiny_model(), tmp_path / "model")
@@ -346,7 +325,6 @@ def test_names_without_the_prefix_of_the_model_are_read_in_parts(
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     check(tmp_path / "model", mesh)
-    assert not made_whole
 
 
 def beside_an_index(directory: Path) -> None:
@@ -366,33 +344,25 @@ def with_the_head_alone(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [beside_an_index, with_a_copy_of_the_head, with_the_head_alone])
-def test_what_transformers_decides_is_read_by_transformers(
-    change: Callable[[Path], None], tiny_model: Models, mesh: Mesh, tmp_path: Path, made_whole: list[str]
+def test_files_may_hold_any_of_two_tied_tensors(
+    change: Callable[[Path], None], tiny_model: Models, mesh: Mesh, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model(), tmp_path / "model")
     change(tmp_path / "model")
     check(tmp_path / "model", mesh)
-    assert made_whole == [str(tmp_path / "model")]
 
 
-def test_files_beside_an_adapter_are_not_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
-    """transformers loads the adapter into the model."""
+def test_tied_tensors_that_differ_in_the_files_are_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"embed_tokens.weight and lm_head.weight differ in its files"):
+        check(tmp_path / "model", mesh)
+
+
+def test_a_model_beside_an_adapter_is_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
     shutil.copytree(tiny_model(), tmp_path / "model")
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_model_config(str(tmp_path / "model")))
-    with pytest.raises(initial._CannotRead, match="adapter"):
-        initial._open(model, str(tmp_path / "model"), without=())
-
-
-def test_a_new_head_and_adapters_are_the_same_either_way(
-    tiny_model: Models, mesh: Mesh, made_whole: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = TrainedModelConfig.model_validate({"name": str(tiny_model()), "lora": {"rank": 2}})
-    in_parts = build_scalar_model(config, mesh, seed=3).hf_model.state_dict()
-    assert not made_whole
-    monkeypatch.setattr(initial, "weight_files", lambda _: [])
-    as_a_whole = build_scalar_model(config, mesh, seed=3).hf_model.state_dict()
-    assert len(made_whole) == 1
-    assert in_parts.keys() == as_a_whole.keys()
-    assert all(torch.equal(tensor, as_a_whole[name]) for name, tensor in in_parts.items())
+    with pytest.raises(DataError, match=r"holds both a model and adapter_config\.json"):
+        check(tmp_path / "model", mesh)

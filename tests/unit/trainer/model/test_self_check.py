@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from holdfast.config.base import CkptConfig, DType
+from holdfast.config.load import to_toml
+from holdfast.config.resolved import fingerprint
 from holdfast.config.training import SftConfig, TrainedModelConfig
 from holdfast.errors import DataError
+from holdfast.run import manifest
+from holdfast.run.manifest import Fingerprints, Manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import attention
 from holdfast.trainer.model.packing_check import PACKED
-from holdfast.trainer.model.parity_check import PassedChecks, check_model, is_random_in_training
+from holdfast.trainer.model.parity_check import check_model, is_random_in_training, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import use_attention
 from holdfast.trainer.model.value_model import build_scalar_model
@@ -132,38 +137,31 @@ def test_models_that_score_are_compared_by_their_hidden_states(
     check_model(model, mesh, name="critic", pack=True, dtype="float32")  # zeros are zeros
 
 
-def test_a_resumed_run_checks_only_what_has_not_passed(
-    tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = build_policy(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
-    begun, resumed = (
-        PassedChecks(SftConfig(output_dir=tmp_path, ckpt=CkptConfig(resume_step=step))) for step in (None, 2)
-    )
-    settings: dict[str, Any] = {"name": "m", "pack": True, "dtype": "float32"}
-    check_model(policy, mesh, **settings, passed=begun)
-    plain = attention._causal
-    monkeypatch.setattr(attention, "_causal", lambda query, *rest: plain(query * 1.1, *rest))
-    check_model(policy, mesh, **settings, passed=resumed)
-    record = tmp_path / "checked_models.json"
-    kept = record.read_bytes()
-    for change, passed, content in (
-        ({"name": "other"}, resumed, kept),
-        ({"pack": False}, resumed, kept),
-        ({}, begun, kept),  # from other weights, perhaps
-        ({}, resumed, kept[:-3]),
-        ({}, resumed, b"7"),
-    ):
-        record.write_bytes(content)
-        with pytest.raises(DataError, match="Training on such numbers would be wrong"):
-            check_model(policy, mesh, **{**settings, **change}, passed=passed)
-    record.write_bytes(kept)
-    policy.fp32_lm_head = True
-    with pytest.raises(DataError, match="Training on such numbers would be wrong"):
-        check_model(policy, mesh, **settings, passed=resumed)
-    policy.fp32_lm_head = False
-    policy.hf_model.config.rms_norm_eps *= 2
-    with pytest.raises(DataError, match="Training on such numbers would be wrong"):
-        check_model(policy, mesh, **settings, passed=resumed)
+def test_a_resumed_run_checks_its_models_again_only_if_something_has_changed(tmp_path: Path) -> None:
+    def config(step: int | None, **settings: Any) -> SftConfig:
+        return SftConfig(output_dir=tmp_path, ckpt=CkptConfig(resume_step=step), **settings)
+
+    def commit(begun: SftConfig, **libraries: str) -> None:
+        directory = RunDir(tmp_path).checkpoint(2)
+        (directory / "trainer").mkdir(parents=True, exist_ok=True)
+        (directory / "trainer/config.toml").write_text(to_toml(begun))
+        listing = Manifest(
+            kind="checkpoint",
+            step=2,
+            policy_version=2,
+            files=manifest.describe_files(directory),
+            fingerprints=Fingerprints(config=fingerprint(begun)),
+            libraries=manifest.library_versions() | libraries,
+        )
+        manifest.write_manifest(directory, listing)
+
+    commit(config(None))
+    assert was_checked(config(2)) and was_checked(config(2, keep_attempts=3))
+    assert not was_checked(config(None))
+    assert not was_checked(config(2, model={"name": "other"}))
+    assert not was_checked(config(2, parallel={"sequence_parallel": 2}))
+    commit(config(None), torch="1.0")
+    assert not was_checked(config(2))
 
 
 _BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -27,10 +27,10 @@ from holdfast.run.weights import weights_digest
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.commit import Identity
 from holdfast.trainer.checkpoint.init_from import load_weights_only
-from holdfast.trainer.export import Export, export, import_weights
+from holdfast.trainer.export import Export, export
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model import hf_files
-from holdfast.trainer.model.build import initial_weights, load_model_config, trained_tensors
+from holdfast.trainer.model import tensor_names
+from holdfast.trainer.model.build import load_model_config, trained_tensors
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
@@ -117,7 +117,7 @@ def original_of(family: str, tiny_model: ModelFactory, tmp_path: Path) -> Path:
 def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
     family: str, publish: Publish, tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 20_000)  # groups are cut by the borders of files
+    monkeypatch.setattr(tensor_names, "MAX_FILE_BYTES", 20_000)  # groups are cut by the borders of files
     model = original_of(family, tiny_model, tmp_path)
     directory, policy = publish(model)
     original, published = tensors_of(model), tensors_of(directory)
@@ -218,20 +218,15 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
 def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """No family with a plain linear layer of another name is small, so names are made other ones here."""
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
-    config = TrainedModelConfig(name=str(model))
-    with torch.device("meta"):
-        meta = AutoModelForCausalLM.from_config(load_model_config(str(model)))
-    layout = TensorLayout(meta, names_in_files(str(model)))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    layout = TensorLayout(loaded, names_in_files(str(model)))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert layout.name_in_files(name) == "layers.0.self_attn.q_proj.weight"
-    weights = initial_weights(config, load_model_config(str(model)), seed=0)
-    written = dict(layout.to_files(weights.items()))
+    written = dict(layout.to_files(trained_tensors(loaded).items()))
     assert written.keys() == tensors_of(model).keys()
 
 
-def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
-    tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_exported_with_the_names_of_its_original(tiny_model: ModelFactory, tmp_path: Path) -> None:
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
     loaded = AutoModelForCausalLM.from_pretrained(model)
     layout = TensorLayout(loaded, names_in_files(str(model)))
@@ -239,11 +234,9 @@ def test_a_checkpoint_is_imported_with_the_names_that_it_is_exported_with(
     identity = Identity(files=files | {f"model/{NAMES_NAME}": msgspec.json.encode(layout.names)})
     with Checkpointer(tmp_path / "checkpoints", {"model": loaded}, identity=identity) as checkpointer:
         checkpointer.save(1)
-    exported, imported = tmp_path / "exported", tmp_path / "imported"
+    exported = tmp_path / "exported"
     export(Export(tmp_path / "checkpoints/step_1", exported))
-    import_weights(tmp_path / "checkpoints/step_1", imported)
     assert tensors_of(exported).keys() == tensors_of(model).keys()
-    assert tensors_of(imported).keys() == tensors_of(model).keys()
 
 
 def test_experts_are_not_whole_matrices_of_files(tiny_model: ModelFactory) -> None:

@@ -601,11 +601,11 @@ def test_what_is_switched_on_later_starts_afresh_and_says_so(start: Start, caplo
     with caplog.at_level("INFO"):
         resumed = start(kl=REWARD_KL, rewards={"scale": "running"}, replay={}, resume_step=1)
     for part in ("kl", "reference", "reward_moments"):
-        assert f"the checkpoint holds no {part}: it starts afresh" in caplog.text
+        assert f"the checkpoint holds no {part}: it starts from scratch" in caplog.text
     assert "the checkpoint of step 1 holds no replay buffer: it starts afresh" in caplog.text
     metrics = resumed.learn(2)
     assert metrics["kl_coef"] == 0.2 and metrics["ref_kld"] > 0, "the reference is what the run began with"
     resumed.save(2)
     caplog.clear()
     start(resume_step=2)
-    assert "the checkpoint holds kl, which this configuration has no use for" in caplog.text
+    assert "the checkpoint holds kl, which this configuration does not use" in caplog.text

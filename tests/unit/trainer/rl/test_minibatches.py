@@ -15,6 +15,7 @@ from holdfast.protocol.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED
+from holdfast.trainer.model.policy import cross_entropy
 from holdfast.trainer.rl.advantages import assign_advantages
 from holdfast.trainer.rl.batch import (
     ADVANTAGE,
@@ -26,7 +27,6 @@ from holdfast.trainer.rl.batch import (
     to_samples,
 )
 from holdfast.trainer.rl.kl import k3
-from holdfast.trainer.supervised import cross_entropy
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
