@@ -3,8 +3,6 @@
 What asks it is the real thing, from `pynvml` down to `dlopen`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rollouts as advantages see them, for tests that only care for some of what they hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions whose policy says what a test gives it."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 

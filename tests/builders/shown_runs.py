@@ -1,7 +1,5 @@
 """Run directories for reports: what the processes of a run leave, written as they write it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

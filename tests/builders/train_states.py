@@ -1,7 +1,5 @@
 """Training states for tests of checkpoints: a tiny policy with AdamW, trained by random gradients."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping

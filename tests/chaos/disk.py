@@ -1,7 +1,5 @@
 """The disk that a chaos run lies on: small, and filled up now and then."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Self

@@ -1,7 +1,5 @@
 """One real `rl` run that is hit again and again, and whose disk fills up, by a schedule drawn from a seed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """An environment in which every kind of process plays or scores, and a judge, which is a process of nobody's."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What must hold of a run that was hit, beside the run of the same seed that nothing disturbed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

@@ -1,7 +1,5 @@
 """Which process is hit, when and how, and when the disk fills up: drawn from a seed, so that it can be repeated."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

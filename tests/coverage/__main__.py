@@ -12,8 +12,6 @@ the block around it. coverage.py was tried: it loses what a process has run that
 suite takes almost twice as long with it. Here a statement costs one write into a mapped file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import marshal

@@ -1,7 +1,5 @@
 """Puts a mark before every statement and at both ends of every branch of a module."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

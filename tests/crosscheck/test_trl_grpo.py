@@ -3,8 +3,6 @@
 Shape legend: B sequences, T tokens of the longest one, N all their tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType

@@ -3,8 +3,6 @@
 Shape legend: P pairs, S = 2 P answers (first all that are chosen), L positions, N tokens of all answers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType

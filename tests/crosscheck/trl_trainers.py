@@ -5,8 +5,6 @@ Importing TRL takes seconds, so tests get this module through the fixture `trl_t
 Shape legend: B sequences, T tokens of the longest completion.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes of an `rl` run that a test kills or stops, one after the other, and the run that has to heal."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ paths beneath one directory are numbered from 1. The trail, a file, gets a line 
     17 done
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import io

@@ -1,7 +1,5 @@
 """Programs on one rank in a forked process that may be killed: what trains, without launchers and rendezvous."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A tiny model trains dozens of steps a second; a test that is kept from running for that long finds a run that is over.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ASKED_TO_STOP = "STOP_REQUEST.signal_number()"

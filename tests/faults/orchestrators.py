@@ -1,7 +1,5 @@
 """Real orchestrators for tests of faults, in processes of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

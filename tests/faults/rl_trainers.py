@@ -3,8 +3,6 @@
 The command is `trainer`, which trains the batches that it finds.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A run of `sft` saves three steps. Each case damages the bytes on the disk, asks 
 step, and puts the bytes back.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

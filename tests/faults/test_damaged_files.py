@@ -5,8 +5,6 @@ half, and to nothing. The next start heals that, says it, or refuses it with a w
 A kind of file that no row of `KINDS` names fails the test: who writes a new one says what its damage means.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The code is read for such places. One without a row in `PLACES` fails, and so does a row without a place.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """The disk is full at any call of the orchestrator, and stays so: its exit code says so, and the next one goes on."""
 
-from __future__ import annotations
-
 import errno
 import re
 from pathlib import Path

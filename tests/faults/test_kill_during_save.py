@@ -5,8 +5,6 @@ dies at one of them, or some time after one: in weights, metrics, checkpoints, a
 other programs save by the same code; that their state is complete, `tests/unit/trainer/programs` says.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

@@ -4,8 +4,6 @@ Preparing clears leftovers, sets damaged and superseded steps aside, trims metri
 call that does so is an instant to die at. Once what the next start finds is the same, so is what it trains.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ Every call of the commit protocol that changes the directory is an instant to di
 programs save with. Which steps of a run are lost, `test_kill_during_save` asks a whole run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

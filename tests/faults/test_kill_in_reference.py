@@ -1,7 +1,5 @@
 """A `dpo` run that is killed while the reference is computed keeps what is computed, and ends with the same bits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -4,8 +4,6 @@ The engine is a stand-in that answers over real HTTP as a function of its inputs
 whose weights depend on every batch before: a difference shows in all later batches.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ not name fails the test. Most are driven here: killed at any call, and then begu
 which also clears the rest. So are they where the directories of the run are links to another filesystem.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import os

@@ -1,8 +1,6 @@
 """The power goes at any moment: whatever part of the unflushed writes is lost, what has a final name is whole, and the
 next start goes on to the same end."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Storage that is full, broken or forbidden: the run says so, what was committed is whole, and it goes on later."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

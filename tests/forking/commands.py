@@ -7,8 +7,6 @@ The commands are what users type: launcher, trainer and ranks, in processes of t
 that runs in one of them before anything else: the product has no hooks.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

@@ -7,8 +7,6 @@ Those with vLLM are forked from a process that has imported it, and run `holdfas
 instead of a quarter of a minute. The stub engine needs no fork for that.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

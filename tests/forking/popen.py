@@ -4,8 +4,6 @@ Launcher, its checks of a user's functions, trainer, ranks and inference servers
 with the same parents, sessions, environments and logs; the imports alone are not made again.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

@@ -11,8 +11,6 @@ children end with the process that asked for them, however that ends.
 This file is also the server's program, with the name of what it calls first.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

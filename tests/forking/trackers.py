@@ -1,7 +1,5 @@
 """The process that sends to a tracker, forked from a process that has imported what takes seconds."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

@@ -5,8 +5,6 @@
 It needs torch, transformers, what the trainer imports, and pytest; neither vLLM nor pytest's plugins.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

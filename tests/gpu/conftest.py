@@ -1,7 +1,5 @@
 """A GPU, and one rank on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

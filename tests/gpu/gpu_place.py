@@ -1,7 +1,5 @@
 """Where a check runs and how large, and the figures that it finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Every check is a function of a device; `tests/unit/project/test_gpu_checks.py` runs them on a CPU, at toy size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Small benchmarks run from end to end, on the stub engine, and print what they say; `trl` has files of its own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

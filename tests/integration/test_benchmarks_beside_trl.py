@@ -1,7 +1,5 @@
 """The benchmarks that train beside TRL and plain loops, at toy size: ratios, curves and tables."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

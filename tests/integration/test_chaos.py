@@ -1,7 +1,5 @@
 """A short chaos run: the long form is `python -m tests.chaos`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

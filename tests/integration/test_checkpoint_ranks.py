@@ -1,7 +1,5 @@
 """Two ranks save and load together: overlapped with training, alike in every decision, never whole on one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

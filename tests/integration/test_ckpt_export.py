@@ -1,7 +1,5 @@
 """`ckpt show`, `diff`, `export`, `promote` and `import` on real runs of two ranks: in bfloat16, and of experts."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

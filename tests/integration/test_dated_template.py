@@ -1,7 +1,5 @@
 """A chat template that writes the date writes that of the run's first start, in each process that makes prompts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands of the docs as a reader gives them, one after the other, with what the page shows that they print."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

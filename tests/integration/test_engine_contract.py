@@ -3,8 +3,6 @@
 The stub engine, on which most runs of `rl` in the tests sample, does here what vLLM does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import json

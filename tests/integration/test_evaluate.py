@@ -1,7 +1,5 @@
 """The command `evaluate` over real servers: a model, steps of a run, and a kill on the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A server, with either engine, and the runs that want it: what it serves only to whom, and whose it is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

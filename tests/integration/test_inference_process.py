@@ -1,7 +1,5 @@
 """The server as a process: mistakes are told at once, and every death is clean or loud."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

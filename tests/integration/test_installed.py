@@ -1,7 +1,5 @@
 """The wheel in an environment of its own, in a directory with files of unlucky names."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 It is no dependency: the test runs where its command `lm_eval` is found, such as after `uv tool install 'lm-eval[api]'`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

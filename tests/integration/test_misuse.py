@@ -4,8 +4,6 @@ Every case runs the real command in a process of its own. It must end with exit 
 so before a model is loaded. What is a mistake in the words of a command alone is in the unit tests of that command.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

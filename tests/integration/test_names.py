@@ -1,7 +1,5 @@
 """Files of a user with the names of our modules, Python's and other packages': none is imported in their place."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Four ranks divided in several ways train as one rank does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

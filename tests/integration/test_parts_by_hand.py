@@ -1,7 +1,5 @@
 """Parts started by the commands of docs/guarantees.md die, are started again, and end as a run of `rl` does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

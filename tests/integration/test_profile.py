@@ -1,7 +1,5 @@
 """`--profile`, in real runs: the traces that Perfetto opens, and not one other bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two ranks read data and weights, and compute with every family, as one does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

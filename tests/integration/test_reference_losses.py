@@ -5,8 +5,6 @@ The numbers are of one kind of machine. On another the losses of the supervised 
 comparison is skipped with what differs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

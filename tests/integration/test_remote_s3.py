@@ -1,7 +1,5 @@
 """Remote checkpoints against a real S3 API server on loopback; those of a run are in test_continued.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A real run whose template forgets earlier thoughts: sessions split, and a run that dies ends in the same bits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that drop groups: processes die in the middle, and what is drawn, dropped and trained stays the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

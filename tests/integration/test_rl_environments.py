@@ -1,7 +1,5 @@
 """Harnesses, environments of verifiers and faulty environments in real runs: through deaths, and trained on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What goes wrong in a run is told in one message, and nothing is lost or broken by it."""
 
-from __future__ import annotations
-
 import http.server
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A real `rl` run with every part of a trainer: it dies, its machine is lost, and it ends in the same bits."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

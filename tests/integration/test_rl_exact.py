@@ -1,7 +1,5 @@
 """A stopped and resumed run equals the uninterrupted one, bit for bit; every batch is by the policy of the schedule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

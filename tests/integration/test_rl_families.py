@@ -3,8 +3,6 @@
 Twelve of them every night, a fifth of the others by the date; with HOLDFAST_ALL_FAMILIES=1 all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The disk under an rl run fills up: the run waits, and goes on by itself, or gives up after its time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

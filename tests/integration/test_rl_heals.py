@@ -1,7 +1,5 @@
 """An rl run heals itself: each process dies once, or hangs, and the end is that of the run that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """One run that is interrupted again and again, each time in another way, ends as the run that nothing disturbed."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 from pathlib import Path

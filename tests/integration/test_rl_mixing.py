@@ -1,7 +1,5 @@
 """A mix of environments with group sizes, sampling and levels of their own, in a real run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Most runs of the tests are on the stub engine; here vLLM is killed and frozen. I
 that has imported it; `test_rl_quick_start` starts them as a user does.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 from pathlib import Path

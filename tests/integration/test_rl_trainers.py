@@ -1,7 +1,5 @@
 """`rl` with trainers of other kinds: two ranks, adapters, and the rewards of a model that pairs taught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """`benchmarks.scale` plans for ranks that are not there: its plans are those of real ones."""
 
-from __future__ import annotations
-
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs on several nodes: their commands on one machine, which meet over loopback, with one rank each."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """`sft`, the real command, killed and resumed; two ranks, resumed: what every day shows of either."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stopping a run: a signal saves the current step within the grace, the exit code says so, and no process is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """`benchmarks.shared_prompts` at a small size: what each contestant computes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

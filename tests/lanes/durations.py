@@ -3,8 +3,6 @@
 The file, `.durations.json`, holds the seconds of each test by its name, setup and teardown included. Git ignores it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

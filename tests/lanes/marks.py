@@ -5,8 +5,6 @@ nightly    what needs an engine, commands, ranks, pages, TRL or seconds of real 
 slurm, gpu by hand: no script of `.ci` runs them
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal, get_args
 

@@ -5,8 +5,6 @@ tests of `rl` share. So files with engines lie at one end of a queue, files with
 longest outermost. Half of the workers take files from the front, half from the back, and they meet among the rest.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 

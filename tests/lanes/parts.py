@@ -1,7 +1,5 @@
 """Parts of the product whose nightly tests run with every change of them."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable
 

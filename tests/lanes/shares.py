@@ -1,7 +1,5 @@
 """The everyday lane as plain pytest processes, two at a time: each collects and imports only what its share needs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ and removes and installs vLLM again, also under the feet of a server that is run
 (https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

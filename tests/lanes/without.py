@@ -3,8 +3,6 @@
 What such a process starts may not either, unless the test that starts it is marked as one of those.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Sequence

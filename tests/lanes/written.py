@@ -1,7 +1,5 @@
 """What no test may do: write into the repository. A lane compares what lies there before and after."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

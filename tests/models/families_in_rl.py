@@ -6,8 +6,6 @@ measures all families of `tests.models.families`, or those named, and writes `te
 `tests/integration/test_rl_families.py` holds the code to and docs/models.md shows.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Tiny random models in the Hugging Face layout, and what transformers says their logprobs are."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

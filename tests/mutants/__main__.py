@@ -8,8 +8,6 @@ tests, and last with whole runs, until one notices; that one must pass without t
 printed: it wants a test, or a word why it makes no difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

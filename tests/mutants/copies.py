@@ -1,7 +1,5 @@
 """A copy of the repository in which one module at a time is changed, and a process that runs tests in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Small changes of a module, each of which some test should notice."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

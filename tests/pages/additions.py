@@ -4,8 +4,6 @@
 ```diff of=PATH       lines of a file that is there; those with `+` are the ones to add
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

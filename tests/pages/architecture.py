@@ -4,8 +4,6 @@
 floors from the layers in pyproject.toml, the contracts that forbid something, and the packages from their docstrings.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

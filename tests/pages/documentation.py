@@ -13,8 +13,6 @@ Every fence names its language:
     ```bash  ```text      a script, which must be one for bash; anything else
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ footnotes and generated parts do not count; code in a line counts as one word. A
 ("what it has is that of the one before it") has no nouns: its reader asks "which one?".
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

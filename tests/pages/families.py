@@ -5,8 +5,6 @@ Families that are packed and run in `rl` are listed by name; the others have a r
 What `rl` does with each family is in `families_in_rl.json`, by the family's name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

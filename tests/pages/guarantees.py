@@ -1,7 +1,5 @@
 """docs/guarantees.md as the tests read it: its claims, and the footnotes that name a test for each."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -3,8 +3,6 @@
 Written down from their documentation, with Kubernetes' own for pods; a name that is not here is taken for a mistake.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

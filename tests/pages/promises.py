@@ -7,8 +7,6 @@ It ends with 1 if a promise has no test, or names a test that pytest does not co
 night, also if such a test was skipped when it ran last. A test that no script of `.ci` runs is one by hand.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

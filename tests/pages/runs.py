@@ -1,7 +1,5 @@
 """A checkout in which the commands of a page are tried one after the other, and what must hold between them."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """The series that the dashboard and docs/console.md name, against which those of real runs are held."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

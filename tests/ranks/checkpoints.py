@@ -4,8 +4,6 @@ Each rank goes through all scenarios, and notes what it saw by scenario.
 `DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable

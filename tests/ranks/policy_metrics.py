@@ -1,7 +1,5 @@
 """Two real ranks that measure and count what one does: `python -m tests.ranks.policy_metrics MODEL DATA DIRECTORY`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

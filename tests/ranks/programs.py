@@ -3,8 +3,6 @@
 `DIRECTORY/runs.json` says which: a list of the arguments of `train_on_two`, in their order.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks for tests, mostly two: forked processes in one gloo group, in a program of their own (`python -m tests.…`)."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

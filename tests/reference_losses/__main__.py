@@ -4,8 +4,6 @@ Makes the four runs by the commands as users start them, prints what has changed
 `recorded.json`. Numbers change when somebody means them to: the commit that changes the file says why.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

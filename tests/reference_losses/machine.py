@@ -5,8 +5,6 @@ lists that; so a small computation, of the sizes of the example and of nothing o
 are digested. Machines with the same digest compute alike.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """`recorded.json`: the numbers that a refactor must reproduce, and on what they were recorded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

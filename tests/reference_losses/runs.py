@@ -6,8 +6,6 @@ with dropout, and batches sampled one version behind, two minibatches and two pa
 one thread, where numbers depend on the machine alone (`machine`) and never on what else it does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from dataclasses import dataclass

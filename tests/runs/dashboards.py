@@ -1,7 +1,5 @@
 """Looking at the page of a run as a browser does."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

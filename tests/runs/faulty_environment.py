@@ -1,7 +1,5 @@
 """An environment that does what it should not at chosen tasks, for runs in worker processes; imports little."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -6,8 +6,6 @@ The benchmark is `python -m` in a fork, and so are the commands, modules and scr
 Their inference servers are the stub engine.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """An environment whose difficulty is an argument."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed

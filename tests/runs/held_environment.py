@@ -1,7 +1,5 @@
 """Environments that stand still in the middle of their work until they may go on; they import little."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

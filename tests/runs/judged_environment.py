@@ -1,7 +1,5 @@
 """An environment of two turns whose score is a judge's, for runs with a stand-in for one; imports little."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from holdfast import Environment, Judge, JudgeConfig, Message, Score, Session, Task, TaskSeed

@@ -1,7 +1,5 @@
 """Ports for what tests start."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests ask of processes that may end at any moment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Real `rl` runs for tests: start one, wait for a step, disturb it, and compare what runs leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Programs of a few lines that stand in for the processes of a run, watched by the real launcher."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

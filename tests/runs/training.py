@@ -1,7 +1,5 @@
 """Runs of the real `sft`, `dpo` and `reward-model` commands on tiny models, for the integration tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """An environment of two turns whose rewards differ, for runs of the example's model; imports little."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed

@@ -5,8 +5,6 @@
 The program scores by a hash of what it is asked, and writes a line before it begins an answer and one behind it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

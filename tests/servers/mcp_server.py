@@ -6,8 +6,6 @@ It remembers what it was told for as long as it lives, so whoever shares it with
 speaks the protocol as it was before 2026, whose clients have sessions at a port.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -5,8 +5,6 @@ weights from the last and the batch. So a run through both is a function of its 
 difference between two runs shows in every later batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

@@ -7,8 +7,6 @@ one. It serves Qwen3 in float32, without vLLM's own routes. `tests/integration/t
 against the real one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

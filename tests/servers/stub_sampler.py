@@ -4,8 +4,6 @@ It has what the server asks of vLLM's client (`holdfast.inference.weights`, `Sam
 between two turns of the event loop, so a pause or a swap of weights never meets it in the middle of a step.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path

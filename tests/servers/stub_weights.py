@@ -3,8 +3,6 @@
 The codes are those of `holdfast.inference.weights`, and so are the digests; the words of a refusal need not be.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands as a user meets them: help, dry runs, exit codes, refusals."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

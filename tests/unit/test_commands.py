@@ -1,7 +1,5 @@
 """The table of the commands: `holdfast NAME`, `python -m holdfast NAME` and the script NAME are one and the same."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

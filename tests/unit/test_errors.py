@@ -1,7 +1,5 @@
 """The tree of exceptions at the top of `holdfast.errors` is that of the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

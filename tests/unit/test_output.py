@@ -1,7 +1,5 @@
 """Commands whose stdout or stderr is closed, full, or read by nobody: they end as they would, or say why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

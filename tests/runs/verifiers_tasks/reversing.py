@@ -3,8 +3,6 @@
 It is run by an interpreter that has verifiers, and need not have what the tests have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """`ckpt ls`, `verify`, `prune` and the command line, on checkpoints of a real run; and what is around torch."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Which steps of a run are evaluated while it trains, by whom, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

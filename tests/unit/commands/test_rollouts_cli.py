@@ -1,7 +1,5 @@
 """The command `rollouts` on a journal of its own: what it shows, exports, and refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line: files from left to right, sections from files, flags over files, and every error."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Every configuration model: documented, and the same after being written as TOML and read again."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What those who come from other programs are told: of a flag that there is not, and by the table of the docs."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import fields

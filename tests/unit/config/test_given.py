@@ -1,7 +1,5 @@
 """What a command cannot do without is asked for, with the lines that begin a run; rates that fit it are filled in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

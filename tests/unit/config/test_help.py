@@ -1,7 +1,5 @@
 """The help: one screen, one section or everything, from a list that is what the settings say."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which steps `profile` names, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

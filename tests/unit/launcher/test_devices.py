@@ -1,7 +1,5 @@
 """Commands on machines whose GPUs are made up: what they say, write, refuse and give to their processes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

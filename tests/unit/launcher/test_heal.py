@@ -1,7 +1,5 @@
 """What the launcher starts again, what it leaves alone, and what it waits for."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

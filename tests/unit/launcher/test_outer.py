@@ -1,7 +1,5 @@
 """What is read of `torchrun`, `srun` and others that start a command on every node."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Who gets which GPUs, on machines with none, one, two and eight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which deaths are worth another start, how often, after which delay; and what an engine died of, by its log."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A stop with an object store: the exit code says whether the upload landed, and it comes before any removal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

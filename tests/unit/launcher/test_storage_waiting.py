@@ -1,7 +1,5 @@
 """A storage that fails is told apart from a crash, by its own exit code, and waited for with backoff."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

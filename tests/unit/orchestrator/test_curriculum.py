@@ -1,7 +1,5 @@
 """Curricula: which level a task is drawn from follows from whole batches, and survives whatever befalls the run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Judges that answer, are slow, busy, away, wrong or hostile; the log that asks none of them twice; one completion."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """Which groups go into a batch; and whole runs that drop them: without signal, by failures, by deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

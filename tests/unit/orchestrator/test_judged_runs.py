@@ -1,7 +1,5 @@
 """Runs whose rewards are a judge's: with workers, killed ones, again, and with a judge that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

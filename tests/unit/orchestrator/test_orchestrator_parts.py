@@ -1,7 +1,5 @@
 """The parts of the orchestrator one by one: client, mix, seeds, log of generations, publisher, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Whole runs of the orchestrator against a real HTTP server: the schedule, the journal, resume, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Runs whose chat template forgets: sessions split, and batches hold the branches, whoever plays, judges and dies."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Environments in worker processes: the same batches as without, whatever happens to the processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Signs of life: beats of real processes, answers of a real health route, and their absence."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

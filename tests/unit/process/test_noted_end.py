@@ -1,7 +1,5 @@
 """The process between a library and a program of others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Directories of temporary files: in use they stay, and what a killed process left is removed by the next one."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """docs/architecture.md is drawn from the code and leads through it; where tests are, and how long files may be."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes of docs/clusters.md are what the commands print and take; the manifests are of their kinds."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

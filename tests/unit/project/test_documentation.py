@@ -1,7 +1,5 @@
 """README and docs say what is so: their commands, programs, settings, links and tables."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import re

@@ -1,7 +1,5 @@
 """README and docs are in plain English, and short: the limits of tests/pages/english.py hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`from holdfast import ...`: every name that documents use, loaded when it is asked for and not before."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

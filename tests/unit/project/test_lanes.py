@@ -1,7 +1,5 @@
 """Which test runs when, and what a run of a lane refuses."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmarks of runs that learn: their tasks, controls, tables and curves, and what of them is committed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

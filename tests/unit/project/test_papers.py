@@ -1,7 +1,5 @@
 """The project's papers: what forges, citers, containers and language models read."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

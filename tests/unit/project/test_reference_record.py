@@ -1,7 +1,5 @@
 """What is said where numbers are not those that were recorded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.reference_losses.record import differences, largest_relative, other_numerics, read_records

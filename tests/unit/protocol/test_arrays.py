@@ -1,7 +1,5 @@
 """Packed numbers per token: exact, checked, and bytes on the wire."""
 
-from __future__ import annotations
-
 import struct
 
 import msgspec

@@ -1,7 +1,5 @@
 """The canary on the wire, and an engine that computes something else is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Remote checkpoints, the part that every store has in common: on a directory, through fsspec."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Small files with a checksum: of a damaged byte they say nothing that was not written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A directory of checkpoints: what is what, which state a step is in, and what retention may remove."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writing durably: the old content or the new, whatever fails on the way."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The journal: batches come out as they went in, whole or not at all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

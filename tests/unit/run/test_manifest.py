@@ -1,7 +1,5 @@
 """Manifests: any damage to any file is found, and the file is named."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`metrics.jsonl`, events and the lines of the console."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

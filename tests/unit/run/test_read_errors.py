@@ -1,7 +1,5 @@
 """A file that cannot be read is no damage: nothing is passed over, moved aside, made again or replaced for it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The log of records: whole ones are found whatever happened to the others, and one sync covers many."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """What processes record of their time, and what is read back of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

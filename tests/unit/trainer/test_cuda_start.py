@@ -1,7 +1,5 @@
 """Ranks can use CUDA, and compute there what the settings say, whatever the process that forks them asks of torch."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The names are those of the tables of `holdfast.config.base`; one without a refer
 function, its help and its row in the documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 

@@ -2,8 +2,6 @@
 tables of `holdfast.config.base`: a new one is tried without a line here.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The page docs/models.md is the table of the outcomes:
 `UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py` writes it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from copy import deepcopy

@@ -6,8 +6,6 @@ behind all micro-batches, goes through `Sums.read`. The way to the device is wat
 memory to a GPU waits for everything before it, one by `to_device` does not.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

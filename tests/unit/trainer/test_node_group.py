@@ -1,7 +1,5 @@
 """The commands of one run on several nodes, as threads that meet over loopback, and the links of their ranks."""
 
-from __future__ import annotations
-
 import math
 import queue
 import subprocess

@@ -1,7 +1,5 @@
 """Processes as the launcher sees them: on this machine, and behind real agents, over pipes of this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

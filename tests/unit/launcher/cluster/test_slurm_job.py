@@ -1,7 +1,5 @@
 """`--slurm`: the script, what it is made of, and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

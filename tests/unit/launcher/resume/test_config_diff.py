@@ -1,7 +1,5 @@
 """A resumed run says which settings are not those of before, and what follows from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The settings are found by their types: a text or a path, at any depth. One without a row in `SETTINGS` fails.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil

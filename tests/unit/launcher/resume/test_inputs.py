@@ -1,7 +1,5 @@
 """What a run computes with beside its settings: a change is said, and batches made with the others are made anew."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a start says of the steps that are to be profiled, and a run of where they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 The launcher knows checkpoints by their manifests and files, so files with any content will do here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

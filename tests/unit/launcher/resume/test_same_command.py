@@ -1,7 +1,5 @@
 """The same command again in a directory that holds something: it goes on, or is refused, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers that no engine can have sampled: refused by name, and nothing of them is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Servers that are busy, fail, or answer without an end: waited for with growing pauses, or refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import re

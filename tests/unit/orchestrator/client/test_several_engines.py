@@ -1,7 +1,5 @@
 """Several servers of one policy: who is asked, and what one costs that is lost, comes back, or never does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Sessions that split: where a template writes the history anew, a branch begins with just what it writes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sessions and the chat template: nothing is tokenised twice, nothing is lost, limits hold."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

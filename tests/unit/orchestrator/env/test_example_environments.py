@@ -1,7 +1,5 @@
 """The environments of examples/: tasks are a pure function of their seed, and answers get what the page says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

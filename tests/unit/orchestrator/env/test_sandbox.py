@@ -1,7 +1,5 @@
 """Programs in the sandbox do what they like, and nothing of it is seen outside but what they print."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Environments of verifiers, played by a process of their own: what they earn, what goes wrong, and how it dies."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

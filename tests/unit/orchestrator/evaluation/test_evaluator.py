@@ -1,7 +1,5 @@
 """Evaluations against a server: what is asked, what is kept, also on a full disk, and that nothing is asked twice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

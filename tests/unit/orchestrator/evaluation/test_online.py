@@ -1,7 +1,5 @@
 """Evaluations during a run: by one exact version, with one batch, and without a trace in what is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Supervised samples: formats and files, lengths, order, rows on several cores, and what is refused or told of them."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -3,8 +3,6 @@
 That no loss or gradient depends on it: test_families, test_programs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Tokenised data on disk: made once, named by what it depends on, whole or not there, and never in the way."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

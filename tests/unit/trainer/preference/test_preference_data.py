@@ -1,7 +1,5 @@
 """Preference pairs and labelled answers: reading, refusing, planning; and a step, however it is split."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable

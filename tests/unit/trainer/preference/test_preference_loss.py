@@ -3,8 +3,6 @@
 By their formulas: test_every_name_computes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

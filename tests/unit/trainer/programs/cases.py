@@ -1,7 +1,5 @@
 """What is resumed in tests of programs: for every program and kind of state a case, with its settings."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path

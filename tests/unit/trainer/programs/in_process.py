@@ -3,8 +3,6 @@
 A process group is there; with several ranks all call `train`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

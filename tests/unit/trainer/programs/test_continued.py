@@ -1,7 +1,5 @@
 """Programs that begin with what another run left: forks, warm starts, stores, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

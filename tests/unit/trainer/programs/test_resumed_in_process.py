@@ -3,8 +3,6 @@
 Nothing is killed here. That a save is whole whenever its process dies is for tests/faults/test_kill_during_save.py.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantages by hand, of turns, of the user, and refused; by their formulas: test_every_name_computes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random

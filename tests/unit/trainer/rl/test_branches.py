@@ -3,8 +3,6 @@
 Each branch of a rollout is a sequence of its own to the models; all are one rollout to loss and advantage.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards as they are shaped, and the advantages of a batch with penalties, critic or teacher."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Steps of the RL learner on a tiny model: what is measured when, what the coefficient is, what is trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 And which batches stay after they are trained.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

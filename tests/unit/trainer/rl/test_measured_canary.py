@@ -1,7 +1,5 @@
 """The canary: what the trainer computes is what transformers computes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

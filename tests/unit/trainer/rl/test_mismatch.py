@@ -1,7 +1,5 @@
 """Fresh rollouts must have the log-probabilities that the trainer computes, before a step is taken on them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

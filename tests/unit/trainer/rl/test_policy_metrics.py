@@ -1,7 +1,5 @@
 """The statistics of a step: against slow sums over tokens, however tokens are dealt to ranks; warnings and alerts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The replay buffer: which groups it keeps, which it samples, and that a checkpoint changes neither."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The reward model of an RL run, and the moving average of the policy's weights."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
