@@ -20,9 +20,7 @@ def make_run(
 ) -> RunDir:
     """Return an `rl` run of `steps` steps that was started again behind each of `resumed_from`.
 
-    Args:
-        metrics: how many `custom/N` there are of every step, beside those that all have.
-        lr: its setting.
+    `metrics`: how many `custom/N` there are of every step, beside those that all have. `lr`: its setting.
     """
     run_dir = RunDir(path)
     run_dir.create()

@@ -80,14 +80,10 @@ def draw() -> tuple[float, float, float, float]:
 
 
 class HeldWrites:
-    """Keeps saves from writing until they are released.
-
-    Attributes:
-        begun: set when a save has come to its writing.
-    """
+    """Keeps saves from writing until they are released."""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.begun = threading.Event()  # set when a save has come to its writing
         self._released = threading.Event()
 
     @property

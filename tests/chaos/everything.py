@@ -104,14 +104,10 @@ def settings_of(port: int) -> tuple[str, ...]:
 
 
 class JudgeProcess:
-    """A judge in a process of its own, at a port of its own. Use as a context manager: then it answers.
-
-    Attributes:
-        port: where it listens, also when it has been started again.
-    """
+    """A judge in a process of its own, at a port of its own. Use as a context manager: then it answers."""
 
     def __init__(self, asked: Path, *, port: int | None = None) -> None:
-        self.port = port or free_port()
+        self.port = port or free_port()  # where it listens, also when it has been started again
         self._asked = asked
         self._process: subprocess.Popen[bytes] | None = None
 

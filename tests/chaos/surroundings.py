@@ -15,16 +15,14 @@ _PREFIX = "chaos"
 class Store:
     """An object store that goes away and comes back. Use as a context manager.
 
-    Attributes:
-        url: for `--ckpt.dir`.
-        environment: variables of the processes that use it.
+    `environment`: variables of the processes that use it.
     """
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request otherwise
         self._server = S3Server()
         self._back: threading.Timer | None = None
-        self.url = f"s3://{BUCKET}/{_PREFIX}"
+        self.url = f"s3://{BUCKET}/{_PREFIX}"  # for `--ckpt.dir`
         self.environment = {
             "AWS_ENDPOINT_URL": self._server.url,
             "AWS_ACCESS_KEY_ID": "key",
@@ -57,8 +55,7 @@ class Store:
 class ReadErrors:
     """Makes the next files that a process of the run opens to read fail.
 
-    Attributes:
-        environment: variables of the processes that are to meet them.
+    `environment`: variables of the processes that are to meet them.
     """
 
     def __init__(self, folder: Path, run_dir: Path) -> None:

@@ -51,19 +51,12 @@ def causal_model(directory: Path) -> PreTrainedModel:
 
 
 class GivenRollouts:
-    """What a trainer of TRL would sample, score and run through the model; the arithmetic with it stays TRL's.
+    """What a trainer of TRL would sample, score and run through the model; the arithmetic with it stays TRL's."""
 
-    Attributes:
-        completions: token ids.
-        rewards: one per completion.
-        sampler_logprobs: as vLLM would report them, by completion.
-        forwards: (B, T) each, the log-probabilities that the next forward passes return.
-    """
-
-    completions: list[list[int]]
-    rewards: list[float]
-    sampler_logprobs: list[list[float]] | None = None
-    forwards: list[Tensor]
+    completions: list[list[int]]  # token ids
+    rewards: list[float]  # one per completion
+    sampler_logprobs: list[list[float]] | None = None  # as vLLM would report them, by completion
+    forwards: list[Tensor]  # (B, T) each, the log-probabilities that the next forward passes return
 
     def _calculate_rewards(self, *_: object) -> Tensor:
         return torch.tensor(self.rewards, dtype=torch.float64)[:, None]

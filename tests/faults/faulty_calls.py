@@ -27,22 +27,14 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 @dataclass(frozen=True)
 class Call:
-    """One line of a trail.
-
-    Attributes:
-        name: the function.
-        path: what it was called on, relative to the watched directory.
-        target: of a rename or link.
-        is_done: whether it returned.
-        time_s: when it began, by the monotonic clock.
-    """
+    """One line of a trail."""
 
     number: int
-    name: str
-    path: str
-    target: str
-    is_done: bool
-    time_s: float
+    name: str  # the function
+    path: str  # what it was called on, relative to the watched directory
+    target: str  # of a rename or link
+    is_done: bool  # whether it returned
+    time_s: float  # when it began, by the monotonic clock
 
 
 def read_trail(path: Path) -> list[Call]:
@@ -74,15 +66,12 @@ def install(
 ) -> None:
     """Watch `directory` in this process, and cause at most one kind of fault.
 
-    Args:
-        linked: another directory that links in it lead to: what is called there counts as well.
-        kill_at: number of the call at which the process dies by SIGKILL, before it, after it, or half
-            way: of a write, half of the bytes are written.
-        killer_from: at this call another process is told to kill this one `killer_delay_s` later.
-        fail: `NAME PATH`: calls of the function NAME (`*`: any) on a path that begins with PATH (that is
-            PATH, if it ends with $); the `nth` of them fails with the errno `error`, and those after it
-            until `until_nth`.
-        rank: only in the process with this RANK in its environment.
+    `linked`: another directory that links in it lead to: what is called there counts as well. `kill_at`: number of the
+    call at which the process dies by SIGKILL, before it, after it, or half way: of a write, half of the bytes are
+    written. `killer_from`: at this call another process is told to kill this one `killer_delay_s` later. `fail`: `NAME
+    PATH`: calls of the function NAME (`*`: any) on a path that begins with PATH (that is PATH, if it ends with $); the
+    `nth` of them fails with the errno `error`, and those after it until `until_nth`. `rank`: only in the process with
+    this RANK in its environment.
     """
     watch = _Watch((directory, linked or directory), os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     watch.kill_at, watch.instant = kill_at, instant

@@ -12,16 +12,12 @@ from tests.forking.server import Fork
 
 @dataclass(frozen=True)
 class Program:
-    """A program with its settings.
-
-    Attributes:
-        watched: the part of the run directory in which calls are counted.
-    """
+    """A program with its settings."""
 
     name: str
     settings: Mapping[str, Any]
     until: int
-    watched: str = "."
+    watched: str = "."  # the part of the run directory in which calls are counted
 
 
 def trail_of(output: Path) -> Path:
@@ -32,9 +28,8 @@ def trail_of(output: Path) -> Path:
 def run(program: Program, output: Path, *, recording: Path | None = None, **fault: Any) -> Fork:
     """Train from the newest checkpoint, or from the start, to the end; return the process, which has ended.
 
-    Args:
-        recording: a file for what power cuts could have left, see `power_cut`.
-        fault: options of `faulty_calls.install`.
+    `recording`: a file for what power cuts could have left, see `power_cut`. `fault`: options of
+    `faulty_calls.install`.
     """
     trail_of(output).unlink(missing_ok=True)
     fork = shared_commands().call(

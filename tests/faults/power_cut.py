@@ -35,44 +35,28 @@ Names = dict[str, int]
 
 @dataclass
 class Disk:
-    """Directories and files by the numbers of their inodes.
+    """Directories and files by the numbers of their inodes."""
 
-    Attributes:
-        names: directory -> what it holds.
-        contents: file -> the key of its content in `Recording.blobs`.
-    """
-
-    names: dict[int, Names] = field(default_factory=dict)
-    contents: dict[int, int] = field(default_factory=dict)
+    names: dict[int, Names] = field(default_factory=dict)  # directory -> what it holds
+    contents: dict[int, int] = field(default_factory=dict)  # file -> the key of its content in `Recording.blobs`
 
 
 @dataclass(frozen=True)
 class Instant:
-    """The moment before a call.
+    """The moment before a call."""
 
-    Attributes:
-        call: the function and its path.
-        live: what processes see.
-        durable: what is safe.
-    """
-
-    call: str
-    live: Disk
-    durable: Disk
+    call: str  # the function and its path
+    live: Disk  # what processes see
+    durable: Disk  # what is safe
 
 
 @dataclass
 class Recording:
-    """Every moment of a run.
+    """Every moment of a run."""
 
-    Attributes:
-        root: inode of the directory.
-        blobs: contents of files.
-    """
-
-    root: int
+    root: int  # inode of the directory
     instants: list[Instant] = field(default_factory=list)
-    blobs: list[bytes] = field(default_factory=lambda: [b""])
+    blobs: list[bytes] = field(default_factory=lambda: [b""])  # contents of files
 
     @classmethod
     def load(cls, path: Path) -> Recording:

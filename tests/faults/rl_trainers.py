@@ -37,8 +37,7 @@ class Trainers:
     def prepare(self, name: str, **settings: Any) -> Path:
         """Return the configuration of a run that was started once and has all batches in its journal.
 
-        Args:
-            settings: of the trainer.
+        `settings`: of the trainer.
         """
         config = self.write_config(name, **settings)
         run = _start(config, until="prepared").wait()
@@ -66,8 +65,7 @@ class Trainers:
 def run_trainer(config: Path, **fault: Any) -> Run:
     """Run one to its end, in the directory that has the name of its configuration.
 
-    Args:
-        fault: options of `faulty_calls.install` in the trainer; the trail is the output with the suffix `.trail`.
+    `fault`: options of `faulty_calls.install` in the trainer; the trail is the output with the suffix `.trail`.
     """
     output = config.with_suffix("")
     trail = output.with_suffix(".trail")

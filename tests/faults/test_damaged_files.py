@@ -91,16 +91,13 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 class Program:
     """A run that is killed.
 
-    Attributes:
-        flags: of its command, where `CASE` stands for the directory that is damaged, and `HOME` for that of all cases.
-        fault: source that runs in its trainer.
-        is_held: whether it has done all that it does before it is killed.
+    `flags`: of its command, where `CASE` stands for the directory that is damaged, and `HOME` for that of all cases.
     """
 
     name: str
     flags: tuple[str, ...]
-    fault: str
-    is_held: Callable[[Path], bool]
+    fault: str  # source that runs in its trainer
+    is_held: Callable[[Path], bool]  # whether it has done all that it does before it is killed
 
     def start(self, case: Path, *flags: str, fault: str = "") -> Run:
         words = [word.replace("CASE", str(case)).replace("HOME", str(case.parent)) for word in (*self.flags, *flags)]

@@ -187,17 +187,13 @@ _BOTH = (signal.SIGKILL, signal.SIGTERM)
 class Victim:
     """A process that is killed while it loads, while it works, and at its end.
 
-    Attributes:
-        does: starts it, and returns what comes of that.
-        moments: file and function at whose begin it dies, and how often that has begun before.
-        signals: each of them is tried at each moment; none: they take turns.
-        told: what is said where the result is none, and the same works when it is done again.
+    `moments`: file and function at whose begin it dies, and how often that has begun before.
     """
 
-    does: Callable[[Path], object]
+    does: Callable[[Path], object]  # starts it, and returns what comes of that
     moments: tuple[tuple[str, str, int], ...]
-    signals: tuple[signal.Signals, ...] = ()
-    told: str = ""
+    signals: tuple[signal.Signals, ...] = ()  # each of them is tried at each moment; none: they take turns
+    told: str = ""  # what is said where the result is none, and the same works when it is done again
 
 
 _EXIT = ("threading.py", "_shutdown", 0)

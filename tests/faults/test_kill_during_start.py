@@ -35,19 +35,12 @@ LAST = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A start that changes the directory.
+    """A start that changes the directory."""
 
-    Attributes:
-        directory: the run directory before it.
-        settings: of the run, without `ckpt`.
-        ckpt: how it starts.
-        other: a run that must not change.
-    """
-
-    directory: Path
-    settings: dict[str, Any]
-    ckpt: dict[str, Any]
-    other: Path | None = None
+    directory: Path  # the run directory before it
+    settings: dict[str, Any]  # of the run, without `ckpt`
+    ckpt: dict[str, Any]  # how it starts
+    other: Path | None = None  # a run that must not change
 
     def prepare(self, output: Path, *, clean: bool = False, **fault: Any) -> int:
         """Prepare `output` in a process of its own; return the exit code, a signal as a negative number."""

@@ -179,15 +179,12 @@ def test_every_removal_in_the_source_is_known() -> None:
 class Drive:
     """A removal.
 
-    Attributes:
-        build: makes what is there.
-        act: removes of it; the next start does so again.
-        clear: what the next start clears beside that.
-        is_there: whether a file counts, by its place; others are nobody's.
+    `clear`: what the next start clears beside that. `is_there`: whether a file counts, by its place; others are
+    nobody's.
     """
 
-    build: Callable[[Path], object]
-    act: Callable[[Path], object]
+    build: Callable[[Path], object]  # makes what is there
+    act: Callable[[Path], object]  # removes of it; the next start does so again
     clear: Callable[[Path], object] = lambda case: RunDir(case).clear_leftovers()
     is_there: Callable[[Path, str], bool] = lambda case, place: ".tmp-" not in place
 

@@ -88,11 +88,7 @@ class Run:
         return self.fork.has_ended
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
-        """Wait for its end.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
+        """Wait for its end. Raises `TimeoutError`: it still runs."""
         self.fork.wait(timeout_s)
         return self
 
@@ -136,15 +132,11 @@ class Commands:
     ) -> Run:
         """Start a command; return when its process is there.
 
-        Args:
-            program: its name, such as `dpo`.
-            output: the directory of the run, which `argv` names as well.
-            log: where its output goes; unset: `output` with the suffix `.out`.
-            environment: its variables, by default those of this process.
-            fault: Python source that runs in the command first.
-            trainer_fault: the same in its trainer, before the ranks are forked.
-            until: stop when the run directory is prepared, or go on and train.
-            engine: what the inference servers of `rl` sample with.
+        `program`: its name, such as `dpo`. `output`: the directory of the run, which `argv` names as well. `log`: where
+        its output goes; unset: `output` with the suffix `.out`. `environment`: its variables, by default those of this
+        process. `fault`: Python source that runs in the command first. `trainer_fault`: the same in its trainer, before
+        the ranks are forked. `until`: stop when the run directory is prepared, or go on and train. `engine`: what the
+        inference servers of `rl` sample with.
         """
         require("launch")
         log = log or output.with_name(f"{output.name}.out")
@@ -157,10 +149,8 @@ class Commands:
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
         """Start `python -m ARGV`; return when its process is there.
 
-        Args:
-            fault: Python source that runs in it first.
-            at_end: Python source that runs when it ends, with the names of `fault`.
-            is_ranks: it starts several ranks.
+        `fault`: Python source that runs in it first. `at_end`: Python source that runs when it ends, with the names of
+        `fault`. `is_ranks`: it starts several ranks.
         """
         require("ranks" if is_ranks else "launch")
         words = [str(word) for word in argv]

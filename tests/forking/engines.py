@@ -51,11 +51,7 @@ class ServerHandle:
         self._process = process
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when `/health` says 200.
-
-        Raises:
-            RuntimeError: the server ended, or took longer than `timeout_s`.
-        """
+        """Return when `/health` says 200. Raises `RuntimeError`: the server ended, or took longer than `timeout_s`."""
         import httpx
 
         deadline = time.monotonic() + timeout_s
@@ -76,8 +72,7 @@ class ServerHandle:
     def wait(self, timeout_s: float = HANG_S) -> int:
         """Return the exit code once the server ended; a signal's number is negative, as in subprocess.
 
-        Raises:
-            TimeoutError: it still runs after `timeout_s`.
+        Raises `TimeoutError`: it still runs after `timeout_s`.
         """
         return self._process.wait(timeout_s)
 

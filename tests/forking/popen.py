@@ -39,9 +39,8 @@ Engine = Literal["stub", "vllm"]
 def fork_children(trainer_fault: str, *, engine: Engine) -> None:
     """Make the launcher in this process fork its checks, trainer, orchestrator and inference servers.
 
-    Args:
-        trainer_fault: Python source that runs in a trainer before anything else.
-        engine: what an inference server of the run samples with.
+    `trainer_fault`: Python source that runs in a trainer before anything else. `engine`: what an inference server of
+    the run samples with.
     """
     import holdfast.launcher.cluster.hosts
     import holdfast.launcher.preflight

@@ -35,8 +35,7 @@ _answers = 1
 class Fork:
     """One forked process, whose output goes behind what its log holds.
 
-    Attributes:
-        code: its exit code once somebody has waited for it; a signal's number is negative, as in subprocess.
+    `code`: its exit code once somebody has waited for it; a signal's number is negative, as in subprocess.
     """
 
     def __init__(self, log_path: Path) -> None:
@@ -56,11 +55,7 @@ class Fork:
         return self.code is not None or not self._answers.empty()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end, and return its exit code.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
+        """Wait for its end, and return its exit code. Raises `TimeoutError`: it still runs."""
         if self.code is None:
             try:
                 self.code = self._next_answer(timeout_s)
@@ -105,8 +100,7 @@ class Started:
 class ForkServer:
     """The server, as the process sees it that asks. Several threads may use it.
 
-    Args:
-        prepare: what the server calls before it forks anything, as `module:function`.
+    `prepare`: what the server calls before it forks anything, as `module:function`.
     """
 
     def __init__(self, prepare: str) -> None:
@@ -132,8 +126,7 @@ class ForkServer:
     def fork(self, function: str, log: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Fork:
         """Call a function, `module:function`, in a child with what JSON can say; return when the child is there.
 
-        Args:
-            environment: as it is to be, but for what the server's imports have set; by default as it is here.
+        `environment`: as it is to be, but for what the server's imports have set; by default as it is here.
         """
         wanted = os.environ if environment is None else environment
         gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - wanted.keys())

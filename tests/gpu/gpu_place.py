@@ -50,19 +50,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Place:
-    """Where checks run.
+    """Where checks run."""
 
-    Attributes:
-        device: `cuda` or `cpu`.
-        folder: for runs, models and data.
-        is_toy: tiny shapes, and commands forked from a process that has imported torch; otherwise real ones.
-        figures: what was found.
-    """
-
-    device: str
-    folder: Path
-    is_toy: bool
-    figures: list[Figure] = field(default_factory=list)
+    device: str  # `cuda` or `cpu`
+    folder: Path  # for runs, models and data
+    is_toy: bool  # tiny shapes, and commands forked from a process that has imported torch; otherwise real ones
+    figures: list[Figure] = field(default_factory=list)  # what was found
 
     def note(self, check: str, what: str, value: float, unit: str, expected: str = "") -> None:
         """Print and keep a figure."""

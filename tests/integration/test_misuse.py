@@ -28,22 +28,16 @@ LOADING = ("importing torch", "loading vllm", "starting the engine", "loading mo
 class Case:
     """One mistake.
 
-    Attributes:
-        name: what it is.
-        program: the command.
-        words: behind the command; `{here}` is the directory of the test, `{model}` a whole model, `{rows}` good data.
-        said: what the message must hold.
-        makes: prepares the directory of the test.
-        has_model: a copy of a good model lies in `{here}/mine`, before `makes` changes it.
-        in_trainer: only the trainer finds it, which is started, and trains nothing: what configs of models hold.
+    `words`: behind the command; `{here}` is the directory of the test, `{model}` a whole model, `{rows}` good data.
+    `in_trainer`: only the trainer finds it, which is started, and trains nothing: what configs of models hold.
     """
 
-    name: str
-    program: str
+    name: str  # what it is
+    program: str  # the command
     words: tuple[str, ...]
-    said: tuple[str, ...]
-    makes: Callable[[Path], object] = lambda here: None
-    has_model: bool = False
+    said: tuple[str, ...]  # what the message must hold
+    makes: Callable[[Path], object] = lambda here: None  # prepares the directory of the test
+    has_model: bool = False  # a copy of a good model lies in `{here}/mine`, before `makes` changes it
     in_trainer: bool = False
 
 

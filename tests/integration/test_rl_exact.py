@@ -52,23 +52,15 @@ class SynchronousRuns:
     """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them.
 
     Its rewards are penalised for the divergence from the reference, with a coefficient that is steered.
-
-    Attributes:
-        served: what the server reported after the first run.
-        kept: the steps of checkpoints, batches and weights after the first run.
-        straight: what the first run amounts to.
-        batches: the files of its journal.
-        metrics: its nine lines of metrics.jsonl.
-        resumed: the second run, from step 6.
     """
 
     run_dir: RunDir
-    served: dict[str, Any]
-    kept: dict[str, list[int]]
-    straight: Outcome
-    batches: dict[int, tuple[int, int]]
-    metrics: list[dict[str, float]]
-    resumed: CompletedRun
+    served: dict[str, Any]  # what the server reported after the first run
+    kept: dict[str, list[int]]  # the steps of checkpoints, batches and weights after the first run
+    straight: Outcome  # what the first run amounts to
+    batches: dict[int, tuple[int, int]]  # the files of its journal
+    metrics: list[dict[str, float]]  # its nine lines of metrics.jsonl
+    resumed: CompletedRun  # the second run, from step 6
 
 
 @pytest.fixture(scope="module")

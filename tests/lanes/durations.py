@@ -76,9 +76,8 @@ class Durations:
 
     It fails nothing: beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time.
 
-    Args:
-        everyday: whether the session is one of the everyday lane; other sessions have no bound.
-        path: the file of durations.
+    `everyday`: whether the session is one of the everyday lane; other sessions have no bound. `path`: the file of
+    durations.
     """
 
     def __init__(self, *, everyday: bool, path: Path = FILE) -> None:

@@ -8,17 +8,12 @@ from tests.lanes.durations import seconds_of_files
 
 @dataclass(frozen=True)
 class Share:
-    """Some directories and files of tests.
-
-    Attributes:
-        light: torch, transformers and vLLM must not be imported in its process.
-        usual_s: about how long it takes on an idle core, until a run has been recorded.
-    """
+    """Some directories and files of tests."""
 
     name: str
     paths: tuple[str, ...]
-    usual_s: float
-    light: bool = False
+    usual_s: float  # about how long it takes on an idle core, until a run has been recorded
+    light: bool = False  # torch, transformers and vLLM must not be imported in its process
 
     def options(self) -> list[str]:
         """Return what pytest is given: the paths, or everything that is in no other share."""

@@ -122,8 +122,7 @@ def reference_outcome(
 ) -> Outcome:
     """Return what transformers' own forward gives, one sample at a time, with eager attention.
 
-    Args:
-        weights: to take instead of the directory's.
+    `weights`: to take instead of the directory's.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:

@@ -18,19 +18,12 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of a source.
+    """One change of a source."""
 
-    Attributes:
-        line: where it is.
-        before: what is replaced.
-        after: by what.
-        source: the whole module with it.
-    """
-
-    line: int
-    before: str
-    after: str
-    source: str
+    line: int  # where it is
+    before: str  # what is replaced
+    after: str  # by what
+    source: str  # the whole module with it
 
 
 def mutations(source: str) -> list[Mutation]:

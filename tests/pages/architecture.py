@@ -26,16 +26,11 @@ _STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`: ")
 
 @dataclass(frozen=True)
 class House:
-    """A package whose parts a contract of layers puts in order.
-
-    Attributes:
-        floors: names of its parts, the highest first; those of one floor stand side by side.
-        imports: part -> the parts that it imports, lazily too, in the order of the floors.
-    """
+    """A package whose parts a contract of layers puts in order."""
 
     package: str
-    floors: list[list[str]]
-    imports: dict[str, list[str]]
+    floors: list[list[str]]  # names of its parts, the highest first; those of one floor stand side by side
+    imports: dict[str, list[str]]  # part -> the parts that it imports, lazily too, in the order of the floors
 
     @property
     def rooms(self) -> list[str]:

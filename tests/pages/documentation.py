@@ -30,17 +30,12 @@ _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page.
-
-    Attributes:
-        words: the line as a shell splits it, without `uv run`.
-        output: the lines that the page shows below it.
-    """
+    """One command of a page."""
 
     where: str
     line: str
-    words: list[str]
-    output: list[str] = field(default_factory=list)
+    words: list[str]  # the line as a shell splits it, without `uv run`
+    output: list[str] = field(default_factory=list)  # the lines that the page shows below it
 
     @property
     def program(self) -> str:

@@ -72,15 +72,10 @@ _LEAST = 8
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence of a page, or of a cell of a table.
+    """A sentence of a page, or of a cell of a table."""
 
-    Attributes:
-        text: with a word in place of each span of code.
-        shown: as it is on the page.
-    """
-
-    text: str
-    shown: str
+    text: str  # with a word in place of each span of code
+    shown: str  # as it is on the page
     is_cell: bool
 
     @cached_property

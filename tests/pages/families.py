@@ -36,16 +36,11 @@ _USUAL = re.compile(r"(?<=\n### With packed rows, in `rl`\n\n).*?(?=\n\n)", re.D
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one family.
-
-    Attributes:
-        layout: of the model; None if it is refused.
-        refusal: the reason, in words.
-    """
+    """What was found of one family."""
 
     family: Family
-    layout: Layout | None = None
-    refusal: str = ""
+    layout: Layout | None = None  # of the model; None if it is refused
+    refusal: str = ""  # the reason, in words
 
     def cells(self, in_rl: str) -> list[str]:
         if self.layout is None:

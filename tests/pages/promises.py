@@ -25,15 +25,11 @@ from tests.pages import guarantees
 
 @dataclass(frozen=True)
 class Row:
-    """One test of one promise; a promise without a test has none.
-
-    Attributes:
-        lanes: where the test runs; none if pytest does not collect it.
-    """
+    """One test of one promise; a promise without a test has none."""
 
     promise: str
     test: str
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane, ...]  # where the test runs; none if pytest does not collect it
 
     @property
     def is_by_hand(self) -> bool:
@@ -56,8 +52,7 @@ class _Collected:
 def collected_lanes() -> dict[str, set[Lane]]:
     """Return the lanes of all tests, as pytest collects them, by `test_x.py::test_y` and by `test_x.py`.
 
-    Raises:
-        RuntimeError: pytest could not collect them.
+    Raises `RuntimeError`: pytest could not collect them.
     """
     collected = _Collected()
     printed = io.StringIO()

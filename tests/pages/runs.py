@@ -66,8 +66,7 @@ def can_be_started(command: Command) -> bool:
 class Checkout:
     """What the examples need of a checkout, in `path`; `made` is what commands have left there, or would have.
 
-    Attributes:
-        made: run directory -> the program that made it; the others join, resume or look into it.
+    `made`: run directory -> the program that made it; the others join, resume or look into it.
     """
 
     path: Path
@@ -137,8 +136,7 @@ class Checkout:
     def start_and_kill(self, command: Command, *extra: str, printed: str) -> None:
         """Start a run, kill all of it when it has printed some of its lines, and give the same words again.
 
-        Args:
-            printed: by the same run where nobody killed it: the moment is drawn from what it said before its last step.
+        `printed`: by the same run where nobody killed it: the moment is drawn from what it said before its last step.
         """
         extra = (*_smaller([*command.words, *extra]), *extra)
         lines = printed.splitlines()

@@ -21,8 +21,7 @@ def run_on_ranks(work: Callable[..., object], *, number: int = 2) -> NoReturn:
 
     It ends with 0 when all came through, else with 1. Each rank writes what it saw into `DIRECTORY/rank_R.pt`.
 
-    Args:
-        work: gets its place among the ranks and the paths, and returns what it saw.
+    `work`: gets its place among the ranks and the paths, and returns what it saw.
     """
     paths = [Path(word) for word in sys.argv[1:]]
     context = multiprocessing.get_context("fork")

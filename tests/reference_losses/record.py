@@ -14,15 +14,10 @@ RENEW = "uv run python -m tests.reference_losses"
 
 @dataclass(frozen=True)
 class Record:
-    """One run, as it was recorded.
+    """One run, as it was recorded."""
 
-    Attributes:
-        numerics: what its numbers depend on, see `machine`.
-        numbers: what it amounted to.
-    """
-
-    numerics: dict[str, str]
-    numbers: Numbers
+    numerics: dict[str, str]  # what its numbers depend on, see `machine`
+    numbers: Numbers  # what it amounted to
 
 
 def read_records() -> dict[str, Record]:

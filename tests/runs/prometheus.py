@@ -15,15 +15,10 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Scrape:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        types: of the samples, by name.
-        samples: labels and value of each, by name.
-    """
-
-    types: Mapping[str, str]
-    samples: Mapping[str, list[tuple[dict[str, str], float]]]
+    types: Mapping[str, str]  # of the samples, by name
+    samples: Mapping[str, list[tuple[dict[str, str], float]]]  # labels and value of each, by name
 
     def value(self, name: str, **labels: str) -> float:
         """Return the one sample of that name with these labels among its own."""
@@ -34,8 +29,7 @@ class Scrape:
 def scrape(port: int, *, openmetrics: bool = False) -> Scrape:
     """Return what the endpoint of this machine says, in one of the two formats that Prometheus asks for.
 
-    Raises:
-        OSError: nobody answers.
+    Raises `OSError`: nobody answers.
     """
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
     if openmetrics:

@@ -55,10 +55,8 @@ class RlRun:
     Launcher, trainer, orchestrator and inference servers are forked, see `forking.popen`. Use as a context manager:
     whatever happens in the test, no process is left.
 
-    Args:
-        environment: variables on top of those of this process.
-        engine: what an inference server of the run samples with.
-        starts_python: start all of it as a user does, vLLM included.
+    `environment`: variables on top of those of this process. `engine`: what an inference server of the run samples
+    with. `starts_python`: start all of it as a user does, vLLM included.
     """
 
     def __init__(
@@ -241,17 +239,13 @@ def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float
 class Outcome:
     """All that a run amounts to at one committed step, as bytes.
 
-    Attributes:
-        weights: the published safetensors files, by name; those of the average below `ema/`, if there is one.
-        tensors: every tensor of the trainer's checkpoint (parameters, optimizer moments), by name.
-        trainer_state: counters, random generators and replay buffer of the trainer, by file name.
-        orchestrator_state: the orchestrator's state after the step's batch.
+    `weights`: the published safetensors files, by name; those of the average below `ema/`, if there is one.
     """
 
     weights: dict[str, bytes]
-    tensors: dict[str, bytes]
-    trainer_state: dict[str, bytes]
-    orchestrator_state: bytes
+    tensors: dict[str, bytes]  # every tensor of the trainer's checkpoint (parameters, optimizer moments), by name
+    trainer_state: dict[str, bytes]  # counters, random generators and replay buffer of the trainer, by file name
+    orchestrator_state: bytes  # the orchestrator's state after the step's batch
 
 
 def outcome(run_dir: RunDir, step: int) -> Outcome:

@@ -40,19 +40,14 @@ def score_of(body: Body) -> str:
 class FakeJudge:
     """A judge in a thread.
 
-    Attributes:
-        answer: what a request is answered with; unset: the number of the request, so that none is answered alike.
-        asked: the bodies, in order.
-        headers: of the requests.
-        url: base URL, once it serves.
-        most_at_once: requests that were there together.
+    `answer`: what a request is answered with; unset: the number of the request, so that none is answered alike.
     """
 
     answer: Callable[[Body], Awaitable[Response]] | None = None
-    asked: list[Body] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    url: str = ""
-    most_at_once: int = 0
+    asked: list[Body] = field(default_factory=list)  # the bodies, in order
+    headers: list[dict[str, str]] = field(default_factory=list)  # of the requests
+    url: str = ""  # base URL, once it serves
+    most_at_once: int = 0  # requests that were there together
     _num_there: int = 0
 
     def app(self) -> FastAPI:

@@ -41,11 +41,7 @@ class Shape:
 
     @classmethod
     def read(cls, model_dir: Path) -> Shape:
-        """Read it.
-
-        Raises:
-            ValueError: the model is not a plain Qwen3.
-        """
+        """Read it. Raises `ValueError`: the model is not a plain Qwen3."""
         config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if config.get("model_type") != "qwen3" or rope.get("rope_type", "default") != "default":

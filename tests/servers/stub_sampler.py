@@ -29,21 +29,16 @@ class StubDiedError(Exception):
 
 @dataclass(eq=False)
 class _Sequence:
-    """One choice that is being sampled.
-
-    Attributes:
-        draws: one number of [0, 1) for each token that may come.
-        num_cached: how many of its tokens have keys and values by the weights that serve.
-    """
+    """One choice that is being sampled."""
 
     request: GenerateRequest
     index: int
-    draws: Floats
+    draws: Floats  # one number of [0, 1) for each token that may come
     cache: Cache
     slot: int
     done: asyncio.Future[Choice]
     tokens: list[int]
-    num_cached: int = 0
+    num_cached: int = 0  # how many of its tokens have keys and values by the weights that serve
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     spans: list[SampledSpan] = field(default_factory=list)
@@ -85,9 +80,8 @@ class _Sequence:
 class StubSampler:
     """Samples with the weights that serve.
 
-    Args:
-        served: those at the start, with their digest; None: it waits for the first.
-        most_rows: sequences that are sampled at once.
+    `served`: those at the start, with their digest; None: it waits for the first. `most_rows`: sequences that are
+    sampled at once.
     """
 
     died: type[Exception] = StubDiedError

@@ -32,23 +32,17 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 
 class Weights:
-    """Reads weights for the model in a directory.
-
-    Attributes:
-        shape: of that model.
-    """
+    """Reads weights for the model in a directory."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.shape = Shape.read(model_dir)
+        self.shape = Shape.read(model_dir)  # of that model
         self._model_dir = model_dir
         self._shapes = self._expected_shapes()
 
     def read(self, directory: Path, version: int | None = None) -> tuple[dict[str, Floats], str]:
         """Return whole weights, of an adapter those of the model with it, and the digest of the directory.
 
-        Raises:
-            DataError: they cannot be used.
-            OSError: they cannot be read.
+        Raises `DataError`: they cannot be used. Raises `OSError`: they cannot be read.
         """
         if not directory.is_dir():
             raise DataError(f"{directory} is not a directory")

@@ -27,17 +27,14 @@ RL: dict[str, Any] = {"mismatch_limit": float("inf")}
 class Case:
     """A program with settings that give it a kind of state.
 
-    Attributes:
-        parts: the state beside that of every program, as `parts_of` names it.
-        settings: of the program, with names in capitals in the place of files.
-        model: fields of its configuration.
+    `settings`: of the program, with names in capitals in the place of files.
     """
 
     program: str
-    parts: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)  # the state beside that of every program, as `parts_of` names it
     settings: dict[str, Any] = field(default_factory=dict)
     kind: str = "qwen3"
-    model: dict[str, Any] = field(default_factory=lambda: DROPOUT)
+    model: dict[str, Any] = field(default_factory=lambda: DROPOUT)  # fields of its configuration
 
 
 _BATCHES = {"orchestrator.json"}

@@ -41,9 +41,8 @@ Resume = int | Literal["latest", "auto"] | None
 def train(program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None) -> RunDir:
     """Train until the step `until`, which is saved, and return the directory of the run.
 
-    Args:
-        settings: of the program. Those of its checkpoints come on top of a save at the end.
-        resume: the committed step that new objects resume from; a number where there are several ranks.
+    `settings`: of the program. Those of its checkpoints come on top of a save at the end. `resume`: the committed step
+    that new objects resume from; a number where there are several ranks.
     """
     run_prepared(prepared(program, output, settings, until=until, resume=resume))
     return RunDir(output)
