@@ -1,6 +1,5 @@
-"""A made-up NVML: the shared library of a driver that says how many GPUs there are, for machines without any.
-
-What asks it is the real thing, from `pynvml` down to `dlopen`.
+"""A made-up NVML, a driver's library that says how many GPUs there are: what asks it, from `pynvml` to `dlopen`, is
+real.
 """
 
 import functools

@@ -1,6 +1,5 @@
-"""Policy losses, corrections, KL term and advantages against TRL's GRPOTrainer and RLOOTrainer.
-
-Shape legend: B sequences, T tokens of the longest one, N all their tokens.
+"""Policy losses, corrections, KL term and advantages against TRL's GRPOTrainer and RLOOTrainer. Shapes: B sequences, T
+tokens of the longest one, N all their tokens.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
-"""TRL's own trainers on a tiny model, made by their constructors and given the tensors of a test.
-
-Importing TRL takes seconds, so tests get this module through the fixture `trl_trainers`.
-
-Shape legend: B sequences, T tokens of the longest completion.
+"""TRL's own trainers on a tiny model, given the tensors of a test; imported by the fixture `trl_trainers`, for TRL
+takes seconds. Shapes: B sequences, T tokens of the longest completion.
 """
 
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""Small, broken and read-only disks for tests: real filesystems, mounted where nobody else sees them.
-
-A holder process has a mount namespace of its own, and without root a user namespace too. Runs enter it;
-the test looks into it through /proc. Everything is gone when the holder ends.
+"""Small, broken and read-only disks: real filesystems in a mount namespace of a holder process, which runs enter and
+the test sees through /proc. All is gone when the holder ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""Faults at the boundary to the filesystem: in a process of a test, every call that changes a directory is
-counted, and one of them kills the process or fails.
-
-`install` replaces functions of `os` and `open` in the process that calls it, and of its forks. Calls on
-paths beneath one directory are numbered from 1. The trail, a file, gets a line before and after each:
-
-    17 rename .tmp-step_4 step_4
-    17 done
+"""Faults at the boundary to the filesystem: calls of `os` and `open` beneath a directory are numbered from 1, and one
+of them kills the process or fails. A file, the trail, gets a line before and after each: `17 rename .tmp-step_4
+step_4`, `17 done`.
 """
 
 import builtins

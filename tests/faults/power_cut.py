@@ -1,10 +1,6 @@
-"""What a power cut may leave of a directory: for every call that orders writes, the disks that are possible just then.
-
-`record` replaces functions of `os` in the process that calls it. Before every call that makes something durable, gives
-it another name or removes it, the directory is remembered twice: as it is, and as far as it is durable by POSIX, where
-the content of a file is durable when that file was flushed, and a name when its directory was. A crash may leave any
-part of the difference: names without contents, contents without names, an old name beside a new one, half of an append,
-or zeros where data should be. Filesystems that write names in the order of their changes leave less than this model.
+"""What a power cut may leave of a directory, before every call that orders writes: any part of the difference between
+it and what is durable by POSIX. Names without contents, contents without names, both names, half of an append, zeros:
+filesystems that write names in order leave less than this model.
 """
 
 from __future__ import annotations

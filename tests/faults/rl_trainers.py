@@ -1,7 +1,4 @@
-"""Runs of the trainer of `rl` on a journal that is there already: nothing but the trainer decides what comes out.
-
-The command is `trainer`, which trains the batches that it finds.
-"""
+"""Runs of `trainer` on a journal that is there already: nothing but the trainer decides what comes out."""
 
 import shutil
 from pathlib import Path

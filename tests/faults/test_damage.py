@@ -1,7 +1,5 @@
-"""Damage to a real checkpoint, at hundreds of random places: always noticed, and the file is named.
-
-A run of `sft` saves three steps. Each case damages the bytes on the disk, asks everybody who may want the
-step, and puts the bytes back.
+"""Damage to a real checkpoint of `sft`, at hundreds of random places: always noticed by all who may want the step, with
+the file's name.
 """
 
 import os

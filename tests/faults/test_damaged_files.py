@@ -1,8 +1,6 @@
-"""Every file that a run writes is damaged while nobody trains, and the same command is given again.
-
-Small runs of all programs are killed. Each kind of file that they have left is damaged in place, by a flipped bit, by
-half, and to nothing. The next start heals that, says it, or refuses it with a way out. It never goes on to other bits.
-A kind of file that no row of `KINDS` names fails the test: who writes a new one says what its damage means.
+"""Every file that a killed run of each program has left is damaged, and the same command is given again. It heals that,
+says it, or refuses it with a way out, and never goes on to other bits. A kind of file without a row in `KINDS` fails
+the test.
 """
 
 import json

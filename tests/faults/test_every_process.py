@@ -1,6 +1,5 @@
-"""Every place that starts a process, and what it costs when the process is killed from outside: nothing, or a message.
-
-The code is read for such places. One without a row in `PLACES` fails, and so does a row without a place.
+"""Every place of the code that starts a process has a row in `PLACES`, and what a kill of it from outside costs:
+nothing, or a message.
 """
 
 import ast

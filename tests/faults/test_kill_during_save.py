@@ -1,8 +1,6 @@
-"""A process that is killed at any instant of a save resumes as if nothing had happened, bit for bit.
-
-The killed process is the trainer of `rl` on one rank. Its calls that change the run directory are numbered, and a trial
-dies at one of them, or some time after one: in weights, metrics, checkpoints, and the batches that it removes. The
-other programs save by the same code; that their state is complete, `tests/unit/trainer/programs` says.
+"""The trainer of `rl`, killed at any instant of a save, resumes bit for bit: at one of its numbered calls that change
+the run directory, or some time after one. That the state of the other programs is complete,
+`tests/unit/trainer/programs` says.
 """
 
 import random

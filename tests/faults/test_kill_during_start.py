@@ -1,8 +1,4 @@
-"""A launcher that is killed while it prepares the run directory loses nothing, and the next start goes on.
-
-Preparing clears leftovers, sets damaged and superseded steps aside, trims metrics, brings in forks. Each
-call that does so is an instant to die at. Once what the next start finds is the same, so is what it trains.
-"""
+"""A launcher killed at any call that prepares the run directory loses nothing: the next start finds the same."""
 
 import os
 import shutil

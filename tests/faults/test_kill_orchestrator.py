@@ -1,7 +1,5 @@
-"""The orchestrator dies in every state that its calls leave the run directory in; the next one goes on.
-
-The engine is a stand-in that answers over real HTTP as a function of its inputs, and the trainer a stand-in
-whose weights depend on every batch before: a difference shows in all later batches.
+"""The orchestrator dies in every state that its calls leave the run directory in; the next one goes on. Stand-ins
+answer over real HTTP and train, as functions of all before: a difference shows in all later batches.
 """
 
 import signal

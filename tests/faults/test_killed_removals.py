@@ -1,8 +1,5 @@
-"""Every removal of a run's files, killed at each of its calls: what it removes is there as before, or not at all.
-
-`REMOVALS` names every place in `src` that removes or renames files, and what is known of it. A new place that it does
-not name fails the test. Most are driven here: killed at any call, and then begun again, as the next start does it,
-which also clears the rest. So are they where the directories of the run are links to another filesystem.
+"""Every removal of a run's files, killed at each of its calls and begun again: what it removes is there as before, or
+not at all. A place in `src` that removes or renames files and has no row in `REMOVALS` fails the test.
 """
 
 import ast

@@ -1,10 +1,6 @@
-"""Real commands and modules for tests, started in a fraction of a second instead of several.
-
-    run = shared_commands().sft(output, model, data, "--max-steps", "6", "--ckpt.interval", "2").wait()
-    assert run.code == 0, run.log
-
-The commands are what users type: launcher, trainer and ranks, in processes of their own. A fault is Python source
-that runs in one of them before anything else: the product has no hooks.
+"""Real commands and modules in a fraction of a second: launcher, trainer and ranks in processes of their own, forked.
+`shared_commands().sft(output, model, data, "--max-steps", "6").wait()` has `code` and `log`. A fault is Python source
+that runs in one of them first: the product has no hooks.
 """
 
 import atexit

@@ -1,10 +1,5 @@
-"""Inference servers for tests, processes of their own: tests can kill them, and see the exit codes that they give.
-
-    server = start_server("vllm", InferenceConfig(...), tmp_path / "inference.log")
-    server.wait_ready()
-
-Those with vLLM are forked from a process that has imported it, and run `holdfast.inference.main` a second or two later
-instead of a quarter of a minute. The stub engine needs no fork for that.
+"""Inference servers, processes of their own: `start_server("vllm", InferenceConfig(...), log).wait_ready()`. Those with
+vLLM are forked from a process that has imported it, and are there in seconds.
 """
 
 import atexit

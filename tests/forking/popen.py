@@ -1,7 +1,5 @@
-"""What the launcher starts, less the start of Python: forked from the launcher, which has imported torch already.
-
-Launcher, its checks of a user's functions, trainer, ranks and inference servers are processes of their own as ever,
-with the same parents, sessions, environments and logs; the imports alone are not made again.
+"""What the launcher starts, forked from it: processes of their own as ever, with the same parents, sessions,
+environments and logs; the imports alone are not made again.
 """
 
 import importlib

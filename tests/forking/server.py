@@ -1,14 +1,6 @@
-"""A process that imports what is heavy once, and forks a child for every request: its two ends, and what they say.
-
-    server = ForkServer("tests.forking.commands:prepare")
-    fork = server.fork("tests.forking.commands:be_module", log, argv=["tests.ranks.families", str(directory)])
-    assert fork.wait() == 0, fork.log
-
-A request is a line of JSON: a function, its arguments, where the output goes, what is different in the environment.
-It is answered by a line with the id of the process, and at its end by another with its exit code. The server and all
-children end with the process that asked for them, however that ends.
-
-This file is also the server's program, with the name of what it calls first.
+"""A process that imports what is heavy once, and forks a child for every request: `ForkServer(prepare).fork(function,
+log, ...)`. A request is a line of JSON, answered by a line with the id of the process and one with its exit code. All
+end with the process that asked for them. This file is also the server's program.
 """
 
 import importlib

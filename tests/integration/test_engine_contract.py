@@ -1,6 +1,5 @@
-"""Generation by a server: reproducible, exact, never silently cut, and always with its version.
-
-The stub engine, on which most runs of `rl` in the tests sample, does here what vLLM does.
+"""Generation by vLLM, and by the stub engine of most runs: reproducible, exact, never silently cut, always with its
+version.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
-"""lm-evaluation-harness with a task of a local file, against our server: what it finds is what the server answers.
-
-It is no dependency: the test runs where its command `lm_eval` is found, such as after `uv tool install 'lm-eval[api]'`.
+"""lm-evaluation-harness finds what our server answers; the test runs where its command `lm_eval` is, such as after `uv
+tool install 'lm-eval[api]'`.
 """
 
 import json

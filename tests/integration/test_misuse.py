@@ -1,7 +1,6 @@
-"""Mistakes of somebody who sees the commands for the first time: each is one message that says what to do about it.
-
-Every case runs the real command in a process of its own. It must end with exit code 2, leave nothing behind, and say
-so before a model is loaded. What is a mistake in the words of a command alone is in the unit tests of that command.
+"""Mistakes of somebody who sees the commands for the first time: each is one message that says what to do about it. A
+real command must end with exit code 2, leave nothing, and say so before a model is loaded. Mistakes in the words alone
+are in the unit tests of the command.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""How long tests take: a file that every run writes and the next run orders by, and the bound of the everyday lane.
-
-The file, `.durations.json`, holds the seconds of each test by its name, setup and teardown included. Git ignores it.
+"""How long tests take: `.durations.json`, which every run writes and the next one orders by; and the bound of the
+everyday lane.
 """
 
 import fcntl

@@ -1,8 +1,5 @@
-"""Which lane a test belongs to, by the marks that name what it needs.
-
-everyday   units, and a handful of real commands: README's test command
-nightly    what needs an engine, commands, ranks, pages, TRL or seconds of real time
-slurm, gpu by hand: no script of `.ci` runs them
+"""Which lane a test belongs to, by the marks that name what it needs: nightly are those that need an engine, commands,
+ranks, pages, TRL or seconds of real time; slurm and gpu are run by hand.
 """
 
 from collections.abc import Iterable

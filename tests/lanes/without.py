@@ -1,6 +1,5 @@
-"""A process of tests that may not import some packages: an import of one of them fails, and names who asked.
-
-What such a process starts may not either, unless the test that starts it is marked as one of those.
+"""A process of tests that may not import some packages: it fails, and names who asked. Nor may what such a process
+starts, unless the test that starts it is marked.
 """
 
 import os

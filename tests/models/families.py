@@ -1,6 +1,5 @@
-"""Tiny models of many families, and what `transformers` itself makes of them: one sample at a time, eager attention.
-
-Multipliers, caps and windows differ from the values at which they do nothing, so that leaving one out shows.
+"""Tiny models of many families, and what `transformers` makes of them, one sample at a time, with eager attention.
+Multipliers, caps and windows differ from the values at which they do nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer.
-
-    uv run python -m tests.models.families_in_rl [NAME ...]
-
-measures all families of `tests.models.families`, or those named, and writes `tests/models/families_in_rl.json`, which
-`tests/integration/test_rl_families.py` holds the code to and docs/models.md shows.
+"""Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer. `python -m
+tests.models.families_in_rl [NAME ...]` measures them and writes `tests/models/families_in_rl.json`, which
+docs/models.md shows.
 """
 
 import json

@@ -1,7 +1,5 @@
-"""The generated parts of docs/architecture.md, and the ways through the code that its lists tell.
-
-`uv run python -m tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the
-floors from the layers in pyproject.toml, the contracts that forbid something, and the packages from their docstrings.
+"""The generated parts of docs/architecture.md, and the ways through the code that its lists tell. `python -m
+tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->`.
 """
 
 import ast

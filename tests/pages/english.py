@@ -1,11 +1,6 @@
-"""The English of README and docs, measured: length of sentences, share of function words, patterns of bad style.
-
-    uv run --group dev python -m tests.pages.english
-    uv run --group dev python -m tests.pages.english docs/data.md --worst 30
-
-It prints a line for each page, then the worst sentences, and exits with 1 if a limit does not hold. Fenced blocks,
-footnotes and generated parts do not count; code in a line counts as one word. A sentence of mostly function words
-("what it has is that of the one before it") has no nouns: its reader asks "which one?".
+"""The English of README and docs: length of sentences, share of function words, patterns of bad style. `python -m
+tests.pages.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a limit does not hold.
+Fenced blocks, footnotes and generated parts do not count.
 """
 
 import argparse

@@ -1,9 +1,4 @@
-"""The page docs/models.md: what the tests of all families found, and how many families there are.
-
-Families that are packed and run in `rl` are listed by name; the others have a row of the table.
-
-What `rl` does with each family is in `families_in_rl.json`, by the family's name.
-"""
+"""The page docs/models.md: what the tests of all families found, in their table and in `families_in_rl.json`."""
 
 import json
 import re

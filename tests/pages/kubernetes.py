@@ -1,6 +1,5 @@
-"""What of the schemas of KubeRay's RayJob (ray.io/v1) and of JobSet (jobset.x-k8s.io/v1alpha2) our manifests use.
-
-Written down from their documentation, with Kubernetes' own for pods; a name that is not here is taken for a mistake.
+"""What our manifests use of the schemas of KubeRay's RayJob and of JobSet, from their documentation; other names are
+mistakes.
 """
 
 from typing import Any

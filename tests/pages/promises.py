@@ -1,10 +1,6 @@
-"""Every promise of docs/guarantees.md with its tests and their lanes, as one table.
-
-    uv run --group dev python -m tests.pages.promises
-    uv run --group dev python -m tests.pages.promises --tried
-
-It ends with 1 if a promise has no test, or names a test that pytest does not collect; with `--tried`, for the end of a
-night, also if such a test was skipped when it ran last. A test that no script of `.ci` runs is one by hand.
+"""Every promise of docs/guarantees.md with its tests and their lanes: `python -m tests.pages.promises [--tried]`. It
+ends with 1 if a promise has no test, or one that pytest does not collect; with `--tried`, for the end of a night, also
+if such a test was skipped when it ran last.
 """
 
 import argparse

@@ -1,6 +1,4 @@
-"""Two real ranks that save and load together: `python -m tests.ranks.checkpoints DIRECTORY`.
-
-Each rank goes through all scenarios, and notes what it saw by scenario.
+"""Two real ranks that save and load together, through all scenarios: `python -m tests.ranks.checkpoints DIRECTORY`.
 `DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
 """
 

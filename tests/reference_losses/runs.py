@@ -1,9 +1,6 @@
-"""The four runs whose numbers are committed: 20 steps of every command that trains, on the example's models and data.
-
-Together they go through what a refactor could change without a sign: ragged rows, packing, several micro-batches a
-step, clipped gradients, warm-up and decay of the learning rate, weight decay, validation, both optimizers, adapters
-with dropout, and batches sampled one version behind, two minibatches and two passes over each. All in float32 and on
-one thread, where numbers depend on the machine alone (`machine`) and never on what else it does.
+"""The four runs whose numbers are committed: 20 steps of every command that trains. Together they have what a refactor
+could change unseen: ragged and packed rows, accumulation, clipping, schedules, validation, both optimizers, adapters
+with dropout, stale batches in minibatches. In float32 on one thread, which depend on the machine alone.
 """
 
 import hashlib

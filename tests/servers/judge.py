@@ -1,8 +1,6 @@
-"""A judge: a real HTTP server that speaks OpenAI's chat protocol, in a thread, or as a program of its own.
-
-    python -m tests.servers.judge PORT ASKED.jsonl
-
-The program scores by a hash of what it is asked, and writes a line before it begins an answer and one behind it.
+"""A judge: a real HTTP server that speaks OpenAI's chat protocol, in a thread, or as a program of its own, `python -m
+tests.servers.judge PORT ASKED.jsonl`, which scores by a hash of what it is asked, and writes a line before and behind
+each answer.
 """
 
 import asyncio

@@ -1,8 +1,5 @@
-"""A real HTTP server with a deterministic stand-in for a model, and a stand-in for the trainer.
-
-The stand-in model samples by hashing prompt, seed and weights; the stand-in trainer makes the next
-weights from the last and the batch. So a run through both is a function of its inputs, and any
-difference between two runs shows in every later batch.
+"""A real HTTP server whose stand-in for a model samples by hashing prompt, seed and weights, and a trainer whose next
+weights hash the last and the batch: any difference between two runs shows in every later batch.
 """
 
 import asyncio

@@ -1,10 +1,6 @@
-"""Qwen3 in numpy, float32: the model of the stub engine.
-
-The result of one token depends on nothing but the tokens before it. Matrices are multiplied by blocks of as many rows
-as the BLAS of this machine multiplies alike, whatever place a row has; attention runs over the whole length of a cache.
-
-Shape legend: R rows (one token of some sequence each), H hidden size, A query heads, K key heads, G query heads of
-each key head, D size of a head, T length of a cache, V vocabulary.
+"""Qwen3 in numpy, float32: the result of one token depends on nothing but the tokens before it. Shapes: R rows (a token
+of some sequence each), H hidden size, A query heads, K key heads, G query heads of each key head, D size of a head, T
+length of a cache, V vocabulary.
 """
 
 from __future__ import annotations

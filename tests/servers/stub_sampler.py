@@ -1,7 +1,5 @@
-"""The stub engine itself: sequences that are sampled token by token, all of them in one step.
-
-It has what the server asks of vLLM's client (`holdfast.inference.weights`, `Sampler`). It samples
-between two turns of the event loop, so a pause or a swap of weights never meets it in the middle of a step.
+"""The stub engine: all sequences are sampled token by token in one step, between two turns of the event loop, so a
+pause or a swap of weights never meets it in the middle of a step.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Reading published weights without torch: what the stub engine takes and refuses, as the real one does.
-
-The codes are those of `holdfast.inference.weights`, and so are the digests; the words of a refusal need not be.
-"""
+"""Reading published weights without torch: codes and digests are those of `holdfast.inference.weights`."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""Letters to be reversed, in two turns, as an environment of verifiers, for who has this directory on PYTHONPATH.
-
-It is run by an interpreter that has verifiers, and need not have what the tests have.
+"""Letters to be reversed, in two turns, as an environment of verifiers, for an interpreter that need not have what
+tests have.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
-"""Every name in the tables of algorithms computes its formula: against a slow reference in float64, in random cases.
-
-The names are those of the tables of `holdfast.config.base`; one without a reference fails. And every name leads to its
-function, its help and its row in the documentation.
+"""Every name in the tables of algorithms computes its formula: against a slow reference in float64, in random cases. A
+name without a reference fails, and each leads to its function, its help and its row in the documentation.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,5 @@
-"""Every setting that may name an input of a run, and what is said when the input is another one at the next attempt.
-
-The settings are found by their types: a text or a path, at any depth. One without a row in `SETTINGS` fails.
+"""Every setting that may name an input of a run, found by its type, and what is said when the input is another one at
+the next attempt. A setting without a row in `SETTINGS` fails.
 """
 
 import inspect

@@ -1,6 +1,5 @@
 """Where an attempt starts: its own checkpoints, another run's, other weights; and what is refused, with which words.
-
-The launcher knows checkpoints by their manifests and files, so files with any content will do here.
+The launcher knows checkpoints by their manifests, so files may hold anything here.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""Packing: the tensors of a forward pass, and plans of a step: every sample once, within budget, all ranks with work.
-
-That no loss or gradient depends on it: test_families, test_programs.
+"""Packing: tensors of a forward pass, and plans of a step. That no loss depends on it, test_families and test_programs
+say.
 """
 
 import numpy as np

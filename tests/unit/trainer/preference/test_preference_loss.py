@@ -1,6 +1,5 @@
-"""Losses of preferences and of reward models by hand, at their extremes, and refused.
-
-By their formulas: test_every_name_computes.
+"""Losses of preferences and of reward models by hand, at their extremes, and refused; by formula:
+test_every_name_computes.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Training programs in a process of the tests: the work of a command, without other processes.
-
-A process group is there; with several ranks all call `train`.
-"""
+"""Training programs in a process of the tests, in whose process group all ranks call `train`."""
 
 import importlib
 import json

@@ -1,7 +1,4 @@
-"""The state of every program is complete: eight steps are five steps, and three more in new objects, bit for bit.
-
-Nothing is killed here. That a save is whole whenever its process dies is for tests/faults/test_kill_during_save.py.
-"""
+"""The state of every program is complete: eight steps are five, and three more in new objects, bit for bit."""
 
 import typing
 from collections.abc import Iterator

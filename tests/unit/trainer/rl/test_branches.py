@@ -1,7 +1,4 @@
-"""Steps on rollouts against transformers, however rows are packed.
-
-Each branch of a rollout is a sequence of its own to the models; all are one rollout to loss and advantage.
-"""
+"""Steps on rollouts with branches, each a sequence of its own, against transformers, however rows are packed."""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""The ledger: a batch that skips, repeats or cuts a task is refused, and so is a save that does not add up.
-
-And which batches stay after they are trained.
-"""
+"""The ledger refuses batches that skip, repeat or cut a task, and saves that do not add up; which batches stay."""
 
 import re
 from collections.abc import Sequence
