@@ -148,7 +148,7 @@ SFT = Program(
         "--eval.interval", "4", "--eval.num-tasks", str(_EVALUATED), "--eval.samples-per-task", "2",
         "--eval.seq-len", "64", "--eval.sampling.max-tokens", "8", "--eval.environments",
         json.dumps([{
-            "id": "tests.runs.held_environment:HeldReverse", "args": {**_COUNTED, "after": _EVALUATED + 2}
+            "id": "tests.runs.environments:HeldReverse", "args": {**_COUNTED, "after": _EVALUATED + 2}
         }]),
     ),
     held_after(HELD, until=NEVER),
@@ -165,7 +165,7 @@ def _rl(judge: str) -> Program:
         (
             "@", CONFIG, *_SMALL, "--ckpt.keep", "null", "--trainer.parallel.threads", "1",
             "--orchestrator.environments",
-            json.dumps([{"id": "tests.runs.held_environment:HeldJudged", "args": args}]),
+            json.dumps([{"id": "tests.runs.environments:HeldJudged", "args": args}]),
             "--orchestrator.problems-per-step", str(_PROBLEMS), "--orchestrator.group-size", "4",
             "--orchestrator.sampling.max-tokens", "8", "--orchestrator.eval.interval", "2",
             "--orchestrator.eval.num-tasks", "3", "--orchestrator.eval.samples-per-task", "2",

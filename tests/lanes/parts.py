@@ -39,10 +39,7 @@ PARTS = {
         ),
     ),
     "src/holdfast/trainer/preference/reference.py": ("tests/faults/test_kill_in_reference.py",),
-    "src/holdfast/orchestrator": (
-        "tests/integration/test_rl_dropped.py",
-        "tests/integration/test_rl_branches.py",
-    ),
+    "src/holdfast/orchestrator": ("tests/integration/test_rl_dropped.py",),
     "src/holdfast/orchestrator/env": ("tests/faults/test_every_process.py",),
     "src/holdfast/process": (
         "tests/integration/test_sft_stop.py",

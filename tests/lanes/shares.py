@@ -43,7 +43,7 @@ SHARES = (
         "run",
         (
             *(f"tests/unit/{package}" for package in ("chat", "config", "process", "protocol", "remote", "run")),
-            *(f"tests/unit/test_{name}.py" for name in ("cli", "commands", "errors", "output")),
+            "tests/unit/test_cli.py",
         ),
         55,
         light=True,

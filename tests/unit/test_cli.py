@@ -1,7 +1,8 @@
-"""The commands as a user meets them: help, dry runs, exit codes, refusals."""
+"""The commands as a user meets them: their table, help, dry runs, exit codes, refusals, and where output goes."""
 
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -11,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli
 
-from holdfast import cli
+from holdfast import cli, config, errors
 from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
 from holdfast.config.load import read_toml
+from holdfast.errors import STORAGE_FAILED
 from holdfast.launcher.engines import reserve
 from holdfast.run.run_dir import RunDir
 from tests.builders.toy import TOY
+from tests.conftest import ROOT
 from tests.runs.ports import free_port
 
 Run = Callable[..., tuple[int, str, str]]
@@ -217,3 +221,173 @@ def test_an_error_of_the_system_is_one_line_and_an_interrupt_none(
     assert ends(OSError("no such thing")) == (2, f"error: no such thing. {advice}")
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # as in a notebook
     assert ends(KeyboardInterrupt()) == (128 + signal.SIGINT, "")
+
+
+CLOSED, FULL, GONE = ">&-", ">/dev/full", "| true"
+Started = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def started(in_root: Path) -> Started:
+    """Run a command in a shell; return its exit code, and what it said on stderr."""
+
+    def start(words: str, redirected: str) -> tuple[int, str]:
+        command = f'"$0" -P -m holdfast {words} {redirected}'
+        if redirected.startswith("|"):
+            command += "; exit ${PIPESTATUS[0]}"
+        done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, text=True)
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+        return done.returncode, done.stderr
+
+    return start
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("words", ["monitor {run} --json", "sft --help"])
+def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    words = words.format(run=run.path)
+    assert started(words, ">/dev/null") == (0, "")
+    assert started(words, CLOSED) == (0, ""), "nobody wants to read it"
+    assert started(words, ">&- 2>&- <&-") == (0, "")
+    assert started(words, FULL) == (
+        STORAGE_FAILED,
+        "error: what it prints cannot be written: No space left on device\n",
+    )
+    assert started(words, f"{FULL} 2>/dev/full") == (STORAGE_FAILED, "")
+
+
+@pytest.mark.launch
+def test_an_error_that_nobody_hears_has_its_exit_code(started: Started, tmp_path: Path) -> None:
+    words = f"ckpt ls --output-dir {tmp_path / 'nowhere'}"
+    for redirected in ("2>&-", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>/dev/full"):
+        assert started(words, redirected) == (2, ""), redirected
+    code, said = started(words, CLOSED)
+    assert code == 2 and "nowhere" in said
+
+
+@pytest.mark.launch
+def test_help_to_a_reader_that_has_gone_is_no_error(started: Started) -> None:
+    for words in ("ckpt --help", "sft --help"):
+        code, said = started(words, GONE)
+        assert code in (0, 128 + signal.SIGPIPE) and said == ""
+
+
+def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
+    """What a library prints would go into the first file that is opened."""
+    code = (
+        "import json, os, sys; from holdfast.process.streams import open_closed_streams\n"
+        "open_closed_streams(); opened = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)\n"
+        "os.write(1, b'of a library'); print('out'); print('err', file=sys.stderr)\n"
+        "assert sys.stdin.read() == '' and opened > 2\n"
+        "os.write(opened, json.dumps([os.readlink(f'/proc/self/fd/{n}') for n in range(3)]).encode())\n"
+    )
+    path = tmp_path / "file"
+    done = subprocess.run(["bash", "-c", '"$0" -c "$1" "$2" <&- >&- 2>&-', sys.executable, code, str(path)])
+    assert done.returncode == 0
+    assert json.loads(path.read_text()) == [os.devnull] * 3
+
+
+@pytest.fixture
+def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `holdfast` in this process; return its exit code and what it printed."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *argv])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_every_command_is_installed_by_its_own_name_too() -> None:
+    scripts = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    expected = {name: f"holdfast.cli:{name.replace('-', '_')}" for name in cli.COMMANDS}
+    assert scripts == {"holdfast": "holdfast.cli:main", **expected}
+
+
+def test_every_training_program_has_a_command_of_its_name() -> None:
+    of_command = {name: entry[2] for name, entry in cli.COMMANDS.items()}
+    for program, configuration in config.PROGRAMS.items():
+        assert of_command["trainer" if program == "rl" else program] == configuration
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_is_the_same_by_either_name(name: str, run_command: Run, holdfast: Run) -> None:
+    for words in (["--help"], ["--no-such-flag"]):
+        by_itself = run_command(name, *words)
+        assert holdfast(name, *words) == by_itself
+        assert by_itself[0] == (0 if words == ["--help"] else 2)
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(words: list[str], holdfast: Run) -> None:
+    code, out, err = holdfast(*words)
+    assert (code, err) == (0, "")
+    for name, (summary, _, _) in cli.COMMANDS.items():
+        assert f"  {name:<14}{summary}\n" in out
+
+
+def test_the_version_is_that_of_the_distribution(holdfast: Run) -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert holdfast("--version") == (0, f"holdfast {project['version']}\n", "")
+
+
+def test_an_unknown_command_is_told_with_the_nearest(holdfast: Run) -> None:
+    code, out, err = holdfast("rollout", "show")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: unknown command 'rollout'. Did you mean 'rollouts'? There are: sft, dpo,")
+
+
+@pytest.mark.parametrize("name", ["reward-model", "no_such_command", "main_"])
+def test_only_commands_are_functions_of_the_module(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"'holdfast.cli' has no attribute '{name}'"):
+        getattr(cli, name)
+
+
+def test_python_m_holdfast_does_not_import_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("argparse", "pydantic", "tomli", "trainer", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
+    for flags in ([], ["-P"]):
+        argv = [sys.executable, *flags, "-m", "holdfast", "ckpt", "ls", "--output-dir", "none"]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and done.stderr.startswith("error: there is no directory none"), done.stderr
+
+
+SRC = Path(errors.__file__).parents[1]
+
+
+def _bases() -> dict[str, str]:
+    """Return the first base of every class of `src`, by name."""
+    sources = "\n".join(path.read_text() for path in SRC.rglob("*.py"))
+    return dict(re.findall(r"^class (\w+)\((?:[\w.]+\.)?(\w+)[,)]", sources, re.MULTILINE))
+
+
+def _in_code() -> dict[str, str]:
+    """Return the public exceptions below `HoldfastError`, each with its base."""
+    bases = _bases()
+
+    def is_error(name: str) -> bool:
+        return name == "HoldfastError" or (name in bases and is_error(bases[name]))
+
+    return {name: base for name, base in bases.items() if is_error(base) and not name.startswith("_")}
+
+
+def _drawn() -> dict[str, str]:
+    """Return the same as the docstring draws it."""
+    tree: dict[str, str] = {}
+    parents = ["HoldfastError"]
+    for indent, name in re.findall(r"^    ((?:│   )*)[├└]── (\w+)", errors.__doc__ or "", re.MULTILINE):
+        depth = len(indent) // 4
+        parents = [*parents[: depth + 1], name]
+        tree[name] = parents[depth]
+    return tree
+
+
+def test_the_tree_is_that_of_the_code() -> None:
+    assert len(_drawn()) > 10
+    assert _drawn() == _in_code()

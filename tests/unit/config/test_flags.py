@@ -1,16 +1,28 @@
-"""What those who come from other programs are told: of a flag that there is not, and by the table of the docs."""
+"""Flags: help, those of other programs and misspelt ones, what was given, and the table of the docs."""
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import pytest
+import tomli
 from pydantic import BaseModel
 
-from holdfast.config import DpoConfig, RlConfig, SftConfig
+from docs_tools import listing
+from docs_tools.listing import SETTINGS
+from holdfast.config import DpoConfig, RlConfig, SftConfig, help, program_config
 from holdfast.config.elsewhere import hint, names_elsewhere
-from holdfast.config.load import flags_of
+from holdfast.config.given import check_given
+from holdfast.config.load import flags_of, parse_command_line, read_toml, to_toml
+from holdfast.config.training import SupervisedCommand
+from holdfast.errors import ConfigError
+from tests.builders.toy import TOY
 from tests.conftest import ROOT
 
 COMMANDS = {"sft": SftConfig, "dpo": DpoConfig, "rl": RlConfig}
@@ -207,3 +219,158 @@ def test_the_script_for_trl_has_names_that_trl_knows() -> None:
     (config,) = (call for call in calls if getattr(call.func, "id", "") == "GRPOConfig")
     given = {keyword.arg for keyword in config.keywords}
     assert len(given) > 8 and given <= {field.name for field in fields(GRPOConfig)}
+
+
+def said(command: str, *argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_given(command, parse_command_line(SETTINGS[command], list(argv)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Path) -> None:
+    first, *lines = said(command).splitlines()
+    assert first.startswith(f"{command} needs ") and "model.name" in first and len(lines) <= 3
+    assert all(line.strip().startswith(f"uv run {command}") for line in lines) and lines[-1].endswith("--help")
+
+
+def test_outside_a_checkout_no_file_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped, own, _ = said("sft").splitlines()[1:]
+    assert "in a checkout of holdfast" in shipped and own.strip().startswith("sft --model.name")
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model", "rl", "orchestrator"])
+def test_one_that_is_missing_is_named_with_the_way_to_give_it(command: str) -> None:
+    flags = TOY[command]
+    for left_out, there in ((flags[:2], flags[2:4]), (flags[2:4], flags[:2])):
+        message = said(command, *there)
+        key = left_out[0].removeprefix("--")
+        assert message.startswith(f"{key} is needed: ") and left_out[0] in message and there[0] not in message
+    check_given(command, parse_command_line(SETTINGS[command], list(flags)))
+
+
+def test_nothing_heavy_is_imported_to_say_so() -> None:
+    code = (
+        "import sys\nfrom holdfast import cli\n"
+        "try:\n    cli.run('sft', [])\nfinally:\n    print({*sys.modules} & {'torch', 'numpy', 'transformers', 'vllm'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "ConfigError: sft needs" in done.stderr and done.stdout == "set()\n"
+
+
+def test_steps_and_epochs_exclude_each_other_and_a_flag_wins_over_a_file(tmp_path: Path) -> None:
+    assert "give one of them" in said("sft", *TOY["sft"], "--epochs", "2")
+    path = tmp_path / "sft.toml"
+    for there, flag in (("max_steps = 9", "--epochs"), ("epochs = 9", "--max-steps")):
+        path.write_text(there)
+        config = parse_command_line(SETTINGS["sft"], ["@", str(path), *TOY["sft"][:4], flag, "3"])
+        check_given("sft", config)
+        assert isinstance(config, SupervisedCommand) and {config.max_steps, config.epochs} <= {0, 3, None}
+
+
+@pytest.mark.parametrize(
+    ("program", "whole", "adapters", "schedule", "warmup"),
+    [("sft", 2e-5, 2e-4, "linear", 20), ("dpo", 1e-6, 1e-5, "linear", 20),
+     ("reward-model", 1e-5, 1e-4, "linear", 20), ("rl", 1e-6, 1e-5, "constant", 0)],
+)  # fmt: skip
+def test_rates_fit_the_program_and_what_is_given_wins(
+    program: str, whole: float, adapters: float, schedule: str, warmup: int, tmp_path: Path
+) -> None:
+    def optim(**settings: Any) -> Any:
+        config = program_config(program).model_validate({"max_steps": 200, **settings})
+        (tmp_path / "resolved.toml").write_text(to_toml(config))
+        assert read_toml(type(config), tmp_path / "resolved.toml").optim == config.optim, "it is stored as it is"
+        return config.optim
+
+    lora = {"model": {"lora": {}}}
+    assert (optim().lr, optim().schedule, optim().warmup_steps) == (whole, schedule, warmup)
+    assert (optim(**lora).lr, optim(**lora).warmup_steps) == (adapters, warmup)
+    given = {"lr": whole, "schedule": "cosine", "warmup_steps": 3}
+    assert {name: getattr(optim(**lora, optim=given), name) for name in given} == given
+    assert optim(optim={"schedule": "constant"}).warmup_steps == 0
+    kept = program_config(program).model_validate({"max_steps": 200, "optim": {"lr": 0.5}})
+    kept.settle_rates({"lr": 0.25, "schedule": "cosine", "warmup_steps": 7})
+    assert (kept.optim.lr, kept.optim.schedule, kept.optim.warmup_steps) == (0.5, "cosine", 7)
+
+
+SUMMARY = "What it does."
+
+
+def test_the_list_is_what_the_settings_say() -> None:
+    assert listing.FILE.read_text() == listing.text_of_listing(), "run `python -m docs_tools.listing`"
+
+
+@pytest.mark.parametrize("command", listing.SETTINGS)
+def test_help_fits_on_a_screen_and_names_what_there_is(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help.text(command, SUMMARY, ["--help"])
+    lines = text.splitlines()
+    assert len(lines) <= 60 and SUMMARY in lines
+    sections = help._sections(command)
+    keys = {one["key"] for section in sections.values() for one in section["settings"]}
+    assert set(help.first(command)["settings"]) <= keys
+    for name, section in sections.items():
+        assert not name or f"{name} {len(section['settings'])}" in " ".join(text.split())
+    if command != "evaluate":
+        assert all(f"uv run {example}" in text for example in help.first(command)["examples"])
+
+
+@pytest.mark.parametrize("command", listing.SETTINGS)
+def test_help_all_has_every_setting_that_is_not_handed_down(command: str) -> None:
+    text = help.text(command, SUMMARY, ["--help-all"])
+    shown = {word for word in text.split() if word.startswith("--")}
+    handed_down = {
+        f"--{process}.{name}"
+        for process, names in json.loads(listing.FILE.read_text())["shared"].items()
+        for name in names
+    }
+    for word, flag in flags_of(listing.SETTINGS[command]).items():
+        hidden = command == "rl" and any(
+            word == one.replace("_", "-") or word.startswith(f"{one.replace('_', '-')}.") for one in handed_down
+        )
+        if not word.startswith("--no-") and not flag.is_section and not hidden:
+            assert word in shown or f"[{flag.key}[]]" in text, word
+    for words in ("(undefined)", "None", "null", "JSON string"):
+        assert f"default {words}" not in text
+
+
+def test_help_of_a_section_a_setting_and_of_nothing() -> None:
+    section = help.text("rl", SUMMARY, ["--help", "trainer.loss"])
+    assert "--trainer.loss.clip-high" in section and "--trainer.loss.correction.level" in section
+    assert "--trainer.optim.lr" not in section
+    for words in (["--help", "trainer.optim.lr"], ["--help", "--trainer.optim.lr"]):
+        assert help.text("rl", SUMMARY, words).count("--trainer.optim.") == 1
+    with pytest.raises(ConfigError, match=r"Did you mean 'trainer.loss'\?"):
+        help.text("rl", SUMMARY, ["--help", "trainer.los"])
+    assert help.text("rl", SUMMARY, ["--help", "@", "x.toml"]) == help.text("rl", SUMMARY, ["-h"])
+
+
+def test_defaults_of_sections_that_are_off_do_not_read_as_if_they_were_on() -> None:
+    text = help.text("rl", SUMMARY, ["--help"])
+    assert "--trainer.model.lora.rank (off; 16) " in text and " LoRA: rank of the adapters\n" in text
+    assert "--trainer.optim.lr (" in text and "--trainer.optim.lr (off" not in text
+
+
+def test_help_imports_no_settings() -> None:
+    code = (
+        "import sys; sys.argv = ['rl', '--help']\nfrom holdfast import cli\ntry: cli.rl()\nexcept SystemExit: pass\n"
+        "print(sorted({'pydantic', 'asyncio', 'holdfast.launcher', 'torch'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [("rl", "rl"), ("sft", "sft"), ("dpo", "dpo"), ("reward-model", "reward_model"), ("trainer", "train"),
+     ("orchestrator", "orch"), ("inference", "infer"), ("evaluate", "evaluate")],
+)  # fmt: skip
+def test_the_schema_takes_the_shipped_files_and_no_unknown_key(command: str, file: str) -> None:
+    schema = json.loads(listing.json_schema(command))
+    content = tomli.loads((ROOT / "configs" / "reverse_text" / f"{file}.toml").read_text())
+    jsonschema.validate(content, schema)
+    with pytest.raises(jsonschema.ValidationError, match="learning_rate"):
+        jsonschema.validate({**content, "learning_rate": 1}, schema)
+    described = [schema, *schema["$defs"].values()]
+    assert all(one.get("description") for table in described for one in table.get("properties", {}).values())

@@ -27,7 +27,7 @@ from holdfast.run.run_dir import RunDir
 from tests.builders.sampled_rollouts import sampled_rollout
 from tests.servers.orchestrator_fakes import FakeEngine, commit_checkpoint, make_config, read_rollouts, run, serving
 
-GRADED = "tests.runs.graded_environment:Graded"
+GRADED = "tests.runs.environments:Graded"
 LEVELS = [{"modulus": 1}, {"modulus": 2}, {"modulus": 3}]
 
 

@@ -25,7 +25,7 @@ from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, rollouts_of, run, serving
 
 STEPS = 6
-TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
+TWO_TURNS = [{"id": "tests.runs.environments:TwoTurns"}]
 
 
 def restarted(engine: FakeEngine) -> None:
