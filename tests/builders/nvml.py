@@ -23,7 +23,6 @@ def library() -> Path:
 
 
 def loading() -> str:
-    """Return Python source that gives its process the made-up library."""
     return f"import ctypes\nctypes.CDLL({str(library())!r})\n"
 
 

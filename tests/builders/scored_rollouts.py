@@ -12,7 +12,6 @@ from tests.builders.advantage_settings import NEEDED
 
 
 def advantage_of(name: str, **settings: Any) -> Advantage:
-    """The advantage of that name, with settings beside those that it needs."""
     config = TrainerConfig.model_validate({"advantage": name} | NEEDED.get(name, {}) | settings)
     return build_named_advantage(name, config)
 

@@ -45,8 +45,6 @@ _SAVED, _NOT_SAVED = 128 + signal.SIGTERM, 4
 
 @dataclass
 class Blow:
-    """A hit that was dealt."""
-
     hit: Hit
     time: float  # monotonic seconds
     step: int  # the last trained step then
@@ -55,8 +53,6 @@ class Blow:
 
 @dataclass
 class ChaosRun:
-    """What became of a run."""
-
     run_dir: RunDir
     witness: Witness
     blows: list[Blow]
@@ -320,8 +316,6 @@ class Chaos:
 
 @dataclass
 class _Full:
-    """A disk that is being kept full."""
-
     run: RlRun  # the start of the launcher that is to say that it waits
     said: int  # how many characters of what it printed are from before
     release_time: float | None = None  # monotonic seconds; None: it has not said so yet

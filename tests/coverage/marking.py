@@ -27,8 +27,6 @@ class Point:
 
 @dataclass
 class Marking:
-    """Marks the statements of one module."""
-
     source: str
     path: str
     first: int  # number of its first point among those of all modules

@@ -56,7 +56,6 @@ class Answers:
         )
 
     def for_dpo(self, reference_S: Tensor) -> dict[str, Tensor]:
-        """Return the input of DPOTrainer."""
         chosen_P, rejected_P = reference_S.chunk(2)
         return {
             "input_ids": self.input_ids_SL,
@@ -67,7 +66,6 @@ class Answers:
         }
 
     def for_cpo(self) -> dict[str, Tensor]:
-        """Return the input of CPOTrainer and ORPOTrainer."""
         labels_SL = self.input_ids_SL.masked_fill(self.answer_SL == 0, -100)
         columns = {"input_ids": self.input_ids_SL, "attention_mask": self.attention_SL, "labels": labels_SL}
         halves = {name: column_SL.chunk(2) for name, column_SL in columns.items()}

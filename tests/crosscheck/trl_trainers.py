@@ -64,16 +64,12 @@ class GivenRollouts:
 
 
 class GivenGrpo(GivenRollouts, GRPOTrainer):
-    """TRL's GRPOTrainer behind the rollouts."""
-
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         texts = [""] * len(prompts)
         return [[5]] * len(prompts), self.completions, None, texts, self.sampler_logprobs, {}, None, None
 
 
 class GivenRloo(GivenRollouts, RLOOTrainer):
-    """TRL's RLOOTrainer behind the rollouts."""
-
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         return [[5]] * len(prompts), self.completions, [""] * len(prompts)
 

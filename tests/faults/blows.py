@@ -37,7 +37,6 @@ def inference(run: RlRun) -> psutil.Process:
 
 
 def engines(run: RlRun) -> list[psutil.Process]:
-    """Every engine process of vLLM."""
     return [process for process in run.processes() if "EngineCore" in "".join(command_line(process))]
 
 

@@ -22,8 +22,6 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 @dataclass(frozen=True)
 class Call:
-    """One line of a trail."""
-
     number: int
     name: str  # the function
     path: str  # what it was called on, relative to the watched directory
@@ -33,7 +31,6 @@ class Call:
 
 
 def read_trail(path: Path) -> list[Call]:
-    """Return the calls of a trail in order."""
     lines = [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
     done = {int(number) for number, *rest in lines if rest == ["done"]}
     return [

@@ -12,8 +12,6 @@ from tests.forking.server import Fork
 
 @dataclass(frozen=True)
 class Program:
-    """A program with its settings."""
-
     name: str
     settings: Mapping[str, Any]
     until: int

@@ -39,8 +39,6 @@ class Disk:
 
 @dataclass(frozen=True)
 class Instant:
-    """The moment before a call."""
-
     call: str  # the function and its path
     live: Disk  # what processes see
     durable: Disk  # what is safe
@@ -48,15 +46,12 @@ class Instant:
 
 @dataclass
 class Recording:
-    """Every moment of a run."""
-
     root: int  # inode of the directory
     instants: list[Instant] = field(default_factory=list)
     blobs: list[bytes] = field(default_factory=lambda: [b""])  # contents of files
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Read what `record` wrote."""
         return pickle.loads(path.read_bytes())
 
     def crash(self, instant: Instant, survival: Survival, target: Path, generator: random.Random) -> None:

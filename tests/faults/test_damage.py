@@ -65,7 +65,6 @@ def intact(run_dir: RunDir) -> None:
 
 
 def files_of(run_dir: RunDir, step: int = NEWEST) -> list[Path]:
-    """Every file of a checkpoint, manifest included."""
     directory = run_dir.checkpoint(step)
     return [*(directory / name for name in sorted(read_manifest(directory).files)), directory / MANIFEST_NAME]
 
@@ -83,7 +82,6 @@ def rewritten(path: Path, content: bytes) -> Iterator[None]:
 
 @contextmanager
 def exchanged(first: Path, second: Path) -> Iterator[None]:
-    """Exchange the names of two files or directories."""
     aside = first.with_name("aside")
 
     def exchange() -> None:

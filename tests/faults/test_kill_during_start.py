@@ -31,8 +31,6 @@ LAST = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A start that changes the directory."""
-
     directory: Path  # the run directory before it
     settings: dict[str, Any]  # of the run, without `ckpt`
     ckpt: dict[str, Any]  # how it starts
@@ -65,7 +63,6 @@ def settings(tiny_model: ModelFactory, sft_data: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(settings: dict[str, Any], mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with the steps 2, 4 and 6."""
     assert mesh.world_size == 1
     output = tmp_path_factory.mktemp("finished") / "run"
     return train("sft", output, settings | {"ckpt": {"interval": 2}}, until=LAST).path

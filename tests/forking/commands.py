@@ -65,7 +65,6 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; a signal's number is negative, as in subprocess."""
         return self.fork.code
 
     @property

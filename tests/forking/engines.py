@@ -77,12 +77,10 @@ class ServerHandle:
                 os.kill(self.pid, number)
 
     def terminate(self) -> int:
-        """Ask the server to stop, and return its exit code."""
         self.send_signal(signal.SIGTERM)
         return self.wait()
 
     def kill(self) -> int:
-        """Kill the server as a crash would, and return its exit code."""
         self.send_signal(signal.SIGKILL)
         return self.wait()
 

@@ -103,7 +103,6 @@ class ForkedModule:
             _be_module(argv[3:], words, (nothing, stdout.fileno(), stdout.fileno()), env, fault, new_session=True)
 
     def poll(self) -> int | None:
-        """Return the exit code of a process that has ended."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -111,7 +110,6 @@ class ForkedModule:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

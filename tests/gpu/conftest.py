@@ -14,7 +14,6 @@ from tests.gpu.gpu_place import Place
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """Return the GPU."""
     return Place("cuda", tmp_path, is_toy=False)
 
 

@@ -34,8 +34,6 @@ LARGE = TOY | {
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one check, with what was expected of it."""
-
     check: str
     what: str
     value: float
@@ -50,8 +48,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Place:
-    """Where checks run."""
-
     device: str  # `cuda` or `cpu`
     folder: Path  # for runs, models and data
     is_toy: bool  # tiny shapes, and commands forked from a process that has imported torch; otherwise real ones
@@ -78,7 +74,6 @@ class Place:
         return directory
 
     def data(self) -> Path:
-        """Return ragged samples."""
         path = self.folder / "samples.jsonl"
         return path if path.exists() else write_data(path)
 
@@ -91,7 +86,6 @@ class Place:
         return [*start, *words, *map(str, flags)]
 
     def run(self, name: str, *flags: object, program: str = "sft", device: str | None = None) -> SftRun:
-        """Run a command to its end."""
         command = self.command(name, *flags, program=program, device=device)
         return run_command(command, self.folder / name, starts_python=not self.is_toy)
 
@@ -104,7 +98,6 @@ class Place:
         ]  # fmt: skip
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 

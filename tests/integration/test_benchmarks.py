@@ -44,7 +44,6 @@ def test_the_weights_of_dpo_are_judged_by_rollouts(tmp_path: Path) -> None:
 
 
 def printed_by(module: str, *flags: str | Path) -> str:
-    """Run a benchmark by Python to its end; return what it printed."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, flags)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,6 @@ from tests.runs.forked_benchmarks import run_benchmark
 
 
 def ratios(output: str) -> dict[str, float]:
-    """Return medians by what is compared."""
     found = re.findall(
         r"^.*: (?:tok/s, )?(\S+ / \S+): median (\d+\.\d\d) \(\S+ to \S+\)(?:, memory \S+)?$", output, re.MULTILINE
     )

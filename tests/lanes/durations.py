@@ -55,7 +55,6 @@ def seconds_of_files(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def slowest(seconds: Mapping[str, float], count: int) -> list[str]:
-    """Return a line for each of the slowest tests."""
     ranked = sorted(seconds.items(), key=lambda item: item[1], reverse=True)
     return [f"{took:8.2f} s  {name}" for name, took in ranked[:count]]
 

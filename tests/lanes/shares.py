@@ -8,8 +8,6 @@ from tests.lanes.durations import seconds_of_files
 
 @dataclass(frozen=True)
 class Share:
-    """Some directories and files of tests."""
-
     name: str
     paths: tuple[str, ...]
     usual_s: float  # about how long it takes on an idle core, until a run has been recorded

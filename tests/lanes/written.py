@@ -28,5 +28,4 @@ def state(root: Path = ROOT) -> State:
 
 
 def differing(before: State, after: State) -> list[str]:
-    """Return the files that are new, gone or changed."""
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))

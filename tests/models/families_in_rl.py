@@ -68,7 +68,6 @@ class Refused(Exception):
 
 
 def names() -> list[str]:
-    """Return the names of all families."""
     return [family.name for family in FAMILIES]
 
 
@@ -186,7 +185,6 @@ def _one_line(reason: str, directory: Path) -> str:
 
 
 def main(chosen: list[str]) -> None:
-    """Measure families and write the table."""
     results = read_results()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -62,7 +62,6 @@ def try_out(mutant: Mutant, copy: Copy) -> str | None:
 
 
 def choose(arguments: argparse.Namespace) -> list[Mutant]:
-    """Return the mutants that were asked for."""
     modules = [str(path.relative_to(ROOT / "src")) for path in sorted((ROOT / "src").rglob("*.py"))]
     where = [place.removeprefix("src/").partition(":")[::2] for place in arguments.where]
     if where:

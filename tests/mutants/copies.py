@@ -76,7 +76,6 @@ class Copy:
         return json.loads(self._zygote.stdout.readline())
 
     def write(self, module: str, source: str) -> None:
-        """Put another source in the place of a module of `src`."""
         (self.directory / "src" / module).write_text(source)
 
     def close(self) -> None:

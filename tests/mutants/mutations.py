@@ -18,8 +18,6 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of a source."""
-
     line: int  # where it is
     before: str  # what is replaced
     after: str  # by what

@@ -30,8 +30,6 @@ _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page."""
-
     where: str
     line: str
     words: list[str]  # the line as a shell splits it, without `uv run`
@@ -96,7 +94,6 @@ def behind_uv(words: list[str]) -> list[str]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page, in order."""
     text = page.read_text()
     return [
         Block(page, text.count("\n", 0, match.start()) + 1, match[2].split(), match[3])
@@ -115,7 +112,6 @@ def section(page: Path, title: str) -> range:
 
 
 def commands(page: Path) -> list[Command]:
-    """Return the commands of a page, in order."""
     return [command for block in blocks(page) if block.language == "console" for command in block.commands]
 
 

@@ -67,8 +67,6 @@ _LEAST = 8
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence of a page, or of a cell of a table."""
-
     text: str  # with a word in place of each span of code
     shown: str  # as it is on the page
     is_cell: bool
@@ -144,7 +142,6 @@ class Page:
 
 
 def pages(root: Path) -> list[Page]:
-    """Return README and the pages of docs/."""
     return [Page(root / "README.md"), *map(Page, sorted((root / "docs").glob("*.md")))]
 
 

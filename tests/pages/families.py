@@ -31,8 +31,6 @@ _USUAL = re.compile(r"(?<=\n### With packed rows, in `rl`\n\n).*?(?=\n\n)", re.D
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one family."""
-
     family: Family
     layout: Layout | None = None  # of the model; None if it is refused
     refusal: str = ""  # the reason, in words

@@ -82,7 +82,6 @@ class Checkout:
         (self.path / "questions.jsonl").write_text('{"prompt": "two plus two", "solution": 4}\n')
 
     def save_files(self, page: Path) -> None:
-        """Save the programs of a page under their names."""
         for block in blocks(page):
             if block.file is not None:
                 (self.path / block.file).write_text(block.text)

@@ -15,7 +15,6 @@ from tests.runs.training import run_command
 
 
 def main() -> int:
-    """Run, compare, print, write."""
     old = read_records() if PATH.exists() else {}
     new: dict[str, Record] = {}
     with tempfile.TemporaryDirectory(prefix="reference-losses-") as folder:

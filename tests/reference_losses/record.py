@@ -14,20 +14,16 @@ RENEW = "uv run python -m tests.reference_losses"
 
 @dataclass(frozen=True)
 class Record:
-    """One run, as it was recorded."""
-
     numerics: dict[str, str]  # what its numbers depend on, see `machine`
     numbers: Numbers  # what it amounted to
 
 
 def read_records() -> dict[str, Record]:
-    """Return what is recorded, by command."""
     found: dict[str, Any] = json.loads(PATH.read_text())
     return {command: Record(entry["numerics"], Numbers(**entry["numbers"])) for command, entry in found.items()}
 
 
 def write_records(records: Mapping[str, Record]) -> None:
-    """Replace what is recorded."""
     content = {command: asdict(record) for command, record in records.items()}
     PATH.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -52,8 +52,6 @@ def command_line(command: str, output: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a run amounts to."""
-
     metrics: dict[str, list[float]]  # by name, the values of the 20 steps as `metrics.jsonl` has them
     rollouts: list[str]  # SHA-256 of what the engine sampled, per batch; empty without one
     weights: dict[str, str]  # SHA-256 of the tensors of the final weights, by file

@@ -9,8 +9,6 @@ from holdfast.orchestrator.env.reverse_text import ReverseText
 
 
 class Judged(Environment):
-    """Two turns, and what the judge makes of both."""
-
     def __init__(self, judge: JudgeConfig) -> None:
         self._judge = Judge(judge, fields=["first", "second"])
 
@@ -88,8 +86,6 @@ class HeldReverse(ReverseText):
 
 
 class HeldJudged(Judged):
-    """Two turns that a judge scores."""
-
     def __init__(self, judge: JudgeConfig, home: str, after: int) -> None:
         super().__init__(judge)
         self._holds = (home, after)

@@ -15,8 +15,6 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Scrape:
-    """One answer."""
-
     types: Mapping[str, str]  # of the samples, by name
     samples: Mapping[str, list[tuple[dict[str, str], float]]]  # labels and value of each, by name
 

@@ -130,11 +130,9 @@ class RlRun:
         self.wait_for(lambda: last_step(self.run_dir) >= step, f"step {step}")
 
     def wait_for_output(self, text: str) -> None:
-        """Return as soon as the command has printed `text`."""
         self.wait_for(lambda: text in self.output, f"'{text}'")
 
     def wait_for_match(self, pattern: str) -> None:
-        """Return as soon as something that the command has printed matches the regular expression `pattern`."""
         self.wait_for(lambda: re.search(pattern, self.output) is not None, f"/{pattern}/")
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
@@ -249,7 +247,6 @@ class Outcome:
 
 
 def outcome(run_dir: RunDir, step: int) -> Outcome:
-    """Read what a run amounts to after `step`."""
     checkpoint = run_dir.checkpoint(step)
     found = Outcome(
         weights=_contents(run_dir.weights_of(step), "*.safetensors")

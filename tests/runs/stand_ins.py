@@ -15,8 +15,6 @@ from holdfast.run.run_dir import RunDir
 
 
 class Stands:
-    """Stands in for the processes of a run of one step."""
-
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir(path)
         self.run_dir.path.mkdir()

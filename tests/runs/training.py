@@ -157,7 +157,6 @@ class LiveRun:
         return [child for child in trainer.children() if command_line(child) == trainer.cmdline()]
 
     def wait(self, *, within_s: float) -> int:
-        """Wait for the launcher's end; return its exit code."""
         code = self.process.wait(within_s)
         self.output += self._stdout.read()
         return code

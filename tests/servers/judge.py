@@ -24,7 +24,6 @@ Body = dict[str, Any]
 
 
 def completion(text: str, finish_reason: str = "stop") -> Response:
-    """Return an answer of one choice."""
     message = {"role": "assistant", "content": text}
     return JSONResponse({"choices": [{"index": 0, "message": message, "finish_reason": finish_reason}]})
 
@@ -69,7 +68,6 @@ class FakeJudge:
 
     @property
     def questions(self) -> list[str]:
-        """What the user's messages said."""
         return [body["messages"][-1]["content"] for body in self.asked]
 
 

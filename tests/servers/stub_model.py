@@ -24,8 +24,6 @@ _MOST_ROWS = max(_BLOCKS)
 
 @dataclass(frozen=True)
 class Shape:
-    """What `config.json` says of a model."""
-
     num_layers: int
     num_heads: int
     num_key_heads: int

@@ -27,8 +27,6 @@ class StubDiedError(Exception):
 
 @dataclass(eq=False)
 class _Sequence:
-    """One choice that is being sampled."""
-
     request: GenerateRequest
     index: int
     draws: Floats  # one number of [0, 1) for each token that may come
@@ -126,7 +124,6 @@ class StubSampler:
             cache.give(sequence.slot)
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Sample a token, if that is allowed."""
         if generates:
             await self.sample(GenerateRequest(token_ids=[0], seeds=[0], max_tokens=1, temperature=0.0), 0, 0)
         return None
@@ -147,7 +144,6 @@ class StubSampler:
     # What `EngineWeights` asks of vLLM's client.
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of the only worker."""
         return [await getattr(self, method)(*args)]
 
     async def loaded_digest(self) -> str | None:
@@ -168,7 +164,6 @@ class StubSampler:
         return {"refused": None, "unreadable": None}
 
     async def apply_weights(self) -> str:
-        """Serve the weights that were staged."""
         assert self._staged is not None and self._paused
         self._served, self._staged = self._staged, None
         self._model = Model(self._weights.shape, self._served[0])
@@ -262,6 +257,5 @@ def cut(logits_V: Floats, request: GenerateRequest) -> Floats:
 
 
 def log_softmax(logits: Any) -> Any:
-    """Return log-probabilities over the last dimension."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -48,7 +48,6 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """Return the directory of a run that has begun."""
     made = RunDir(tmp_path / "run")
     made.create()
     return made

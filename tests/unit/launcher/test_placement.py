@@ -39,7 +39,6 @@ def placed(settings: dict[str, Any], machine: Machine, *, starts_inference: bool
 
 
 def names(placement: Placement) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the trainer's GPUs, and of those of every engine."""
     return [gpu.name for gpu in placement.trainer], [[gpu.name for gpu in engine] for engine in placement.engines]
 
 

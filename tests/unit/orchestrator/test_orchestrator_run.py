@@ -52,15 +52,11 @@ _MIX = [{"id": "reverse_text", "weight": 2}, {"id": "reverse_text", "name": "sho
 
 
 class Clock(TwoTurns):
-    """Makes its tasks of the time."""
-
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", f"task {seed.index} at {time.monotonic_ns()}")])
 
 
 class Bounds(TwoTurns):
-    """Says what bounds the event loop that it runs in."""
-
     def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         return [Score(0.0, {"bound_s": heartbeat._own.beat.bound_s or 0.0}) for _ in sessions]
 

@@ -90,7 +90,6 @@ _NEEDS_TORCH = {  # what takes or returns tensors
 
 
 def _run(code: str) -> str:
-    """Run `code` in a Python of its own; return what it printed."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 

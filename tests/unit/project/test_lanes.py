@@ -27,7 +27,6 @@ def pytest_run(tmp_path: Path, source: str, *words: str) -> tuple[int, str]:
 
 
 def git(repository: Path, *words: str) -> None:
-    """Run git, as somebody who has a name."""
     who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     subprocess.run(["git", *who, *words], cwd=repository, check=True)
 

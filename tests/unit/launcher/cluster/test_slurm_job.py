@@ -38,7 +38,6 @@ def training_script(program: str, output_dir: Path, capsys: pytest.CaptureFixtur
 
 
 def check_shell(script: str) -> None:
-    """Have what reads shell scripts look for mistakes in one."""
     shellcheck = Path(sys.executable).with_name("shellcheck")
     found = subprocess.run([shellcheck, "--shell=bash", "-"], input=script, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout

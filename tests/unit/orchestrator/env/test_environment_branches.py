@@ -34,8 +34,6 @@ AGAIN = {"role": "user", "content": "Really?"}
 
 
 class Asks(Environment):
-    """Asks again behind every answer."""
-
     def __init__(self, times: int = 2, *, text: bool = False) -> None:
         self.times = times
         self.text = text

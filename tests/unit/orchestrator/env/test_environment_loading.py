@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class NeedsWord(Environment):
-    """Takes one argument that it cannot do without."""
-
     def __init__(self, word: str, times: int = 1) -> None:
         if word == "bad":
             raise RuntimeError("no such word")

@@ -53,8 +53,6 @@ class Plain(Environment):
 
 
 class Scored(Plain):
-    """Gives what `what` names."""
-
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:
         rewards: dict[str, Any] = {"huge": 10**400, "text": "0.5"}
         metrics: dict[str, Any] = {
@@ -85,8 +83,6 @@ class Scored(Plain):
 
 
 class Tasks(Plain):
-    """Makes what `what` names."""
-
     def make_task(self, seed: TaskSeed) -> Any:
         prompts: dict[str, Any] = {
             "key": [{"role": "user", "contents": "x"}], "content": [{"role": "user", "content": 3}],
@@ -115,8 +111,6 @@ class Lacks(Environment):
 
 
 class Raises(Plain):
-    """Raises what `what` names, where it says."""
-
     def __init__(self, what: str) -> None:
         self.what, _, self.where = what.partition(" in ")
         self._raise("init")
@@ -153,8 +147,6 @@ class Raises(Plain):
 
 
 class Runs(Plain):
-    """Does to its session what it may not."""
-
     async def run(self, session: Session, task: Task) -> None:
         match self.what:
             case "gather":
@@ -201,8 +193,6 @@ class Mute:
 
 
 class MuteError(Exception):
-    """Says nothing of itself."""
-
     def __str__(self) -> str:
         raise KeyError("str")
 

@@ -47,7 +47,6 @@ def tasks_of(environment: Environment, *, run_seed: int = 0, count: int = TASKS)
 
 
 def asked(task: Task) -> str:
-    """Return the text of the only message of a task."""
     (message,) = task.prompt
     assert isinstance(message, Message)
     return message.content
@@ -63,7 +62,6 @@ def rewards(environment: Environment, task: Task, *answers: str) -> list[float]:
 
 
 def play(environment: Environment, task: Task, *turns: str, seq_len: int = 256) -> Session:
-    """Return a session in which the policy says `turns`, one after the other."""
     tokenizer = load_tokenizer(BASE)
     assert not isinstance(task.prompt, str)
     said = [tokenizer.encode(turn) for turn in turns]

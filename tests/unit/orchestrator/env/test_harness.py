@@ -59,7 +59,6 @@ def session_of(turns: list[str], *, tokenizer: Tokenizer | None = None, **settin
 
 
 def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score]:
-    """Play a session by a script, and return its score."""
     environment = Scripted(script)
     environment.tool_parser = parser
 

@@ -34,8 +34,6 @@ STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "m
 
 
 class Asks(Environment):
-    """No tools of its own."""
-
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", "go")])
 

@@ -50,7 +50,6 @@ def straight(sft: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 def column(run_dir: RunDir, name: str) -> list[float]:
-    """Return the values of a metric, step by step."""
     lines = run_dir.metrics.read_text().splitlines()
     return [json.loads(line)[name] for line in lines]
 

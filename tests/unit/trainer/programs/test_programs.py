@@ -24,7 +24,6 @@ from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
 
 
 def column(run_dir: RunDir, name: str) -> list[float]:
-    """Return the values of a metric, step by step; steps without it are left out."""
     return [line[name] for line in read_metrics(run_dir.metrics) if name in line]
 
 
