@@ -134,10 +134,7 @@ def _groups(case: Path) -> int:
 
 
 DPO = Program(
-    "dpo",
-    (*_TRAINS, "--data.name", str(PAIRS), *_TEXT, *_VALIDATED),
-    held_after(HELD, until=NEVER),
-    _has_trained,
+    "dpo", (*_TRAINS, "--data.name", str(PAIRS), *_TEXT, *_VALIDATED), held_after(HELD, until=NEVER), _has_trained
 )
 _EVALUATED = 5
 SFT = Program(

@@ -108,12 +108,7 @@ def _in_a_crowd(http: httpx.Client, seeds: list[int], **fields: Any) -> list[dic
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("threads", "more", "has_experts"),
-    [
-        (1, {}, False),
-        (2, {}, False),
-        (2, {"dtype": "bfloat16", "fp32_lm_head": True}, False),
-        (2, {}, True),
-    ],
+    [(1, {}, False), (2, {}, False), (2, {"dtype": "bfloat16", "fp32_lm_head": True}, False), (2, {}, True)],
     ids=["1", "2", "float32 head", "experts"],
 )
 def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(

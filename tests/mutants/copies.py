@@ -60,15 +60,7 @@ class Copy:
 
     def run(self, tests: list[str], *, timeout_s: float) -> int | None:
         """Run tests up to the first that fails; return pytest's exit code, None when it took too long."""
-        arguments = [
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-            *tests,
-        ]
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *tests]
         request = {"arguments": arguments, "timeout_s": timeout_s, "log": str(self.log)}
         assert self._zygote.stdin is not None and self._zygote.stdout is not None
         self._zygote.stdin.write(json.dumps(request) + "\n")

@@ -90,11 +90,7 @@ def _reached(start: str) -> set[str]:
 
 def page_with(text: str) -> str:
     """Return the page with its generated parts as they must be."""
-    for name, part in (
-        ("tree", _tree()),
-        ("picture", _picture()),
-        ("forbidden", _forbidden()),
-    ):
+    for name, part in (("tree", _tree()), ("picture", _picture()), ("forbidden", _forbidden())):
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
         assert found and end in rest, f"docs/architecture.md has no {start.strip()} ... {end}"

@@ -142,10 +142,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"advantage": "pass_at_k"}, "'pass_at_k' and advantage_k go together: set advantage_k"),
         ({"advantage_k": 2}, "'pass_at_k' and advantage_k go together: set advantage, or"),
         ({"advantage_std": "batch"}, "by what advantage = 'grpo' divides, and advantage is 'dr_grpo'"),
-        (
-            {"advantage": "max_rl", "kl": {"coef": 0.1, "place": "reward"}},
-            "kl.place = 'reward' can make negative",
-        ),
+        ({"advantage": "max_rl", "kl": {"coef": 0.1, "place": "reward"}}, "kl.place = 'reward' can make negative"),
         ({"advantage": "max_rl", "rewards": OVERLONG}, "which rewards.length_buffer_tokens can make negative"),
         ({"advantage": "max_rl", "reward_model": {"name": "m"}}, "which reward_model can make negative"),
         ({"advantage": "max_rl", "rewards": {"weights": {"reward": 1, "n": -1}}}, "weights below 0 can make negative"),
@@ -155,10 +152,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         (GDPO | {"reward_model": {"name": "m"}}, "so reward_model would have no effect"),
         ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}} | OVERLONG}, "length_buffer_tokens would have no"),
         ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "clip": 1}}, "rewards.clip would have no effect"),
-        (
-            {"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "scale": "running"}},
-            "scale would have no",
-        ),
+        ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "scale": "running"}}, "scale would have no"),
         ({"advantage": "gae", "critic": {}, "environments": {"a": {}}}, "'gae' needs a model: leave environments out"),
         ({"environments": {"a": {"advantage": "distillation"}}}, "'distillation' needs a model"),
         ({"environments": {"a": {"advantage": "rlo"}}}, "there is no 'rlo'. Did you mean 'rloo'"),

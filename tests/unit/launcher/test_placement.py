@@ -10,14 +10,7 @@ import tomli
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
-from holdfast.launcher.devices import (
-    Machine,
-    Placement,
-    inference_gpus,
-    place_rl,
-    place_training,
-    with_engines,
-)
+from holdfast.launcher.devices import Machine, Placement, inference_gpus, place_rl, place_training, with_engines
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
 from tests.builders.nvml import loading
 from tests.builders.nvml import machine as nvml_machine

@@ -19,14 +19,7 @@ from holdfast.errors import RunDirError
 from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.env.judge import JudgeFailure
 from holdfast.orchestrator.evaluation import main
-from holdfast.orchestrator.judge_client import (
-    JudgeClient,
-    JudgeDenied,
-    ReplyLog,
-    ask_once,
-    judging,
-    new_client,
-)
+from holdfast.orchestrator.judge_client import JudgeClient, JudgeDenied, ReplyLog, ask_once, judging, new_client
 from holdfast.protocol.inference import ChatReply
 from holdfast.protocol.rollouts import Batch
 from holdfast.run import record_log

@@ -24,12 +24,7 @@ from holdfast.orchestrator.main import find_start
 from holdfast.orchestrator.pipeline import BatchPublisher, BatchTimes, batch_metrics
 from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
 from holdfast.orchestrator.tasks import SessionSlots
-from holdfast.orchestrator.weight_sync import (
-    PublishedWeights,
-    WeightPusher,
-    describe_weights,
-    wait_for_weights,
-)
+from holdfast.orchestrator.weight_sync import PublishedWeights, WeightPusher, describe_weights, wait_for_weights
 from holdfast.protocol.inference import Completion, GenerateRequest
 from holdfast.protocol.rollouts import (
     Batch,
@@ -106,11 +101,7 @@ def test_request_seeds_differ_in_every_part() -> None:
 
 async def generate(client: InferenceClient, weights: PublishedWeights) -> list[Completion]:
     request = GenerateRequest(
-        token_ids=[1, 5, 3, 2],
-        seeds=[8, 9],
-        max_tokens=4,
-        stop_token_ids=[3],
-        weights_digest=weights.digest,
+        token_ids=[1, 5, 3, 2], seeds=[8, 9], max_tokens=4, stop_token_ids=[3], weights_digest=weights.digest
     )
     return list(await client.generate(request))
 

@@ -196,10 +196,7 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from holdfast.orchestrator.env.interface import TaskSeed
 
     words = ["yes", "no"]
-    for environment, expected in (
-        (Shout(words), [1.0, 0.0]),
-        (Shortest(words), [1, 0.5]),
-    ):
+    for environment, expected in ((Shout(words), [1.0, 0.0]), (Shortest(words), [1, 0.5])):
         task, session = play(environment, 1, ["x"])
         _, right = play(environment, 1, [task.answer])  # type: ignore[attr-defined]
         _, long = play(environment, 1, ["nonsense"])

@@ -49,8 +49,7 @@ def test_every_resource_is_a_mark_with_a_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ran"),
-    [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane all", "abcd")],
+    ("words", "ran"), [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane all", "abcd")]
 )
 def test_a_lane_runs_its_tests_and_paths_run_whatever_they_hold(words: str, ran: str, tmp_path: Path) -> None:
     source = (

@@ -240,13 +240,7 @@ def make_batch(step: int = 3) -> Batch:
         versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, truncated=True, metrics={"exact": 0.0},
         step_rewards=StepRewards(TokenIds([1, 2]), Rewards([0.1, -1 / 3])),
     )  # fmt: skip
-    return Batch(
-        step=step,
-        policy_version=2,
-        weights_digest="d" * 32,
-        rollouts=[rollout],
-        metrics={"reward/mean": 0.7},
-    )
+    return Batch(step=step, policy_version=2, weights_digest="d" * 32, rollouts=[rollout], metrics={"reward/mean": 0.7})
 
 
 def rewrite(directory: Path, batch: bytes) -> None:

@@ -174,10 +174,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_model: ModelFactory,
-    mesh: Mesh,
-    tokenizer: PreTrainedTokenizerBase,
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
 ) -> Bench:
     return Bench(tmp_path_factory.mktemp("runs"), tiny_model, mesh, tokenizer)
 

@@ -382,13 +382,7 @@ class Node:
             return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
         self.link = NodeLink(
-            connect,
-            rank=rank,
-            nodes=2,
-            stop=self.stop,
-            lose=self.lost.put,
-            silent_s=silent_s,
-            ending_s=ending_s,
+            connect, rank=rank, nodes=2, stop=self.stop, lose=self.lost.put, silent_s=silent_s, ending_s=ending_s
         )
 
 

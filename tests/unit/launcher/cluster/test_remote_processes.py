@@ -16,13 +16,7 @@ from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage
 from holdfast.launcher import supervise
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
-from holdfast.launcher.cluster.hosts import (
-    PipeWire,
-    RemoteHost,
-    RemoteProcess,
-    agent_command,
-    travelling,
-)
+from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, RemoteProcess, agent_command, travelling
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S

@@ -126,8 +126,7 @@ def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     model, data = Path("examples/reverse_text/model").absolute(), Path("examples/reverse_text/sft.jsonl").absolute()
     monkeypatch.chdir(tmp_path / "it's $HOME")
     config = parse_command_line(
-        SftConfig,
-        ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"],
+        SftConfig, ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"]
     )
     assert launch_training(config) == 0
     script = capsys.readouterr().out

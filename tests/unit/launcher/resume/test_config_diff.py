@@ -41,10 +41,7 @@ def test_settings_of_one_environment_are_named_with_its_place() -> None:
     )
     drift = compare_settings(settings_of(before), settings_of(after))
     assert drift.computing == ["environments[0].weight: 2.0 -> 3.0"]
-    assert drift.free == [
-        "environments[0].timeout_s: 5.0 -> 9.0",
-        "teacher.urls: ['http://here:1'] -> ['http://b:2']",
-    ]
+    assert drift.free == ["environments[0].timeout_s: 5.0 -> 9.0", "teacher.urls: ['http://here:1'] -> ['http://b:2']"]
 
 
 def test_every_free_setting_is_one() -> None:

@@ -202,8 +202,7 @@ def said_of(path: Path, printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "file"),
-    [pytest.param(*way, id=f"{key}, {way[1]}") for key, ways in EXCHANGED.items() for way in ways],
+    ("settings", "file"), [pytest.param(*way, id=f"{key}, {way[1]}") for key, ways in EXCHANGED.items() for way in ways]
 )
 def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
     settings: dict[str, Any], file: str, place: Path, capsys: pytest.CaptureFixture[str]

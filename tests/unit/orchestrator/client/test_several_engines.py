@@ -304,11 +304,7 @@ def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
             there.on_generate = lambda _: in_flight.append(client.engines[1].in_flight)
             asked = [
                 GenerateRequest(
-                    token_ids=[5],
-                    seeds=list(range(size)),
-                    max_tokens=3,
-                    stop_token_ids=[3],
-                    weights_digest="served",
+                    token_ids=[5], seeds=list(range(size)), max_tokens=3, stop_token_ids=[3], weights_digest="served"
                 )
                 for size in sizes
             ]

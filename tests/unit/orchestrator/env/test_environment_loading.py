@@ -69,12 +69,7 @@ def seed(index: int, *, run_seed: int = 0, environment: str = "env") -> TaskSeed
 @pytest.mark.parametrize(
     ("name", "args", "kind", "said"),
     [
-        (
-            "revers_text",
-            {},
-            ConfigError,
-            "Did you mean 'reverse_text'\\?.*reverse_text, jsonl, .* or 'module:",
-        ),
+        ("revers_text", {}, ConfigError, "Did you mean 'reverse_text'\\?.*reverse_text, jsonl, .* or 'module:"),
         ("no_such_module:Thing", {}, ConfigError, "there is no module 'no_such_module'"),
         (f"{__name__}:NeedsWords", {}, ConfigError, "Did you mean 'NeedsWord'\\?"),
         (f"{__name__}:NeedsWord", {}, ConfigError, "needs word. Allowed: word, times"),

@@ -120,12 +120,7 @@ def test_every_rank_gets_as_many_micro_batches_and_every_sample_is_trained_once(
 
     def plan_on(ranks: int) -> list[list[list[int]]]:
         return plan_rows(
-            lengths,
-            costs=costs,
-            arrangement=arrangement,
-            budget=budget,
-            rows_per_micro_batch=rows,
-            world_size=ranks,
+            lengths, costs=costs, arrangement=arrangement, budget=budget, rows_per_micro_batch=rows, world_size=ranks
         )
 
     plan = plan_on(world_size)

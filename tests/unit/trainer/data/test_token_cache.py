@@ -264,10 +264,7 @@ def test_where_the_disk_cannot_take_it_a_run_does_without(
 
 @pytest.mark.parametrize(
     ("cache_dir", "home", "said"),
-    [
-        ("rows.jsonl/cache", None, "kept in "),
-        (None, "~nobody-of-this-name/cache", "kept in the home directory"),
-    ],
+    [("rows.jsonl/cache", None, "kept in "), (None, "~nobody-of-this-name/cache", "kept in the home directory")],
     ids=["no directory", "no home"],
 )
 def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
@@ -289,10 +286,7 @@ def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
 
 
 def test_rows_of_a_hub_are_kept_by_their_revision(
-    config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `datasets` finds them without a network (tests have none): what a revision left here, by its commit."""
     import datasets

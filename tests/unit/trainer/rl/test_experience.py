@@ -327,10 +327,7 @@ def test_equal_returns_leave_nothing_to_explain(returns: tuple[float, ...]) -> N
 
 @pytest.mark.parametrize(
     ("buffer", "penalties"),
-    [
-        (40, {0: 0.0, 60: 0.0, 61: -0.025, 80: -0.5, 99: -0.975, 100: -1.0, 500: -1.0}),
-        (0, {100: 0.0, 101: -1.0}),
-    ],
+    [(40, {0: 0.0, 60: 0.0, 61: -0.025, 80: -0.5, 99: -0.975, 100: -1.0, 500: -1.0}), (0, {100: 0.0, 101: -1.0})],
 )
 def test_the_length_penalty_falls_linearly_over_the_buffer(buffer: int, penalties: dict[int, float]) -> None:
     found = {tokens: soft_overlong_penalty(tokens, max_tokens=100, buffer_tokens=buffer) for tokens in penalties}

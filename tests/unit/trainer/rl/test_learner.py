@@ -201,8 +201,7 @@ def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> No
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"updates": {"epochs": 1, "minibatches": 2}}, {"advantage": "reinforce_pp"}, {"row_tokens": 16}],
+    "settings", [{}, {"updates": {"epochs": 1, "minibatches": 2}}, {"advantage": "reinforce_pp"}, {"row_tokens": 16}]
 )
 def test_masked_rollouts_count_for_the_advantages_of_the_others_without_being_trained(
     start: Start, seen: list[PolicyLossInput], settings: dict[str, Any]
@@ -361,8 +360,7 @@ FULL = {"divergence": "full", "coef": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
-    [({"kl": {}}, "kl.reference"), ({"advantage": "gae", "critic": {}}, "critic.name")],
+    ("settings", "key"), [({"kl": {}}, "kl.reference"), ({"advantage": "gae", "critic": {}}, "critic.name")]
 )
 def test_a_model_beside_the_policy_must_know_its_tokens(
     start: Start, tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, Any], key: str

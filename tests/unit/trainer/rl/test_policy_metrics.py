@@ -78,9 +78,7 @@ def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
 
 
 @pytest.mark.ranks
-def test_two_ranks_measure_the_bits_that_one_measures(
-    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
-) -> None:
+def test_two_ranks_measure_the_bits_that_one_measures(one_and_two: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     one, two = one_and_two
     for rank in two:
         for name in ("measured", "with_float32_head"):
