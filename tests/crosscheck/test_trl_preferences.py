@@ -114,9 +114,7 @@ def reference_S(tiny_model: ModelFactory, trl_trainers: ModuleType) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "hinge", "robust", "apo_zero", "apo_down"])
-def test_the_losses_of_dpo_are_those_of_trl(
-    kind: str, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
-) -> None:
+def test_dpo_is_trls(kind: str, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path) -> None:
     """IPO takes the mean log-ratio of an answer's tokens in both; what TRL logs as its reward is of their sum."""
     smoothing = {"label_smoothing": 0.2} if kind == "robust" else {}
     trainer = trl_trainers.preference_trainer(
@@ -159,9 +157,7 @@ def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType,
 
 
 @pytest.mark.parametrize("drift", [2.0, -2.0], ids=["z above 0", "z below 0"])
-def test_kto_is_that_of_trl(
-    drift: float, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
-) -> None:
+def test_kto_is_trls(drift: float, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path) -> None:
     """Loss and gradient of the whole trainer: z is the mean log-ratio of the mismatched answers, no less than 0."""
     weights = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
     trainer = trl_trainers.kto_trainer(model, tmp_path, beta=0.3, **weights)

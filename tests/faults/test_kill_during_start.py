@@ -133,9 +133,7 @@ def deaths(calls: list[Call]) -> list[tuple[int, str]]:
     return [*((call.number, "before") for call in before), (calls[-1].number, "after")]
 
 
-def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
-    case: Case, finished: Path, tmp_path: Path
-) -> None:
+def test_killed_at_any_call_of_a_start_the_next_goes_on_bit_for_bit(case: Case, finished: Path, tmp_path: Path) -> None:
     untouched = contents(case.other) if case.other else {}
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(case.directory, undisturbed)
@@ -155,9 +153,7 @@ def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
     assert differing(*ends) == []
 
 
-def test_killed_at_any_call_of_clean_no_start_goes_on_with_a_rest_of_the_old_run(
-    settings: dict[str, Any], finished: Path, tmp_path: Path
-) -> None:
+def test_killed_at_any_call_of_clean_no_rest_resumes(settings: dict[str, Any], finished: Path, tmp_path: Path) -> None:
     """The run is there as it was, or the next start, which asks to go on with it, removes the rest and is a new run."""
     before = tmp_path / "before"
     shutil.copytree(finished, before)

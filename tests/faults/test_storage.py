@@ -143,9 +143,7 @@ def test_a_save_that_fails_stops_at_the_next_boundary(start: Start, small: Small
     assert steps_without_ballast(small.checkpoints) == [20]
 
 
-def test_told_to_warn_it_trains_on_says_every_failure_and_saves_again_when_there_is_room(
-    start: Start, small: SmallDisk, output: Path
-) -> None:
+def test_told_to_warn_it_says_every_failure_and_saves_with_room(start: Start, small: SmallDisk, output: Path) -> None:
     flags = ("--max-steps", str(LONG), "--ckpt.interval", "2", "--ckpt.keep", "1", "--ckpt.on-failure", "warn")
     has_room = output.with_name("has_room")
     run = start(output, *flags, fault=small.disk.fault, trainer_fault=held_after(30, until=exists(has_room)))
@@ -245,9 +243,7 @@ def test_told_to_warn_the_next_save_commits_in_the_same_run(start: Start, wanted
     assert differing(end_state(output), wanted) == []
 
 
-def test_a_disk_that_dies_in_a_save_takes_nothing_committed_with_it(
-    start: Start, wanted: dict[str, Any], output: Path
-) -> None:
+def test_a_disk_that_dies_in_a_save_takes_nothing_committed(start: Start, wanted: dict[str, Any], output: Path) -> None:
     """Every call fails from then on, also those that would clear up: the next start does that."""
     dead = failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)
     run = start(output, trainer_fault=dead).wait()

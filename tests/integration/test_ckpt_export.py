@@ -105,9 +105,7 @@ def test_an_export_equals_the_published_weights_bit_for_bit(run_dir: RunDir, tmp
     assert written["parameters"] == sum(tensor.numel() for tensor in load_file(target / "model.safetensors").values())
 
 
-def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
-    run_dir: RunDir, masters: Path, mesh: Mesh
-) -> None:
+def test_an_export_loads_in_transformers_with_the_trainers_logits(run_dir: RunDir, masters: Path, mesh: Mesh) -> None:
     config = TrainedModelConfig.model_validate({"name": str(run_dir.checkpoint(STEPS) / "model")})
     policy = build_policy(config, mesh, seed=0, weights=False)
     load_weights_only(trained_tensors(policy.hf_model), run_dir.checkpoint(STEPS))
@@ -135,9 +133,7 @@ def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
     assert server.terminate() == 0
 
 
-def test_a_step_without_config_takes_that_of_a_named_model(
-    run_dir: RunDir, model: Path, masters: Path, tmp_path: Path
-) -> None:
+def test_a_step_without_config_takes_a_named_ones(run_dir: RunDir, model: Path, masters: Path, tmp_path: Path) -> None:
     bare = bare_step(run_dir, tmp_path / "loop" / "step_2")
     done = ckpt("export", 2, "--to", tmp_path / "x", "--output-dir", tmp_path / "loop", code=2)
     assert "has no model/config.json: say with --model which model it is" in done.stderr
@@ -199,9 +195,7 @@ def test_show_tells_counters_tensors_and_settings(run_dir: RunDir) -> None:
 
 
 @pytest.mark.launch
-def test_a_file_of_weights_becomes_a_warm_start(
-    run_dir: RunDir, model: Path, masters: Path, sft_data: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_from_weights(run_dir: RunDir, model: Path, masters: Path, sft_data: Path, tmp_path: Path) -> None:
     weights: dict[str, Any] = dict(load_file(masters / "model.safetensors"))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()  # as other programs write a tied model
     save_file(weights, tmp_path / "tied.safetensors")
@@ -266,9 +260,7 @@ def run_of_experts(tmp_path_factory: pytest.TempPathFactory, experts: Path, sft_
     return run.run_dir
 
 
-def test_sft_publishes_the_originals_names_with_the_values_of_its_checkpoint(
-    run_of_experts: RunDir, experts: Path
-) -> None:
+def test_sft_publishes_original_names_with_its_checkpoints_values(run_of_experts: RunDir, experts: Path) -> None:
     published, original = load_file(run_of_experts.weights_of(2) / NAME), load_file(experts / NAME)
     assert {name: one.shape for name, one in published.items()} == {name: one.shape for name, one in original.items()}
     reader = TensorReader(run_of_experts.checkpoint(2) / "trainer")

@@ -256,9 +256,7 @@ def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
         ({"stop_token_ids": [500]}, "stop_token_ids holds 500"),
     ],
 )
-def test_a_request_that_cannot_be_served_as_asked_is_refused(
-    http: httpx.Client, fields: dict[str, Any], reason: str
-) -> None:
+def test_a_request_that_cannot_be_served_is_refused(http: httpx.Client, fields: dict[str, Any], reason: str) -> None:
     response = _post(http, **fields)
     assert response.status_code == 400
     assert reason in response.json()["error"]

@@ -90,9 +90,7 @@ def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, tmp_
     assert 0 < line["paired"]["p_value"] <= 1
 
 
-def test_a_run_that_is_evaluated_and_killed_ends_as_one_without(
-    reference: CompletedRun, rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_an_evaluated_killed_run_ends_the_same(reference: CompletedRun, rl_server: UsedServer, tmp_path: Path) -> None:
     """Its orchestrator dies in an evaluation; every number comes once, and the weights are those of the plain run."""
     flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
     asked = ("--eval.interval", "5", "--eval.num-tasks", "24", "--eval.samples-per-task", "2")

@@ -105,9 +105,7 @@ def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path,
         ({"hf_overrides": "{}"}, 'add "head_dtype": "float32" to it'),
     ],
 )
-def test_engine_arguments_that_cannot_be_used_are_refused(
-    model: Path, tmp_path: Path, args: dict[str, Any], message: str
-) -> None:
+def test_unusable_engine_arguments_are_refused(model: Path, tmp_path: Path, args: dict[str, Any], message: str) -> None:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "fp32_lm_head": True}, "server": {"port": free_port()}, "engine": {"args": args}}
     )
@@ -263,9 +261,7 @@ _LATE = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if ho
 
 
 @pytest.mark.parametrize("when", ["as it appears", "while it loads", "while it loads, known late"])
-def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
-    model: Path, tmp_path: Path, when: str
-) -> None:
+def test_an_engine_killed_while_it_starts_is_worth_another_start(model: Path, tmp_path: Path, when: str) -> None:
     late = _LATE if "late" in when else ""
     server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
     engine = _starting_engine(server)
@@ -278,9 +274,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
 
 
 @pytest.mark.parametrize("ahead_of", ["EngineWeights.adopt_initial", "_check_first_token"])
-def test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start(
-    model: Path, tmp_path: Path, ahead_of: str
-) -> None:
+def test_an_engine_killed_at_a_first_request_is_worth_another_start(model: Path, tmp_path: Path, ahead_of: str) -> None:
     kill = (
         f"import psutil, holdfast.inference.server as s; real = s.{ahead_of}\n"
         f"s.{ahead_of} = lambda it: (psutil.Process().children()[0].kill(), real(it))[1]"
@@ -290,9 +284,7 @@ def test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start(
     assert "ERROR the engine died while it started" in server.log() and "error: " not in server.log()
 
 
-def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
-    tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_a_model_that_the_engine_cannot_run_is_told_before_ready(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """vLLM loads heads of 16 numbers on CPU, and fails at the first token."""
     server = _start(tiny_model("qwen3", head_dim=16), tmp_path)
     assert server.wait() == 3

@@ -33,9 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     [("falcon_h1", False), ("falcon", False), ("qwen3_next", False), ("qwen3_moe", True), ("gpt_oss", True)],
     indirect=["model"],
 )
-def test_two_ranks_compute_what_plain_transformers_does(
-    model: Path, is_sliced: bool, mesh: Mesh, tmp_path: Path
-) -> None:
+def test_two_ranks_compute_what_transformers_does(model: Path, is_sliced: bool, mesh: Mesh, tmp_path: Path) -> None:
     """Divided in every way, or refused. Falcon-H1 has recurrent layers and scales its logits, and Falcon chooses its
     attention when it is built; then there are linear attention, experts, and sinks.
     """

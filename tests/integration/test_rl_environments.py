@@ -47,9 +47,7 @@ def _weights(run: CompletedRun) -> bytes:
     return (run.run_dir.weights_of(_HIT_STEPS) / "model.safetensors").read_bytes()
 
 
-def test_a_harness_over_http_trains_the_same_weights_through_deaths(
-    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
-) -> None:
+def test_a_harness_trains_through_deaths(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     """The weights are those of the environment whose sessions it plays, undisturbed."""
     mine = '[{"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": 1}]'
     done = _trained_through_deaths(tmp_path / "run", *rl_server.flags, "--orchestrator.environments", mine)
@@ -59,9 +57,7 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
 
 @pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
-def test_an_environment_of_verifiers_is_trained_on_through_deaths(
-    rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifiers_train_through_deaths(rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(VERIFIERS_TASKS), prepend=os.pathsep)
     agent = {"harness": {"id": "reversing"}, "runtime": {"type": "subprocess"}}
     section = {"id": "verifiers:reversing", "args": {"python": VERIFIERS_PYTHON, "agent": agent}, "workers": 1}
@@ -84,9 +80,7 @@ def test_an_environment_of_verifiers_is_trained_on_through_deaths(
     assert weights[0] == weights[1]
 
 
-def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_faults_of_environments_cost_their_groups_and_training_goes_on(rl_server: UsedServer, tmp_path: Path) -> None:
     faults = {"1": "raises", "2": "exits", "3": "prints", "4": "nan", "9": "blocks", "10": "type", "11": "leaks"}
     section = {
         "id": "tests.runs.faulty_environment:Faulty",

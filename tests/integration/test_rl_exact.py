@@ -86,9 +86,7 @@ def synchronous(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory)
     )
 
 
-def test_a_running_server_is_used_told_the_version_and_left_running(
-    reference: CompletedRun, rl_server: UsedServer
-) -> None:
+def test_a_running_server_is_used_told_the_version_and_kept(reference: CompletedRun, rl_server: UsedServer) -> None:
     assert "using the inference server that answers at" in reference.output
     assert "loading vllm" not in reference.output
     assert not (reference.run_dir.logs(1) / "inference.log").exists()

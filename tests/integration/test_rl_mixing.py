@@ -48,9 +48,7 @@ choice = "variance"
 """
 
 
-def test_environments_with_settings_of_their_own_are_trained_as_they_were_sampled(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_environments_with_own_settings_are_trained_as_they_were_sampled(rl_server: UsedServer, tmp_path: Path) -> None:
     """By the distribution of each, in one packed row; with the same levels after kills of trainer and orchestrator."""
     settings = tmp_path / "orchestrator.toml"
     settings.write_text(_OWN_SETTINGS)
@@ -77,9 +75,7 @@ _RUN_OF_ALL = ("--max-steps", str(_ALL_STEPS), "--ckpt.interval", "2", "--traine
 
 
 @pytest.mark.timeout(900)
-def test_with_every_part_a_run_that_dies_and_is_started_again_ends_in_the_same_bits(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_a_run_with_every_part_that_dies_and_restarts_has_the_same_bits(rl_server: UsedServer, tmp_path: Path) -> None:
     settings = tmp_path / "everything.toml"
     pretraining = {"coef": 0.1, "data": {"name": str(write_data(tmp_path / "text.jsonl")), "batch_size": 4}}
     optim = {"optim": {"type": "muon"}, "critic": EVERYTHING["critic"] | {"optim": {"type": "muon", "lr": 1e-3}}}

@@ -143,9 +143,7 @@ def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> Non
     assert not RunDir(tmp_path).holds_run()
 
 
-def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_at_a_taken_port_is_refused_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.launcher.launch.os.execv", None)  # this process must not become a server
     port = free_port()
     held = reserve("127.0.0.1", port)
@@ -204,9 +202,7 @@ def test_names_that_the_locale_has_no_characters_for_end_nothing(tmp_path: Path,
         assert done.returncode == 0 or "must be text in UTF-8" in done.stderr
 
 
-def test_an_error_of_the_system_is_one_line_and_an_interrupt_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_errors_are_one_line_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(error: BaseException) -> tuple[object, str]:
         def run() -> int:
             raise error

@@ -102,9 +102,7 @@ def terminated_when(told: Callable[[], str]) -> Iterator[Callable[[str], None]]:
         thread.join()
 
 
-def test_a_signal_while_the_storage_is_waited_for_ends_the_run(
-    stands: Stands, terminated_when: Callable[[str], None]
-) -> None:
+def test_a_signal_while_storage_is_awaited_ends_the_run(stands: Stands, terminated_when: Callable[[str], None]) -> None:
     """The trainer that cannot save has ended, so its step is not saved."""
     trainer = f"""
 Path("metrics.jsonl").write_text('{{"step": 1}}\\n')
@@ -115,9 +113,7 @@ print("error: the checkpoint of step 1 could not be saved"); sys.exit({STORAGE_F
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_scheduler_may_ask_the_trainer_alone(
-    stands: Stands, number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_to_a_trainer_alone(stands: Stands, number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     """It saves and ends; that is a stop of the run and no death."""
     trainer = f"sys.exit({128 + number})"
     assert stands.watch(trainer=trainer, orchestrator="time.sleep(600)", ckpt={}) == 128 + number

@@ -95,9 +95,7 @@ def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: P
     assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
 
 
-def test_a_torn_log_loses_its_end_and_damage_costs_itself(
-    fake: FakeJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_log_loses_its_end_only(fake: FakeJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "judgements.log"
     ask(judge_at(fake.url), "a", log=log)
     ask(judge_at(fake.url), "b", log=log)
@@ -119,9 +117,7 @@ def test_a_torn_log_loses_its_end_and_damage_costs_itself(
     assert ask(judge_at(fake.url), "d", log=log)[0].is_readable and fake.questions[4:] == ["d"]
 
 
-def test_a_log_that_cannot_be_written_ends_what_is_scored(
-    fake: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_log_ends_the_scoring(fake: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="replies cannot be kept in .*: File exists"):
         ask(judge_at(fake.url), "a", log=tmp_path / "file" / "judgements.log")
@@ -291,9 +287,7 @@ def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
         (Response(b"no gzip", headers={"content-encoding": "gzip"}), JudgeFailure, "DecodingError"),
     ],
 )  # fmt: skip
-def test_what_is_no_answer_is_told_and_never_the_key(
-    server: FakeJudge, answer: Response, error: type[Exception], said: str
-) -> None:
+def test_bad_answers_are_told_not_keys(server: FakeJudge, answer: Response, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said) as caught:
         answered(server, answer)
     assert KEY not in str(caught.value)
@@ -335,9 +329,7 @@ def test_what_nobody_expects_at_the_desk_ends_the_run_and_leaves_no_worker_waiti
         run(tmp_path, fake, workers=1)
 
 
-def test_what_is_made_again_is_scored_as_before_though_the_judge_says_other_things_now(
-    tmp_path: Path, fake: FakeJudge
-) -> None:
+def test_what_is_made_again_is_scored_as_before_though_the_judge_has_changed(tmp_path: Path, fake: FakeJudge) -> None:
     first = run(tmp_path, fake)
     num_asked = len(fake.asked)
     run_dir = RunDir(tmp_path / "run")
@@ -356,9 +348,7 @@ def test_what_is_made_again_is_scored_as_before_though_the_judge_says_other_thin
 
 
 @pytest.mark.parametrize("second", [JSONResponse({}, 400), completion("I cannot say")])
-def test_a_judge_that_fails_costs_its_groups_by_reason_and_training_goes_on(
-    tmp_path: Path, fake: FakeJudge, second: Response
-) -> None:
+def test_a_failing_judge_costs_groups_by_reason_only(tmp_path: Path, fake: FakeJudge, second: Response) -> None:
     failing: dict[str, Response] = {}
     lock = threading.Lock()
 

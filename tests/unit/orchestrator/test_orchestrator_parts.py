@@ -185,9 +185,7 @@ def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_pa
         describe_weights(run_dir, 0)
 
 
-def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_taken_away_while_being_described_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")
 
@@ -216,9 +214,7 @@ def test_a_log_of_generations_that_is_empty_or_cannot_be_opened(tmp_path: Path) 
         make_log(run_dir)
 
 
-def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_a_trainer_overtakes_goes_by_the_newest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     for step in (1, 2, 3):
         publish_weights(run_dir, step, b"weights")

@@ -67,9 +67,7 @@ def engine() -> FakeEngine:
 
 
 @pytest.mark.parametrize("async_level", [0, 1, 2])
-def test_strict_schedule_decides_which_version_makes_which_batch(
-    tmp_path: Path, engine: FakeEngine, async_level: int
-) -> None:
+def test_a_schedule_decides_which_version_makes_a_batch(tmp_path: Path, engine: FakeEngine, async_level: int) -> None:
     made = rollouts_of(tmp_path, engine, async_level=async_level, max_steps=6)
     for step, (version, rollouts) in enumerate(made, start=1):
         assert version == max(0, step - 1 - async_level)
@@ -218,9 +216,7 @@ def test_an_engine_that_comes_back_gets_its_weights_again(tmp_path: Path, engine
     assert rollouts_of(tmp_path / "lost", engine, max_steps=2) == straight
 
 
-def test_an_answer_that_was_aborted_is_asked_for_again_and_spans_of_one_version_are_one(
-    tmp_path: Path, engine: FakeEngine
-) -> None:
+def test_an_aborted_answer_is_asked_again_and_spans_of_one_version_are_one(tmp_path: Path, engine: FakeEngine) -> None:
     def abort_once(answer: dict[str, Any]) -> None:
         if len(engine.requests) == 2:
             answer["choices"][1]["finish_reason"] = "abort"
@@ -287,9 +283,7 @@ def test_generation_goes_no_further_ahead_than_the_schedule(tmp_path: Path, engi
     assert len(engine.requests) == 2 * 3
 
 
-def test_a_batch_is_published_while_the_next_is_generated(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_published_in_the_next(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     next_has_begun = threading.Event()
     engine.on_generate = lambda count: next_has_begun.set() if count > 3 else None
     publish = journal.publish_batch

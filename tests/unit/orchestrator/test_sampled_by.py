@@ -181,9 +181,7 @@ def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_give
     assert f"{engine.url} was not given back, so other runs cannot use it yet" in caplog.text
 
 
-def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(
-    tmp_path: Path, lively: tuple[FakeEngine, RunDir]
-) -> None:
+def test_signs_of_life_come_from_the_environments_event_loop(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
     engine, run_dir = lively
 
     async def block() -> None:

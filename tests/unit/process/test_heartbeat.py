@@ -63,9 +63,7 @@ def beating(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]
         process.wait()
 
 
-def test_a_stopped_part_makes_the_whole_silent(
-    tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
-) -> None:
+def test_a_stopped_part_silences_the_whole(tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]) -> None:
     monitor = LivenessMonitor(tmp_path / "heartbeats" / "trainer")
     assert monitor.silent_s() == 0  # before the first beat: it may still import
     beating("")
@@ -79,9 +77,7 @@ def test_a_stopped_part_makes_the_whole_silent(
     _until(lambda: monitor.silent_s() < PERIOD_S)
 
 
-def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_never_beats_is_silent_after_time_for_its_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("holdfast.launcher.liveness.awake_s", lambda: now)
     monitor = LivenessMonitor(tmp_path / "orchestrator")
@@ -111,9 +107,7 @@ def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest
     assert not list((tmp_path / "heartbeats").iterdir())
 
 
-def test_a_heartbeat_outlives_a_storage_that_fails(
-    tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
-) -> None:
+def test_a_heartbeat_outlives_its_storage(tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]) -> None:
     folder = tmp_path / "heartbeats"
 
     def point_to(place: Path) -> None:

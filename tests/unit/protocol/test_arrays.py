@@ -101,9 +101,7 @@ def test_a_canary_is_cut_to_what_engines_take() -> None:
     ("logprob", "allowed", "is_fine"),
     [(-1.5, 1e-3, True), (-1.505, 1e-3, False), (-1.6, 0.2, True), (-2.5, 0.2, False), (-2.5, None, True)],
 )
-def test_an_engine_that_computes_something_else_is_refused(
-    logprob: float, allowed: float | None, is_fine: bool
-) -> None:
+def test_an_engine_that_computes_otherwise_is_refused(logprob: float, allowed: float | None, is_fine: bool) -> None:
     engine = FakeEngine()
     engine.version, engine.digest = 0, "digest"
     canary = Canary([4, 5, 6], [logprob, logprob], allowed)

@@ -38,9 +38,7 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_failed_write_leaves_the_old_file_and_no_rest(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_only(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     atomic.write_file(path, b"old")
     with monkeypatch.context() as patch:
@@ -79,9 +77,7 @@ def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_directory_that_cannot_be_flushed_is_not_published(
-    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unflushed_directory_is_not_published(nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, final = atomic.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
     make_tree(temporary)
     with monkeypatch.context() as patch:

@@ -97,9 +97,7 @@ def test_damage_costs_only_the_record_that_it_hit(data: st.DataObject, tmp_path:
     assert damages[0].num_bytes == 16 + len(payloads[hit])
 
 
-def test_one_sync_covers_all_that_came_meanwhile_and_nobody_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_sync_covers_all_that_came_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
     sync = os.fdatasync

@@ -208,9 +208,7 @@ def test_a_directory_that_one_node_cannot_write_is_refused(nodes: Nodes, monkeyp
     waiting.cancel()
 
 
-def test_a_problem_that_is_heard_while_the_leader_counts_is_not_overlooked(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_problem_heard_while_the_leader_counts_is_not_lost(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader looks twice, at what differs and at who is ready; here the word comes between the two."""
     leader, other = nodes.group(), nodes.group()
     until(leader._present)

@@ -205,9 +205,7 @@ def test_a_frozen_agent_that_clears_is_lost(wire: PipeWire, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("restored_signals")
-def test_who_is_stopped_on_a_mute_host_is_lost_and_runs_in_no_next_attempt(
-    wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_who_is_stopped_on_a_mute_host_is_lost(wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     process = started(wire, log)
     monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)

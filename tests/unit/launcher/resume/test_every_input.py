@@ -80,13 +80,13 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
     "CkptConfig.weights_only": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
-    "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_the_other_runs_checkpoint",),
+    "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_anothers_checkpoint",),
     "PreferenceLossConfig.reference_model": (
         "test_every_input.py::test_another_reference_of_dpo_is_said",
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
     "TeacherConfig.model": ("test_teacher.py::test_another_teacher_is_refused_on_resume",),
-    "EvaluateConfig.run": ("test_follow.py::test_elsewhere_a_step_that_was_trained_again_is_evaluated_again",),
+    "EvaluateConfig.run": ("test_follow.py::test_elsewhere_a_step_trained_again_is_evaluated_again",),
     **dict.fromkeys(
         (
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "PolicyLossConfig.args",
@@ -221,9 +221,7 @@ def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
         assert run.published_batches() == kept
 
 
-def test_other_files_and_code_of_evaluations_are_said_and_cost_no_batch(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_and_code_of_evaluations_cost_no_batch(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"id": "own_code:Own", "name": "asked", "args": {"path": "ROWS"}}
     config = config_of(place, {"orchestrator": {"eval": {"environments": [asked], "interval": 1}}})
     assert config.orchestrator.eval is not None and config.orchestrator.eval.environments is not None

@@ -110,9 +110,7 @@ def tree(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_fork_begins_with_the_other_runs_checkpoint(
-    other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     other.create(created_unix_s=1_700_000_000)
     before = tree(other.path)
     attempt = start(config_of(new, resume_dir=other.checkpoint(5)))

@@ -72,9 +72,7 @@ def test_a_killed_run_without_a_checkpoint_begins_anew(run: RunDir, capsys: pyte
     assert run.metrics.read_text() == "" and list(run.discarded(2).iterdir()) == [run.discarded(2) / "metrics.jsonl"]
 
 
-def test_a_killed_rl_run_without_a_checkpoint_goes_on_from_its_journal(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_without_a_step_goes_on_from_its_journal(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     config = hand_down_shared(RlConfig(output_dir=run.path, max_steps=100))
     start_rl(config)
     for step in (1, 2, 3):

@@ -126,9 +126,7 @@ def spoil(answer: dict[str, Any], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["id", "logprob", "count", "type"])
-def test_what_was_logged_wrong_is_dropped_and_asked_again(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_logged_wrong_is_asked_again(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = RunDir(tmp_path)
     engine = FakeEngine(intercept=lambda count: Response(status_code=400) if count == 3 else None)
     with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
@@ -196,9 +194,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(tmp_path: Path, monkey
 
 
 @pytest.mark.clock
-def test_the_pause_that_a_server_asks_for_is_kept_up_to_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pause_a_server_asks_for_is_kept_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "FIRST_BACKOFF_S", FIRST_BACKOFF_S)
     monkeypatch.setattr(pool, "_LONGEST_PAUSE_S", 1.5)
     values = {1: "1", 2: "Fri, 31 Dec 2199 23:59:59 GMT", 3: "whenever"}

@@ -282,9 +282,7 @@ def test_a_name_of_ours_or_of_two_packages_is_refused_and_all_others_go_on(insta
         ("door_games", ConfigError, "door_games has no environment ''. Environments there: Knock."),
     ],
 )  # fmt: skip
-def test_a_broken_one_fails_only_who_asks_for_it(
-    target: str, error: type[Exception], message: str, install: Install
-) -> None:
+def test_a_broken_one_fails_who_asks_it(target: str, error: type[Exception], message: str, install: Install) -> None:
     modules = {
         "broken_games": "raise RuntimeError('out of order')",
         "needy_games": "import no_such_library",

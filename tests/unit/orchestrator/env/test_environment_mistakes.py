@@ -410,9 +410,7 @@ def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_a
     assert RunDir(tmp_path).published_batches() == []
 
 
-def test_a_full_disk_is_one_though_the_environment_takes_it_for_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_though_an_environment_swallows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append, kept = RecordLog.append, []
 
     def fill_up(log: RecordLog, payload: bytes) -> None:
@@ -489,9 +487,7 @@ def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytes
     assert re.search(expected, caplog.text), caplog.text
 
 
-def test_a_call_is_not_named_for_what_a_task_of_its_own_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_call_is_not_named_for_what_its_own_task_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     async def watched() -> None:
@@ -507,9 +503,7 @@ def test_a_call_is_not_named_for_what_a_task_of_its_own_blocks(
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, math.inf])
-def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sampled(
-    tmp_path: Path, timeout_s: float
-) -> None:
+def test_the_clock_of_a_call_stands_still_until_its_last_session_was_sampled(tmp_path: Path, timeout_s: float) -> None:
     """And an answer that has come already starts it for nobody."""
     engine = FakeEngine(on_generate=lambda count: asyncio.sleep(1.3) if count == 5 else None)
     batch = run(tmp_path, Reflects, engine=engine, problems=1, timeout_s=timeout_s)

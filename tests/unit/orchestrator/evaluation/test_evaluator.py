@@ -188,9 +188,7 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
             asyncio.run(main.run(config))
 
 
-def test_another_policy_and_other_tasks_get_no_line_in_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_policy_and_other_tasks_get_no_line_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with_weights()
     with serving(engine):
         evaluated(config_of(tmp_path, engine))

@@ -128,9 +128,7 @@ def step(
 @pytest.mark.parametrize(
     ("name", "attention"), [*((name, "packed") for name in POLICY_LOSSES), ("grpo", "eager"), ("gspo", "eager")]
 )
-def test_loss_and_gradients_are_those_of_the_branches_read_alone(
-    directory: Path, mesh: Mesh, name: str, attention: str
-) -> None:
+def test_loss_and_gradients_are_those_of_branches_alone(directory: Path, mesh: Mesh, name: str, attention: str) -> None:
     """In one row and in several; a rollout counts once, by all its sampled tokens."""
     rollouts, config = make_rollouts(), configured(name)
     policy = build_policy(TrainedModelConfig(name=str(directory), attention=attention), mesh, seed=0)

@@ -221,9 +221,7 @@ def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
 @pytest.mark.parametrize(
     ("places", "rewards"), [([1], [1.0]), ([3, 3], [1.0, 1.0]), ([5, 3], [1.0, 1.0]), ([3], [1.0, 1.0]), ([9], [1.0])]
 )
-def test_rewards_of_steps_that_end_where_nothing_was_sampled_are_refused(
-    places: list[int], rewards: list[float]
-) -> None:
+def test_rewards_of_steps_that_end_at_unsampled_tokens_are_refused(places: list[int], rewards: list[float]) -> None:
     samples = make_samples()[:3]
     rollouts = make_rollouts(samples)
     rollouts[2].step_rewards = StepRewards(TokenIds(places), Rewards(rewards))
@@ -277,9 +275,7 @@ def test_an_empty_sequence_has_no_advantages_and_unequal_lengths_are_refused() -
         (1.5, 1.0, 1.5, 0.045, 0.0, 1),  # on target, yet too far: (1.2 - 1.5)^2 / 2
     ],
 )
-def test_value_loss_by_hand(
-    value: float, old: float, target: float, loss: float, gradient: float, clipped: int
-) -> None:
+def test_value_losses(value: float, old: float, target: float, loss: float, gradient: float, clipped: int) -> None:
     values = doubles(value).requires_grad_()
     got, counts = value_loss(values, doubles(old), doubles(target), doubles(1.0), clip=0.2)
     assert got.item() == pytest.approx(loss)

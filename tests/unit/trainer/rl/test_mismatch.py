@@ -97,9 +97,7 @@ def test_rollouts_of_another_model_end_the_run_before_the_step(learn: Learn, set
 
 
 @pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
-def test_the_models_own_rollouts_are_trained(
-    learn: Learn, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_models_own_rollouts_train(learn: Learn, settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     metrics = learn(off_by=0.0, **settings)
     assert ("is trained with dropout, or something else that is random" in caplog.text) == ("of_model" in settings)
@@ -121,9 +119,7 @@ def test_the_models_own_rollouts_are_trained(
     ],
     ids=str,
 )
-def test_older_rollouts_a_teachers_and_those_that_are_allowed_raise_no_alarm(
-    learn: Learn, accepted: dict[str, Any]
-) -> None:
+def test_older_rollouts_a_teachers_and_allowed_ones_raise_no_alarm(learn: Learn, accepted: dict[str, Any]) -> None:
     learn(off_by=-0.2, **accepted)
 
 
@@ -167,9 +163,7 @@ MODEL = ROOT / "examples" / "reverse_text" / "model"
         ({"mismatch_limit": math.inf}, None),
     ],
 )
-def test_what_is_allowed_follows_dtypes_and_the_setting(
-    changes: dict[str, Any], allowed: float | None, mesh: Mesh
-) -> None:
+def test_allowed_follows_dtypes_and_the_setting(changes: dict[str, Any], allowed: float | None, mesh: Mesh) -> None:
     config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
     policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
     data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), mesh, config=config)
