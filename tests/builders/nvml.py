@@ -27,8 +27,7 @@ def loading() -> str:
 
 
 def machine(gpus: int, *, cuda: int = 13000) -> dict[str, str]:
-    """Return the variables of a machine with so many GPUs; less than 0: its driver cannot say how many.
-
-    `cuda`: what the driver runs, as NVML says it: 1000 times major, plus 10 times minor.
+    """Return the variables of a machine with so many GPUs; less than 0: its driver cannot say how many. `cuda`: what
+    the driver runs, as NVML says it: 1000 times major, plus 10 times minor.
     """
     return {"MADE_UP_GPUS": str(gpus), "MADE_UP_CUDA": str(cuda)}

@@ -21,7 +21,6 @@ def scripted_session(
     **settings: Any,
 ) -> Session:
     """Return a session that samples `turns`, cut to what is allowed; turn N is of version N, with log-probs -1 - N.
-
     `asked`: gets the tokens, the number and the room of each turn. `before`: is awaited ahead of each turn, with its
     number.
     """

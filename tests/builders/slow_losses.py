@@ -195,9 +195,8 @@ def random_config(name: str, draw: random.Random) -> PolicyLossConfig:
 
 
 def check_policy_loss(name: str, seed: int) -> None:
-    """Compare loss, counts and gradient, along a line, with the slow ones.
-
-    Over ragged lengths, empty and single rollouts, advantages of exactly 0, and log-ratios far beyond 20 nats.
+    """Compare loss, counts and gradient, along a line, with the slow ones. Over ragged lengths, empty and single
+    rollouts, advantages of exactly 0, and log-ratios far beyond 20 nats.
     """
     draw = random.Random(f"{name} {seed}")
     config = random_config(name, draw)

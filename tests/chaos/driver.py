@@ -78,12 +78,11 @@ class ChaosRun:
 
 
 class Chaos:
-    """Deals the hits of a schedule to a run, and starts its launcher again when that was hit.
-
-    `disk`: what the run directory lies on; a schedule without full disks needs none. `store`: where the run keeps its
-    checkpoints too; a schedule without evictions and outages needs none. `judge`: what scores for the run; it is
-    started again when it was hit. `environment`: further variables of the run. `starts_python`: start all of it as a
-    user does, with vLLM; otherwise it is forked, with stub engines.
+    """Deals the hits of a schedule to a run, and starts its launcher again when that was hit. `disk`: what the run
+    directory lies on; a schedule without full disks needs none. `store`: where the run keeps its checkpoints too; a
+    schedule without evictions and outages needs none. `judge`: what scores for the run; it is started again when it was
+    hit. `environment`: further variables of the run. `starts_python`: start all of it as a user does, with vLLM;
+    otherwise it is forked, with stub engines.
     """
 
     def __init__(

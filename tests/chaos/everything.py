@@ -37,9 +37,8 @@ PLAYERS = {
 
 class Everything(Environment):
     """Three turns with the answers of an MCP server between them; a judge, a program and mathematics give the score.
-
-    The policy of these tests knows nothing but small letters, so the server is asked by this class and not by calls
-    of the policy.
+    The policy of these tests knows nothing but small letters, so the server is asked by this class and not by calls of
+    the policy.
     """
 
     def __init__(self, judge: JudgeConfig) -> None:

@@ -13,9 +13,8 @@ _PREFIX = "chaos"
 
 
 class Store:
-    """An object store that goes away and comes back. Use as a context manager.
-
-    `environment`: variables of the processes that use it.
+    """An object store that goes away and comes back. Use as a context manager. `environment`: variables of the
+    processes that use it.
     """
 
     def __init__(self) -> None:
@@ -53,9 +52,8 @@ class Store:
 
 
 class ReadErrors:
-    """Makes the next files that a process of the run opens to read fail.
-
-    `environment`: variables of the processes that are to meet them.
+    """Makes the next files that a process of the run opens to read fail. `environment`: variables of the processes that
+    are to meet them.
     """
 
     def __init__(self, folder: Path, run_dir: Path) -> None:

@@ -143,10 +143,8 @@ def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: P
 
 @pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
 def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike.
-
-    So the two are the same for one pair at a time and prompts of one token, which nothing predicts.
-    TRL computes the odds in float32.
+    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike. So the two are the same for
+    one pair at a time and prompts of one token, which nothing predicts. TRL computes the odds in float32.
     """
     trainer = trl_trainers.preference_trainer("orpo", model, tmp_path, beta=0.3)
     batch = answers([lengths], prompt_tokens=1)

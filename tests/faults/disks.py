@@ -13,10 +13,9 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
 class Disk:
-    """Mounts made by `script`, a shell script, in a namespace of their own; used as a context manager.
-
-    `needs_root`: it mounts what a user namespace may not mount, such as an image of a disk. `problem`: why it cannot be
-    had here; None if it is there.
+    """Mounts made by `script`, a shell script, in a namespace of their own; used as a context manager. `needs_root`: it
+    mounts what a user namespace may not mount, such as an image of a disk. `problem`: why it cannot be had here; None
+    if it is there.
     """
 
     def __init__(self, script: str, *, needs_root: bool = False) -> None:

@@ -56,14 +56,12 @@ def install(
     rank: int | None = None,
     linked: str = "",
 ) -> None:
-    """Watch `directory` in this process, and cause at most one kind of fault.
-
-    `linked`: another directory that links in it lead to: what is called there counts as well. `kill_at`: number of the
-    call at which the process dies by SIGKILL, before it, after it, or half way: of a write, half of the bytes are
-    written. `killer_from`: at this call another process is told to kill this one `killer_delay_s` later. `fail`: `NAME
-    PATH`: calls of the function NAME (`*`: any) on a path that begins with PATH (that is PATH, if it ends with $); the
-    `nth` of them fails with the errno `error`, and those after it until `until_nth`. `rank`: only in the process with
-    this RANK in its environment.
+    """Watch `directory` in this process, and cause at most one kind of fault. `linked`: another directory that links in
+    it lead to: what is called there counts as well. `kill_at`: number of the call at which the process dies by SIGKILL,
+    before it, after it, or half way: of a write, half of the bytes are written. `killer_from`: at this call another
+    process is told to kill this one `killer_delay_s` later. `fail`: `NAME PATH`: calls of the function NAME (`*`: any)
+    on a path that begins with PATH (that is PATH, if it ends with $); the `nth` of them fails with the errno `error`,
+    and those after it until `until_nth`. `rank`: only in the process with this RANK in its environment.
     """
     watch = _Watch((directory, linked or directory), os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     watch.kill_at, watch.instant = kill_at, instant

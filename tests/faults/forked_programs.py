@@ -25,7 +25,6 @@ def trail_of(output: Path) -> Path:
 
 def run(program: Program, output: Path, *, recording: Path | None = None, **fault: Any) -> Fork:
     """Train from the newest checkpoint, or from the start, to the end; return the process, which has ended.
-
     `recording`: a file for what power cuts could have left, see `power_cut`. `fault`: options of
     `faulty_calls.install`.
     """

@@ -87,9 +87,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """A run that is killed.
-
-    `flags`: of its command, where `CASE` stands for the directory that is damaged, and `HOME` for that of all cases.
+    """A run that is killed. `flags`: of its command, where `CASE` stands for the directory that is damaged, and `HOME`
+    for that of all cases.
     """
 
     name: str
@@ -241,9 +240,8 @@ def _come_of(program: Program, case: Path, place: str, expected: dict[str, objec
 
 
 def _cases(killed: Path, done: set[str]) -> list[tuple[str, str]]:
-    """Return places of files and what is done to them, for each row that is not `done`; its files take turns.
-
-    A flipped bit counts most: what is only shown has one damage, and what ends the same two.
+    """Return places of files and what is done to them, for each row that is not `done`; its files take turns. A flipped
+    bit counts most: what is only shown has one damage, and what ends the same two.
     """
     places: dict[tuple[str, str], list[str]] = {}
     for place in sorted(_files(killed)):

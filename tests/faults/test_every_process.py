@@ -184,9 +184,8 @@ _BOTH = (signal.SIGKILL, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Victim:
-    """A process that is killed while it loads, while it works, and at its end.
-
-    `moments`: file and function at whose begin it dies, and how often that has begun before.
+    """A process that is killed while it loads, while it works, and at its end. `moments`: file and function at whose
+    begin it dies, and how often that has begun before.
     """
 
     does: Callable[[Path], object]  # starts it, and returns what comes of that

@@ -71,9 +71,8 @@ def undisturbed(tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFacto
 
 
 def trials(calls: list[Call]) -> list[Trial]:
-    """Choose instants: around commits and lines of metrics, in removals, evenly over others, and at random times.
-
-    A commit is a rename that gives or takes a final name. Renames within a directory that has none yet are among the
+    """Choose instants: around commits and lines of metrics, in removals, evenly over others, and at random times. A
+    commit is a rename that gives or takes a final name. Renames within a directory that has none yet are among the
     others: whatever such a directory holds, a resume ignores it. The state after a call is the state before the next.
     """
     lines = [call for call in calls if call.name == "write" and call.path == "metrics.jsonl"]

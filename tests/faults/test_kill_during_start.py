@@ -125,9 +125,8 @@ def check_death(number: int, instant: str, case: Case, output: Path, expected: d
 
 
 def deaths(calls: list[Call]) -> list[tuple[int, str]]:
-    """Return every state of the directory once: before each call, and after the last one.
-
-    The state after a call is the state before the next, and `fsync` makes no new one.
+    """Return every state of the directory once: before each call, and after the last one. The state after a call is the
+    state before the next, and `fsync` makes no new one.
     """
     before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
     return [*((call.number, "before") for call in before), (calls[-1].number, "after")]

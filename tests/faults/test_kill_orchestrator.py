@@ -21,10 +21,9 @@ _STEPS, _TIMELINE_CALLS = 2, 5
 
 
 def _instants(calls: list[Call]) -> Iterator[tuple[int, Instant]]:
-    """Every state of the directory once: before each call, half way of each write, and after the last call.
-
-    The calls come one after the other, so the state before a call is the state after the previous one. `fsync` makes
-    no new state. The timeline in `logs` is no part of the journal: the process dies at its first calls only.
+    """Every state of the directory once: before each call, half way of each write, and after the last call. The calls
+    come one after the other, so the state before a call is the state after the previous one. `fsync` makes no new
+    state. The timeline in `logs` is no part of the journal: the process dies at its first calls only.
     """
     last, timeline = "", 0
     for call in calls:

@@ -174,10 +174,8 @@ def test_every_removal_in_the_source_is_known() -> None:
 
 @dataclass(frozen=True)
 class Drive:
-    """A removal.
-
-    `clear`: what the next start clears beside that. `is_there`: whether a file counts, by its place; others are
-    nobody's.
+    """A removal. `clear`: what the next start clears beside that. `is_there`: whether a file counts, by its place;
+    others are nobody's.
     """
 
     build: Callable[[Path], object]  # makes what is there

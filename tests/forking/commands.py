@@ -125,13 +125,11 @@ class Commands:
         until: Until = "trained",
         engine: Engine = "stub",
     ) -> Run:
-        """Start a command; return when its process is there.
-
-        `program`: its name, such as `dpo`. `output`: the directory of the run, which `argv` names as well. `log`: where
-        its output goes; unset: `output` with the suffix `.out`. `environment`: its variables, by default those of this
-        process. `fault`: Python source that runs in the command first. `trainer_fault`: the same in its trainer, before
-        the ranks are forked. `until`: stop when the run directory is prepared, or go on and train. `engine`: what the
-        inference servers of `rl` sample with.
+        """Start a command; return when its process is there. `program`: its name, such as `dpo`. `output`: the
+        directory of the run, which `argv` names as well. `log`: where its output goes; unset: `output` with the suffix
+        `.out`. `environment`: its variables, by default those of this process. `fault`: Python source that runs in the
+        command first. `trainer_fault`: the same in its trainer, before the ranks are forked. `until`: stop when the run
+        directory is prepared, or go on and train. `engine`: what the inference servers of `rl` sample with.
         """
         require("launch")
         log = log or output.with_name(f"{output.name}.out")
@@ -142,10 +140,8 @@ class Commands:
         return Run(output, fork)
 
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
-        """Start `python -m ARGV`; return when its process is there.
-
-        `fault`: Python source that runs in it first. `at_end`: Python source that runs when it ends, with the names of
-        `fault`. `is_ranks`: it starts several ranks.
+        """Start `python -m ARGV`; return when its process is there. `fault`: Python source that runs in it first.
+        `at_end`: Python source that runs when it ends, with the names of `fault`. `is_ranks`: it starts several ranks.
         """
         require("ranks" if is_ranks else "launch")
         words = [str(word) for word in argv]

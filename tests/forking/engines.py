@@ -65,9 +65,8 @@ class ServerHandle:
         raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Return the exit code once the server ended; a signal's number is negative, as in subprocess.
-
-        Raises `TimeoutError`: it still runs after `timeout_s`.
+        """Return the exit code once the server ended; a signal's number is negative, as in subprocess. Raises
+        `TimeoutError`: it still runs after `timeout_s`.
         """
         return self._process.wait(timeout_s)
 

@@ -25,9 +25,8 @@ _answers = 1
 
 
 class Fork:
-    """One forked process, whose output goes behind what its log holds.
-
-    `code`: its exit code once somebody has waited for it; a signal's number is negative, as in subprocess.
+    """One forked process, whose output goes behind what its log holds. `code`: its exit code once somebody has waited
+    for it; a signal's number is negative, as in subprocess.
     """
 
     def __init__(self, log_path: Path) -> None:
@@ -90,9 +89,8 @@ class Started:
 
 
 class ForkServer:
-    """The server, as the process sees it that asks. Several threads may use it.
-
-    `prepare`: what the server calls before it forks anything, as `module:function`.
+    """The server, as the process sees it that asks. Several threads may use it. `prepare`: what the server calls before
+    it forks anything, as `module:function`.
     """
 
     def __init__(self, prepare: str) -> None:
@@ -117,7 +115,6 @@ class ForkServer:
 
     def fork(self, function: str, log: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Fork:
         """Call a function, `module:function`, in a child with what JSON can say; return when the child is there.
-
         `environment`: as it is to be, but for what the server's imports have set; by default as it is here.
         """
         wanted = os.environ if environment is None else environment

@@ -25,10 +25,9 @@ LOADING = ("importing torch", "loading vllm", "starting the engine", "loading mo
 
 @dataclass(frozen=True)
 class Case:
-    """One mistake.
-
-    `words`: behind the command; `{here}` is the directory of the test, `{model}` a whole model, `{rows}` good data.
-    `in_trainer`: only the trainer finds it, which is started, and trains nothing: what configs of models hold.
+    """One mistake. `words`: behind the command; `{here}` is the directory of the test, `{model}` a whole model,
+    `{rows}` good data. `in_trainer`: only the trainer finds it, which is started, and trains nothing: what configs of
+    models hold.
     """
 
     name: str  # what it is

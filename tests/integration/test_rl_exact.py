@@ -49,9 +49,8 @@ def _with_canary(run_dir: RunDir) -> list[int]:
 
 @dataclass(frozen=True)
 class SynchronousRuns:
-    """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them.
-
-    Its rewards are penalised for the divergence from the reference, with a coefficient that is steered.
+    """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them. Its rewards are
+    penalised for the divergence from the reference, with a coefficient that is steered.
     """
 
     run_dir: RunDir

@@ -32,9 +32,8 @@ def recorded(path: Path = FILE) -> dict[str, Any]:
 
 
 def record(seconds: Mapping[str, float], path: Path = FILE) -> None:
-    """Put seconds of tests into the file; tests that did not run keep theirs. Several processes may do so.
-
-    Tests of files that are not below the directory of `path`, or no longer, are left out.
+    """Put seconds of tests into the file; tests that did not run keep theirs. Several processes may do so. Tests of
+    files that are not below the directory of `path`, or no longer, are left out.
     """
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,12 +69,9 @@ def too_long(seconds: Mapping[str, float], bounds: Mapping[str, float]) -> list[
 
 
 class Durations:
-    """A plugin of pytest that records durations, and says which everyday tests have taken too long.
-
-    It fails nothing: beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time.
-
-    `everyday`: whether the session is one of the everyday lane; other sessions have no bound. `path`: the file of
-    durations.
+    """A plugin of pytest that records durations, and says which everyday tests have taken too long. It fails nothing:
+    beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time. `everyday`:
+    whether the session is one of the everyday lane; other sessions have no bound. `path`: the file of durations.
     """
 
     def __init__(self, *, everyday: bool, path: Path = FILE) -> None:

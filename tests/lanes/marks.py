@@ -35,9 +35,8 @@ def begin(marks: Iterable[str]) -> None:
 
 
 def require(resource: str) -> None:
-    """Refuse a resource to a test without its mark; a program that is not a test may have it.
-
-    Raises `AssertionError`: the test is not marked.
+    """Refuse a resource to a test without its mark; a program that is not a test may have it. Raises `AssertionError`:
+    the test is not marked.
     """
     assert resource in RESOURCES, resource
     if _running is not None and resource not in _running:

@@ -43,9 +43,8 @@ def _only_asks(name: str) -> bool:
 
 
 def refuse(packages: Iterable[str] = HEAVY) -> None:
-    """Refuse packages from here on, and all that is in them.
-
-    Raises `RuntimeError`: one of them is imported already, so nothing would notice another import.
+    """Refuse packages from here on, and all that is in them. Raises `RuntimeError`: one of them is imported already, so
+    nothing would notice another import.
     """
     if imported := sorted(sys.modules.keys() & set(packages)):
         raise RuntimeError(f"{', '.join(imported)} was imported before any test, say by a plugin: pytest -p no:NAME")

@@ -119,9 +119,8 @@ class Outcome:
 def reference_outcome(
     directory: Path, samples: Sequence[Sample], weights: Mapping[str, Tensor] | None = None
 ) -> Outcome:
-    """Return what transformers' own forward gives, one sample at a time, with eager attention.
-
-    `weights`: to take instead of the directory's.
+    """Return what transformers' own forward gives, one sample at a time, with eager attention. `weights`: to take
+    instead of the directory's.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:

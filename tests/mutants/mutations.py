@@ -25,10 +25,8 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Return all changes of `source` that this module knows, in the order of their places.
-
-    What computes nothing is left alone: annotations, texts of errors and of the log, and lines that say why no test
-    runs them.
+    """Return all changes of `source` that this module knows, in the order of their places. What computes nothing is
+    left alone: annotations, texts of errors and of the log, and lines that say why no test runs them.
     """
     tree = ast.parse(source)
     offsets = [0]

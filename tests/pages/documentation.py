@@ -133,9 +133,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def shows(expected: list[str], printed: str) -> str | None:
-    """Return the first line of `expected` that `printed` does not have behind those before; None if it has all.
-
-    Digits stand for any number, `...` for any text, and white space for any other.
+    """Return the first line of `expected` that `printed` does not have behind those before; None if it has all. Digits
+    stand for any number, `...` for any text, and white space for any other.
     """
     rest = [_blurred(line) for line in printed.splitlines()]
     for line in expected:

@@ -46,9 +46,8 @@ class _Collected:
 
 
 def collected_lanes() -> dict[str, set[Lane]]:
-    """Return the lanes of all tests, as pytest collects them, by `test_x.py::test_y` and by `test_x.py`.
-
-    Raises `RuntimeError`: pytest could not collect them.
+    """Return the lanes of all tests, as pytest collects them, by `test_x.py::test_y` and by `test_x.py`. Raises
+    `RuntimeError`: pytest could not collect them.
     """
     collected = _Collected()
     printed = io.StringIO()

@@ -25,9 +25,8 @@ class Scrape:
 
 
 def scrape(port: int, *, openmetrics: bool = False) -> Scrape:
-    """Return what the endpoint of this machine says, in one of the two formats that Prometheus asks for.
-
-    Raises `OSError`: nobody answers.
+    """Return what the endpoint of this machine says, in one of the two formats that Prometheus asks for. Raises
+    `OSError`: nobody answers.
     """
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
     if openmetrics:

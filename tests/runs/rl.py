@@ -50,13 +50,10 @@ def _saving_as_asked(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RlRun:
-    """One start of the `rl` command, in a session of its own as from a terminal.
-
-    Launcher, trainer, orchestrator and inference servers are forked, see `forking.popen`. Use as a context manager:
-    whatever happens in the test, no process is left.
-
-    `environment`: variables on top of those of this process. `engine`: what an inference server of the run samples
-    with. `starts_python`: start all of it as a user does, vLLM included.
+    """One start of the `rl` command, in a session of its own as from a terminal. Launcher, trainer, orchestrator and
+    inference servers are forked, see `forking.popen`. Use as a context manager: whatever happens in the test, no
+    process is left. `environment`: variables on top of those of this process. `engine`: what an inference server of the
+    run samples with. `starts_python`: start all of it as a user does, vLLM included.
     """
 
     def __init__(
@@ -235,9 +232,8 @@ def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run amounts to at one committed step, as bytes.
-
-    `weights`: the published safetensors files, by name; those of the average below `ema/`, if there is one.
+    """All that a run amounts to at one committed step, as bytes. `weights`: the published safetensors files, by name;
+    those of the average below `ema/`, if there is one.
     """
 
     weights: dict[str, bytes]

@@ -26,9 +26,8 @@ class Stands:
     def watch(
         self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
     ) -> int:
-        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for.
-
-        `heals`: False: watch as `sft` and parts started by hand are watched. `ckpt`: settings of checkpoints.
+        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for. `heals`:
+        False: watch as `sft` and parts started by hand are watched. `ckpt`: settings of checkpoints.
         """
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"

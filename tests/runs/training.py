@@ -84,11 +84,9 @@ def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: b
 
 
 def run_command(command: list[str], output: Path, *, starts_python: bool = False) -> SftRun:
-    """Run a command that trains to its end.
-
-    `command`: the path of the command, and its flags. `output`: the directory of its run. `starts_python`: start the
-    processes as a user does, which imports torch; otherwise they are forked from one that has done so, see
-    `forking.popen`.
+    """Run a command that trains to its end. `command`: the path of the command, and its flags. `output`: the directory
+    of its run. `starts_python`: start the processes as a user does, which imports torch; otherwise they are forked from
+    one that has done so, see `forking.popen`.
     """
     if not starts_python:
         from tests.forking.commands import shared_commands
@@ -101,9 +99,8 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
 
 
 class LiveRun:
-    """A run that goes on; used as a context manager, which leaves nothing of it behind.
-
-    `fault`: Python source that runs in each of its processes before anything else.
+    """A run that goes on; used as a context manager, which leaves nothing of it behind. `fault`: Python source that
+    runs in each of its processes before anything else.
     """
 
     def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:

@@ -35,9 +35,8 @@ def score_of(body: Body) -> str:
 
 @dataclass
 class FakeJudge:
-    """A judge in a thread.
-
-    `answer`: what a request is answered with; unset: the number of the request, so that none is answered alike.
+    """A judge in a thread. `answer`: what a request is answered with; unset: the number of the request, so that none is
+    answered alike.
     """
 
     answer: Callable[[Body], Awaitable[Response]] | None = None

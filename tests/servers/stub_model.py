@@ -90,9 +90,8 @@ class Model:
         self._frequencies = (np.float32(1) / np.float32(shape.rope_theta) ** halves).astype(np.float32)
 
     def logits(self, cache: Cache, tokens_R: Ints, positions_R: Ints, slots_R: Ints) -> Floats:
-        """Return the logits (R, V) behind each token, whose keys and values are put into the cache.
-
-        The tokens before a row's are in the cache, or rows as well.
+        """Return the logits (R, V) behind each token, whose keys and values are put into the cache. The tokens before a
+        row's are in the cache, or rows as well.
         """
         num_rows = len(tokens_R)
         spare = -num_rows % _MOST_ROWS

@@ -74,10 +74,8 @@ class _Sequence:
 
 
 class StubSampler:
-    """Samples with the weights that serve.
-
-    `served`: those at the start, with their digest; None: it waits for the first. `most_rows`: sequences that are
-    sampled at once.
+    """Samples with the weights that serve. `served`: those at the start, with their digest; None: it waits for the
+    first. `most_rows`: sequences that are sampled at once.
     """
 
     died: type[Exception] = StubDiedError

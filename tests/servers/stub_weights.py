@@ -37,9 +37,8 @@ class Weights:
         self._shapes = self._expected_shapes()
 
     def read(self, directory: Path, version: int | None = None) -> tuple[dict[str, Floats], str]:
-        """Return whole weights, of an adapter those of the model with it, and the digest of the directory.
-
-        Raises `DataError`: they cannot be used. Raises `OSError`: they cannot be read.
+        """Return whole weights, of an adapter those of the model with it, and the digest of the directory. Raises
+        `DataError`: they cannot be used. Raises `OSError`: they cannot be read.
         """
         if not directory.is_dir():
             raise DataError(f"{directory} is not a directory")

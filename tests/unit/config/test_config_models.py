@@ -79,9 +79,8 @@ def test_unusual_values_survive_toml(tmp_path: Path) -> None:
 
 
 def kind_of(path: Path) -> type[Command]:
-    """A shipped config is for the command that its name starts with; train and orch are sections of rl.
-
-    Those in algorithms/ are laid over one of rl.
+    """A shipped config is for the command that its name starts with; train and orch are sections of rl. Those in
+    algorithms/ are laid over one of rl.
     """
     kinds = {"sft": SftConfig, "lora": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig,
              "train": TrainerConfig, "orch": OrchestratorConfig, "infer": InferenceConfig,

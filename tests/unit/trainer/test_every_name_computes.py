@@ -98,9 +98,8 @@ STEPS, HALF = 12, 7
 
 
 def play(policy: Policy, step: int, *, imitated: bool = False, by_token: bool = False) -> Batch:
-    """Return a batch that the policy samples, or one that a teacher would: with right tokens alone.
-
-    `by_token`: whether every token has a reward of its own beside that of the whole.
+    """Return a batch that the policy samples, or one that a teacher would: with right tokens alone. `by_token`: whether
+    every token has a reward of its own beside that of the whole.
     """
     generator = torch.Generator().manual_seed(step)
     tasks = torch.arange(GROUPS).repeat_interleave(GROUP_SIZE)

@@ -53,9 +53,8 @@ async def play(
     before: Callable[[], object] = lambda: None,
     before_turn: Mapping[int, Callable[[], object]] | None = None,
 ) -> list[Session]:
-    """Play sessions at the same time, in which the policy says what is given.
-
-    `before` is called ahead of them, and one of `before_turn` ahead of the turn of that number, from 0.
+    """Play sessions at the same time, in which the policy says what is given. `before` is called ahead of them, and one
+    of `before_turn` ahead of the turn of that number, from 0.
     """
     tokenizer = tokenizer_of("hermes")
     environment = Asks()

@@ -25,9 +25,8 @@ RL: dict[str, Any] = {"mismatch_limit": float("inf")}
 
 @dataclass(frozen=True)
 class Case:
-    """A program with settings that give it a kind of state.
-
-    `settings`: of the program, with names in capitals in the place of files.
+    """A program with settings that give it a kind of state. `settings`: of the program, with names in capitals in the
+    place of files.
     """
 
     program: str
