@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+import holdfast
 from holdfast import cli, config, errors
 from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
 from holdfast.config.load import read_toml
@@ -63,17 +64,37 @@ def test_help_imports_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
 
 
-def test_no_process_of_a_run_imports_what_only_some_runs_need() -> None:
-    processes = ["launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.trackers.process"]
-    code = (
-        "import importlib, sys, holdfast.orchestrator.check\n"
-        "assert 'aiohttp' not in sys.modules\n"  # nothing is asked for yet
-        "for name in sys.argv[1:]:\n    importlib.import_module(f'holdfast.{name}')\n"
-        "some = {*'torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil'.split()}\n"
-        "print(some & sys.modules.keys())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *processes], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+_PROCESSES = ("launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.trackers.process")
+_FACE = ("Environment", "Message", "Score", "Session", "Task", "TaskSeed", "grpo")
+_NEEDS_TORCH = {  # what takes or returns tensors
+    *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
+    *("PolicyLossInput", "build_policy_loss"),
+}
+
+
+def _catching(call: str) -> str:
+    return f"from holdfast import cli\ntry: {call}\nexcept (SystemExit, Exception): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import holdfast.orchestrator.check", "aiohttp"),  # nothing is asked for yet
+        (
+            "".join(f"import holdfast.{name}\n" for name in _PROCESSES),
+            "torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil",
+        ),
+        (f"from holdfast import {', '.join(_FACE)}", "pydantic numpy jinja2 tokenizers aiohttp holdfast.config.base"),
+        (f"from holdfast import {', '.join({*holdfast.__all__} - _NEEDS_TORCH)}", "torch transformers vllm"),
+        ("sys.argv = ['rl', '--help']\n" + _catching("cli.rl()"), "pydantic asyncio holdfast.launcher torch"),
+        (_catching("cli.run('sft', [])"), "torch numpy transformers vllm"),
+    ],
+    ids=["check", "processes", "environment", "names", "help", "refusal"],
+)
+def test_what_imports_nothing_heavy(code: str, heavy: str) -> None:
+    program = f"import sys\n{code}\nprint('HEAVY', {{*{heavy!r}.split()}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY set()", done.stderr
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

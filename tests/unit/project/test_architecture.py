@@ -83,12 +83,6 @@ def test_bytes_that_are_not_utf8_count_as_damage_wherever_msgspec_reads() -> Non
     assert len(lines) > 10 and not [line for line in lines if not re.search("UnicodeDecodeError|ValueError", line)]
 
 
-_NEEDS_TORCH = {  # what takes or returns tensors
-    *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
-    *("PolicyLossInput", "build_policy_loss"),
-}
-
-
 def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -103,19 +97,6 @@ def test_a_name_is_what_its_module_has(name: str) -> None:
     (module,) = (module for module, names in holdfast._NAMES_OF.items() if name in names)
     assert getattr(holdfast, name) is getattr(importlib.import_module(f"holdfast.{module}"), name)
     assert name in dir(holdfast)
-
-
-def test_what_is_around_an_environment_does_without_torch() -> None:
-    names = [name for name in holdfast.__all__ if name not in _NEEDS_TORCH]
-    assert {"Environment", "Task", "Score", "Message", "Retention", "grpo"} <= set(names)
-    heavy = "{'torch', 'transformers', 'vllm'}"
-    assert _run(f"from holdfast import {', '.join(names)}\nimport sys\nprint({heavy} & sys.modules.keys())") == "set()"
-
-
-def test_an_environment_and_an_advantage_need_no_settings() -> None:
-    code = "import sys\nfrom holdfast import Environment, Message, Score, Session, Task, TaskSeed, grpo\n"
-    heavy = "{'pydantic', 'numpy', 'jinja2', 'tokenizers', 'aiohttp', 'holdfast.config.base'}"
-    assert _run(f"{code}print({heavy} & sys.modules.keys())") == "set()"
 
 
 def test_checkers_see_the_same_names_in_the_same_modules() -> None:
