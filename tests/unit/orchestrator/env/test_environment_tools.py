@@ -177,7 +177,7 @@ def test_functions_that_are_no_tools_are_refused_with_the_reason() -> None:
 
     reasons = {
         silent: "'silent' has no docstring", untyped: "`a` has no annotation",
-        many: r"`\*numbers: 'int'` cannot be given",
+        many: r"`\*numbers: int` cannot be given",
         odd: "annotations are not all of kinds that JSON has", unresolved: "cannot be evaluated: name 'Nowhere'",
         misspelt: "describes `numbr`. Did you mean 'number'",
     }  # fmt: skip
