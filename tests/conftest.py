@@ -52,7 +52,6 @@ _TINY = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of lanes."""
     lanes = parser.getgroup("lanes")
     lanes.addoption(
         "--lane",

@@ -1,7 +1,5 @@
 """A storage that does not give what lies on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

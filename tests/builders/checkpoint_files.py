@@ -1,7 +1,5 @@
 """Small committed checkpoints and weights, for tests that care about files and not about tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

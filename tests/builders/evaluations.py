@@ -1,7 +1,5 @@
 """Finished evaluations of a run, as files."""
 
-from __future__ import annotations
-
 from holdfast.orchestrator.evaluation.statistics import EnvironmentSummary, Estimate, Summary
 from holdfast.run.run_dir import RunDir
 

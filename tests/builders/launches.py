@@ -1,7 +1,5 @@
 """A start of `rl` up to its first process."""
 
-from __future__ import annotations
-
 from holdfast.config import RlConfig
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.launcher.resume.plan import prepare

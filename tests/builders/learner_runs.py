@@ -1,7 +1,5 @@
 """A trainer of `rl` in the process of a test, without its loop over the journal."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

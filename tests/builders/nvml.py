@@ -1,9 +1,6 @@
-"""A made-up NVML: the shared library of a driver that says how many GPUs there are, for machines without any.
-
-What asks it is the real thing, from `pynvml` down to `dlopen`.
+"""A made-up NVML, a driver's library that says how many GPUs there are: what asks it, from `pynvml` to `dlopen`, is
+real.
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -26,14 +23,11 @@ def library() -> Path:
 
 
 def loading() -> str:
-    """Return Python source that gives its process the made-up library."""
     return f"import ctypes\nctypes.CDLL({str(library())!r})\n"
 
 
 def machine(gpus: int, *, cuda: int = 13000) -> dict[str, str]:
-    """Return the variables of a machine with so many GPUs; less than 0: its driver cannot say how many.
-
-    Args:
-        cuda: what the driver runs, as NVML says it: 1000 times major, plus 10 times minor.
+    """Return the variables of a machine with so many GPUs; less than 0: its driver cannot say how many. `cuda`: what
+    the driver runs, as NVML says it: 1000 times major, plus 10 times minor.
     """
     return {"MADE_UP_GPUS": str(gpus), "MADE_UP_CUDA": str(cuda)}

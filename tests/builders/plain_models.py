@@ -1,7 +1,5 @@
 """Tiny model directories without torch: configuration, tokenizer and random weights as Qwen 3 names them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The input of policy losses, for tests that are about some of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

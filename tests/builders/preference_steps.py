@@ -1,7 +1,5 @@
 """Ragged preference pairs, and what a step on such samples must be however it is split, for all programs of pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rollouts as the orchestrator makes them, for tests that only care for some of what they hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.protocol.rollouts import Logprobs, LossMask, Rollout, TokenIds

@@ -1,7 +1,5 @@
 """Rollouts as advantages see them, for tests that only care for some of what they hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from tests.builders.advantage_settings import NEEDED
 
 
 def advantage_of(name: str, **settings: Any) -> Advantage:
-    """The advantage of that name, with settings beside those that it needs."""
     config = TrainerConfig.model_validate({"advantage": name} | NEEDED.get(name, {}) | settings)
     return build_named_advantage(name, config)
 

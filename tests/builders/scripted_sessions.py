@@ -1,7 +1,5 @@
 """Sessions whose policy says what a test gives it."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -23,10 +21,8 @@ def scripted_session(
     **settings: Any,
 ) -> Session:
     """Return a session that samples `turns`, cut to what is allowed; turn N is of version N, with log-probs -1 - N.
-
-    Args:
-        asked: gets the tokens, the number and the room of each turn.
-        before: is awaited ahead of each turn, with its number.
+    `asked`: gets the tokens, the number and the room of each turn. `before`: is awaited ahead of each turn, with its
+    number.
     """
 
     async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:

@@ -1,7 +1,5 @@
 """Advantages in plain Python, from the papers: slow and obvious, to compare the real ones with."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Policy losses in plain Python, from the papers: slow and obvious, to compare the real ones with."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -197,9 +195,8 @@ def random_config(name: str, draw: random.Random) -> PolicyLossConfig:
 
 
 def check_policy_loss(name: str, seed: int) -> None:
-    """Compare loss, counts and gradient, along a line, with the slow ones.
-
-    Over ragged lengths, empty and single rollouts, advantages of exactly 0, and log-ratios far beyond 20 nats.
+    """Compare loss, counts and gradient, along a line, with the slow ones. Over ragged lengths, empty and single
+    rollouts, advantages of exactly 0, and log-ratios far beyond 20 nats.
     """
     draw = random.Random(f"{name} {seed}")
     config = random_config(name, draw)

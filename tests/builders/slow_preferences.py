@@ -1,7 +1,5 @@
 """Preference losses and estimates of divergences in plain Python, from the papers, to compare the real ones with."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The example's model, data and environment: what a command cannot do without, and has no default for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training states for tests of checkpoints: a tiny policy with AdamW, trained by random gradients."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -68,12 +66,10 @@ def fill(model: PreTrainedModel, *, seed: int = 1) -> None:
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a copy of this rank's part of each tensor."""
     return {name: local_part(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of tensors have the same names and bits."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -82,19 +78,12 @@ def draw() -> tuple[float, float, float, float]:
 
 
 class HeldWrites:
-    """Keeps saves from writing until they are released.
-
-    Attributes:
-        begun: set when a save has come to its writing.
-    """
-
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.begun = threading.Event()  # set when a save has come to its writing
         self._released = threading.Event()
 
     @property
     def is_released(self) -> bool:
-        """Whether they may write."""
         return self._released.is_set()
 
     def release(self) -> None:

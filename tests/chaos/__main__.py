@@ -8,8 +8,6 @@ sandboxes, mathematics, a judge, evaluations and a tracker. Prints what was chec
 with 1 when an invariant is broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import shutil

@@ -1,7 +1,5 @@
 """The disk that a chaos run lies on: small, and filled up now and then."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Self
@@ -12,18 +10,13 @@ _BLOCK_BYTES = 4096
 
 
 class SmallDisk:
-    """A tmpfs of its own at `place`; used as a context manager, it is gone with all that is on it at the end.
-
-    Attributes:
-        problem: why it cannot be had here; None if it is there.
-        path: where every process finds it.
-    """
+    """A tmpfs of its own at `place`; used as a context manager, it is gone with all that is on it at the end."""
 
     def __init__(self, place: Path, *, size_mib: int) -> None:
         place.mkdir(parents=True)
         self._disk = Disk(f"mount -t tmpfs -o size={size_mib}m tmpfs {place}")
-        self.problem = self._disk.problem
-        self.path = self._disk.view(place)
+        self.problem = self._disk.problem  # why it cannot be had here; None if it is there
+        self.path = self._disk.view(place)  # where every process finds it
         self._ballast = self.path / "ballast"
 
     def __enter__(self) -> Self:

@@ -1,7 +1,5 @@
 """One real `rl` run that is hit again and again, and whose disk fills up, by a schedule drawn from a seed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -47,42 +45,23 @@ _SAVED, _NOT_SAVED = 128 + signal.SIGTERM, 4
 
 @dataclass
 class Blow:
-    """A hit that was dealt.
-
-    Attributes:
-        time: monotonic seconds.
-        step: the last trained step then.
-        next_step_s: seconds until the next step was trained; None: another hit came before.
-    """
-
     hit: Hit
-    time: float
-    step: int
-    next_step_s: float | None = None
+    time: float  # monotonic seconds
+    step: int  # the last trained step then
+    next_step_s: float | None = None  # seconds until the next step was trained; None: another hit came before
 
 
 @dataclass
 class ChaosRun:
-    """What became of a run.
-
-    Attributes:
-        exit_code: of the last launcher.
-        survivors: processes that outlived a launcher.
-        console: what each launcher printed, in order.
-        seconds: from the start of the first launcher to the end of the last.
-        left: what was in the directory of each machine that the run was evicted from.
-        killed_when_thawed: how many processes were killed as silent of which the launcher was frozen as well.
-    """
-
     run_dir: RunDir
     witness: Witness
     blows: list[Blow]
-    exit_code: int
-    survivors: list[psutil.Process]
-    console: list[str]
-    seconds: float
-    left: list[RunDir]
-    killed_when_thawed: int
+    exit_code: int  # of the last launcher
+    survivors: list[psutil.Process]  # processes that outlived a launcher
+    console: list[str]  # what each launcher printed, in order
+    seconds: float  # from the start of the first launcher to the end of the last
+    left: list[RunDir]  # what was in the directory of each machine that the run was evicted from
+    killed_when_thawed: int  # how many processes were killed as silent of which the launcher was frozen as well
 
     def restarts(self) -> dict[str, int]:
         """How often a launcher said that it starts a process again."""
@@ -99,14 +78,11 @@ class ChaosRun:
 
 
 class Chaos:
-    """Deals the hits of a schedule to a run, and starts its launcher again when that was hit.
-
-    Args:
-        disk: what the run directory lies on; a schedule without full disks needs none.
-        store: where the run keeps its checkpoints too; a schedule without evictions and outages needs none.
-        judge: what scores for the run; it is started again when it was hit.
-        environment: further variables of the run.
-        starts_python: start all of it as a user does, with vLLM; otherwise it is forked, with stub engines.
+    """Deals the hits of a schedule to a run, and starts its launcher again when that was hit. `disk`: what the run
+    directory lies on; a schedule without full disks needs none. `store`: where the run keeps its checkpoints too; a
+    schedule without evictions and outages needs none. `judge`: what scores for the run; it is started again when it was
+    hit. `environment`: further variables of the run. `starts_python`: start all of it as a user does, with vLLM;
+    otherwise it is forked, with stub engines.
     """
 
     def __init__(
@@ -339,17 +315,9 @@ class Chaos:
 
 @dataclass
 class _Full:
-    """A disk that is being kept full.
-
-    Attributes:
-        run: the start of the launcher that is to say that it waits.
-        said: how many characters of what it printed are from before.
-        release_time: monotonic seconds; None: it has not said so yet.
-    """
-
-    run: RlRun
-    said: int
-    release_time: float | None = None
+    run: RlRun  # the start of the launcher that is to say that it waits
+    said: int  # how many characters of what it printed are from before
+    release_time: float | None = None  # monotonic seconds; None: it has not said so yet
 
 
 def find_process(run: RlRun, victim: str) -> psutil.Process | None:

@@ -1,7 +1,5 @@
 """An environment in which every kind of process plays or scores, and a judge, which is a process of nobody's."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -39,9 +37,8 @@ PLAYERS = {
 
 class Everything(Environment):
     """Three turns with the answers of an MCP server between them; a judge, a program and mathematics give the score.
-
-    The policy of these tests knows nothing but small letters, so the server is asked by this class and not by calls
-    of the policy.
+    The policy of these tests knows nothing but small letters, so the server is asked by this class and not by calls of
+    the policy.
     """
 
     def __init__(self, judge: JudgeConfig) -> None:
@@ -106,14 +103,10 @@ def settings_of(port: int) -> tuple[str, ...]:
 
 
 class JudgeProcess:
-    """A judge in a process of its own, at a port of its own. Use as a context manager: then it answers.
-
-    Attributes:
-        port: where it listens, also when it has been started again.
-    """
+    """A judge in a process of its own, at a port of its own. Use as a context manager: then it answers."""
 
     def __init__(self, asked: Path, *, port: int | None = None) -> None:
-        self.port = port or free_port()
+        self.port = port or free_port()  # where it listens, also when it has been started again
         self._asked = asked
         self._process: subprocess.Popen[bytes] | None = None
 

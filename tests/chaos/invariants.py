@@ -1,7 +1,5 @@
 """What must hold of a run that was hit, beside the run of the same seed that nothing disturbed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec
@@ -12,13 +10,8 @@ from tests.runs.rl import CompletedRun, assert_same, exact_metrics, outcome
 
 
 def check(chaos: ChaosRun, reference: CompletedRun, *, max_steps: int, turns: int = 1) -> dict[str, str]:
-    """Check every invariant; return what was found for each, in words.
-
-    Args:
-        turns: of every session.
-
-    Raises:
-        AssertionError: naming the invariant that is broken.
+    """Check every invariant; return what was found for each, in words. `turns`: of every session. Raises
+    `AssertionError`: naming the invariant that is broken.
     """
     assert chaos.exit_code == 0, f"the run failed:\n{chaos.console[-1][-6000:]}"
     assert not chaos.survivors, f"processes outlived their launcher: {chaos.survivors}"

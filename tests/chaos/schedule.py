@@ -1,7 +1,5 @@
 """Which process is hit, when and how, and when the disk fills up: drawn from a seed, so that it can be repeated."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,33 +16,23 @@ _LONGEST_RECOVERY_S = 8.0
 
 @dataclass(frozen=True)
 class Hit:
-    """One blow.
-
-    Attributes:
-        victim: a name of `shares`; `disk`, the whole `run`, the object `store` or the `machine`.
-        kind: `SIGKILL`, `SIGSTOP` for a hang, `full` for a disk that is full until the run says that it waits, `EIO`
-            for files that cannot be read, `freeze` for all processes at once for a while, `away` for a store without
-            connections, `evict` for a SIGTERM after which the run goes on in an empty directory from the store.
-        step: not before this step is trained; unset: some time after the hit before, at the latest when
-            the run goes on.
-        delay_s: seconds to wait then.
+    """One blow. `kind`: `SIGKILL`, `SIGSTOP` for a hang, `full` for a disk that is full until the run says that it
+    waits, `EIO` for files that cannot be read, `freeze` for all processes at once for a while, `away` for a store
+    without connections, `evict` for a SIGTERM after which the run goes on in an empty directory from the store. `step`:
+    not before this step is trained; unset: some time after the hit before, at the latest when the run goes on.
     """
 
-    victim: str
+    victim: str  # a name of `shares`; `disk`, the whole `run`, the object `store` or the `machine`
     kind: Kind
     step: int | None
-    delay_s: float
+    delay_s: float  # seconds to wait then
 
 
 def shares(*, ranks: int = 1, engines: int = 1, others: Iterable[str] = ()) -> dict[str, float]:
-    """Return the share of every victim in the kills: what takes longest to come back is hit least.
-
-    They are `orchestrator`, `rank_K` of the trainer, `trainer` (the process that starts the ranks), `launcher`,
-    `inference` and `engine` (its child), or `inference_K` and `engine_K` of several.
-
-    Args:
-        engines: inference servers of the run's own; others are nobody's victims.
-        others: further victims, which cost little.
+    """Return the share of every victim in the kills: what takes longest to come back is hit least. They are
+    `orchestrator`, `rank_K` of the trainer, `trainer` (the process that starts the ranks), `launcher`, `inference` and
+    `engine` (its child), or `inference_K` and `engine_K` of several. `engines`: inference servers of the run's own;
+    others are nobody's victims. `others`: further victims, which cost little.
     """
     share = {"orchestrator": 8.0, "trainer": 3.0, "launcher": 2.0}
     share |= {f"rank_{rank}": 6 / ranks for rank in range(ranks)} | dict.fromkeys(others, 3.0)
@@ -65,10 +53,8 @@ def draw(
     read_errors: int = 0,
     steps_per_hit: int = STEPS_PER_HIT,
 ) -> list[Hit]:
-    """Return that many hits of each kind, in a random order, `steps_per_hit` steps apart.
-
-    Every victim in `shares` is killed at least once, where the kills suffice. The launcher is never stopped:
-    nobody would notice.
+    """Return that many hits of each kind, in a random order, `steps_per_hit` steps apart. Every victim in `shares` is
+    killed at least once, where the kills suffice. The launcher is never stopped: nobody would notice.
     """
     rng = random.Random(seed)
     victims = list(shares)

@@ -1,7 +1,5 @@
 """An environment of two turns with a slow tool between them, during which nobody may ask the engine anything."""
 
-from __future__ import annotations
-
 import asyncio
 
 from holdfast.orchestrator.env.interface import Message, Session, Task

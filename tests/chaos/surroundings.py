@@ -13,18 +13,15 @@ _PREFIX = "chaos"
 
 
 class Store:
-    """An object store that goes away and comes back. Use as a context manager.
-
-    Attributes:
-        url: for `--ckpt.dir`.
-        environment: variables of the processes that use it.
+    """An object store that goes away and comes back. Use as a context manager. `environment`: variables of the
+    processes that use it.
     """
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request otherwise
         self._server = S3Server()
         self._back: threading.Timer | None = None
-        self.url = f"s3://{BUCKET}/{_PREFIX}"
+        self.url = f"s3://{BUCKET}/{_PREFIX}"  # for `--ckpt.dir`
         self.environment = {
             "AWS_ENDPOINT_URL": self._server.url,
             "AWS_ACCESS_KEY_ID": "key",
@@ -55,10 +52,8 @@ class Store:
 
 
 class ReadErrors:
-    """Makes the next files that a process of the run opens to read fail.
-
-    Attributes:
-        environment: variables of the processes that are to meet them.
+    """Makes the next files that a process of the run opens to read fail. `environment`: variables of the processes that
+    are to meet them.
     """
 
     def __init__(self, folder: Path, run_dir: Path) -> None:

@@ -1,7 +1,5 @@
-"""Watches a run directory from outside, so that nothing that the run removes or replaces goes unseen.
-
-Every batch and every log of generations gets a second name (a hard link) as soon as it is there. At the end
-the links tell whether a batch was made twice, and whether a generation that was logged was asked for again.
+"""Watches a run from outside: hard links to every batch and log tell whether a batch was made, or a generation asked
+for, twice.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ the block around it. coverage.py was tried: it loses what a process has run that
 suite takes almost twice as long with it. Here a statement costs one write into a mapped file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import marshal
@@ -80,10 +78,8 @@ def end() -> None:
 
 
 def report(floor: float) -> int:
-    """Print what was not run; return 1 if that is more than the floor allows.
-
-    Args:
-        floor: of statements and branches together, in percent.
+    """Print what was not run; return 1 if that is more than the floor allows. `floor`: of statements and branches
+    together, in percent.
     """
     marks = (MARKS / "marks").read_bytes()
     points = json.loads((MARKS / "index.json").read_text())["points"]

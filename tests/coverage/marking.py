@@ -1,7 +1,5 @@
 """Puts a mark before every statement and at both ends of every branch of a module."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -20,32 +18,19 @@ _IMPORT = "from _coverage_marks import marks as _marks_"
 
 @dataclass(frozen=True)
 class Point:
-    """What is run or not.
+    """What is run or not. `kind`: a branch counts where it leaves its head without running a statement below it."""
 
-    Attributes:
-        line: of the statement, or of the head of the branch.
-        kind: a branch counts where it leaves its head without running a statement below it.
-        excused: a comment says why nothing runs it.
-    """
-
-    line: int
+    line: int  # of the statement, or of the head of the branch
     kind: Literal["statement", "branch"]
-    excused: bool
+    excused: bool  # a comment says why nothing runs it
 
 
 @dataclass
 class Marking:
-    """Marks the statements of one module.
-
-    Attributes:
-        first: number of its first point among those of all modules.
-        points: in the order of their numbers.
-    """
-
     source: str
     path: str
-    first: int
-    points: list[Point] = field(default_factory=list)
+    first: int  # number of its first point among those of all modules
+    points: list[Point] = field(default_factory=list)  # in the order of their numbers
 
     def code(self) -> CodeType:
         """Return the code of the module with its marks."""

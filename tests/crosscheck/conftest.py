@@ -1,7 +1,5 @@
 """What the comparisons with other implementations share."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

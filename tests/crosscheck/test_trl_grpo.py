@@ -1,9 +1,6 @@
-"""Policy losses, corrections, KL term and advantages against TRL's GRPOTrainer and RLOOTrainer.
-
-Shape legend: B sequences, T tokens of the longest one, N all their tokens.
+"""Policy losses, corrections, KL term and advantages against TRL's GRPOTrainer and RLOOTrainer. Shapes: B sequences, T
+tokens of the longest one, N all their tokens.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,9 +159,7 @@ def test_losses_gradients_and_clip_fractions_are_those_of_trl(
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize("name", ["grpo", "cispo"])
-def test_corrections_are_those_of_trl(
-    name: str, mode: str, trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
+def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     level, kind = mode.split("_")
     # TRL truncates from below as well unless told not to; ours never does.
     low = {"vllm_importance_sampling_clip_min": 0.7} if kind == "mask" else {}
@@ -199,9 +194,7 @@ def test_corrections_are_those_of_trl(
 
 
 @pytest.mark.parametrize("estimator", ["k3", "k3_unbiased"])
-def test_the_kl_term_is_that_of_trl_and_shares_the_denominator(
-    estimator: KlEstimator, trl_trainers: ModuleType, model: Path, tmp_path: Path
-) -> None:
+def test_the_kl_term_is_trls(estimator: KlEstimator, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss."""
     beta, is_corrected = 0.3, estimator == "k3_unbiased"
     trainer = trl_trainers.grpo_trainer(

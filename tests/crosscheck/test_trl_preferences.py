@@ -1,9 +1,6 @@
-"""Preference losses against TRL's trainers, from the token ids on, with the gradients of a real model.
-
-Shape legend: P pairs, S = 2 P answers (first all that are chosen), L positions, N tokens of all answers.
+"""Preference losses against TRL's trainers, from the token ids on, with the gradients of a real model. Shapes: P pairs,
+S = 2 P answers (first all that are chosen), L positions, N tokens of all answers.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +56,6 @@ class Answers:
         )
 
     def for_dpo(self, reference_S: Tensor) -> dict[str, Tensor]:
-        """Return the input of DPOTrainer."""
         chosen_P, rejected_P = reference_S.chunk(2)
         return {
             "input_ids": self.input_ids_SL,
@@ -70,7 +66,6 @@ class Answers:
         }
 
     def for_cpo(self) -> dict[str, Tensor]:
-        """Return the input of CPOTrainer and ORPOTrainer."""
         labels_SL = self.input_ids_SL.masked_fill(self.answer_SL == 0, -100)
         columns = {"input_ids": self.input_ids_SL, "attention_mask": self.attention_SL, "labels": labels_SL}
         halves = {name: column_SL.chunk(2) for name, column_SL in columns.items()}
@@ -119,9 +114,7 @@ def reference_S(tiny_model: ModelFactory, trl_trainers: ModuleType) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "hinge", "robust", "apo_zero", "apo_down"])
-def test_the_losses_of_dpo_are_those_of_trl(
-    kind: str, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
-) -> None:
+def test_dpo_is_trls(kind: str, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path) -> None:
     """IPO takes the mean log-ratio of an answer's tokens in both; what TRL logs as its reward is of their sum."""
     smoothing = {"label_smoothing": 0.2} if kind == "robust" else {}
     trainer = trl_trainers.preference_trainer(
@@ -150,10 +143,8 @@ def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: P
 
 @pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
 def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike.
-
-    So the two are the same for one pair at a time and prompts of one token, which nothing predicts.
-    TRL computes the odds in float32.
+    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike. So the two are the same for
+    one pair at a time and prompts of one token, which nothing predicts. TRL computes the odds in float32.
     """
     trainer = trl_trainers.preference_trainer("orpo", model, tmp_path, beta=0.3)
     batch = answers([lengths], prompt_tokens=1)
@@ -164,9 +155,7 @@ def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType,
 
 
 @pytest.mark.parametrize("drift", [2.0, -2.0], ids=["z above 0", "z below 0"])
-def test_kto_is_that_of_trl(
-    drift: float, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path
-) -> None:
+def test_kto_is_trls(drift: float, trl_trainers: ModuleType, model: Path, reference_S: Tensor, tmp_path: Path) -> None:
     """Loss and gradient of the whole trainer: z is the mean log-ratio of the mismatched answers, no less than 0."""
     weights = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
     trainer = trl_trainers.kto_trainer(model, tmp_path, beta=0.3, **weights)

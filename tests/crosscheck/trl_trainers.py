@@ -1,11 +1,6 @@
-"""TRL's own trainers on a tiny model, made by their constructors and given the tensors of a test.
-
-Importing TRL takes seconds, so tests get this module through the fixture `trl_trainers`.
-
-Shape legend: B sequences, T tokens of the longest completion.
+"""TRL's own trainers on a tiny model, given the tensors of a test; imported by the fixture `trl_trainers`, for TRL
+takes seconds. Shapes: B sequences, T tokens of the longest completion.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -53,19 +48,12 @@ def causal_model(directory: Path) -> PreTrainedModel:
 
 
 class GivenRollouts:
-    """What a trainer of TRL would sample, score and run through the model; the arithmetic with it stays TRL's.
+    """What a trainer of TRL would sample, score and run through the model; the arithmetic with it stays TRL's."""
 
-    Attributes:
-        completions: token ids.
-        rewards: one per completion.
-        sampler_logprobs: as vLLM would report them, by completion.
-        forwards: (B, T) each, the log-probabilities that the next forward passes return.
-    """
-
-    completions: list[list[int]]
-    rewards: list[float]
-    sampler_logprobs: list[list[float]] | None = None
-    forwards: list[Tensor]
+    completions: list[list[int]]  # token ids
+    rewards: list[float]  # one per completion
+    sampler_logprobs: list[list[float]] | None = None  # as vLLM would report them, by completion
+    forwards: list[Tensor]  # (B, T) each, the log-probabilities that the next forward passes return
 
     def _calculate_rewards(self, *_: object) -> Tensor:
         return torch.tensor(self.rewards, dtype=torch.float64)[:, None]
@@ -76,16 +64,12 @@ class GivenRollouts:
 
 
 class GivenGrpo(GivenRollouts, GRPOTrainer):
-    """TRL's GRPOTrainer behind the rollouts."""
-
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         texts = [""] * len(prompts)
         return [[5]] * len(prompts), self.completions, None, texts, self.sampler_logprobs, {}, None, None
 
 
 class GivenRloo(GivenRollouts, RLOOTrainer):
-    """TRL's RLOOTrainer behind the rollouts."""
-
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         return [[5]] * len(prompts), self.completions, [""] * len(prompts)
 

@@ -1,7 +1,5 @@
 """Processes of an `rl` run that a test kills or stops, one after the other, and the run that has to heal."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +37,6 @@ def inference(run: RlRun) -> psutil.Process:
 
 
 def engines(run: RlRun) -> list[psutil.Process]:
-    """Every engine process of vLLM."""
     return [process for process in run.processes() if "EngineCore" in "".join(command_line(process))]
 
 
@@ -91,14 +88,10 @@ def deal(directory: Path, blows: list[Blow], *flags: str, engine: Engine = "stub
 def killed_twice(
     output_dir: Path, *flags: str, orchestrator: int, rank: int, held: int, starts_python: bool = False
 ) -> CompletedRun:
-    """Return such a run when it has ended.
-
-    Args:
-        orchestrator: the step after which the orchestrator is killed.
-        rank: the step after which rank 0 is killed.
-        held: a later step, which the trainer does not leave behind before.
-        starts_python: start all of it as a user does. Forks of one process have one order of sets and one state of
-            `random`, so what depends on those shows only here.
+    """Return such a run when it has ended. `orchestrator`: the step after which the orchestrator is killed. `rank`: the
+    step after which rank 0 is killed. `held`: a later step, which the trainer does not leave behind before.
+    `starts_python`: start all of it as a user does. Forks of one process have one order of sets and one state of
+    `random`, so what depends on those shows only here.
     """
     is_killed = output_dir.with_name(f"{output_dir.name}_rank_killed")
     environment = at_start(held_after(held, until=exists(is_killed)))

@@ -1,7 +1,5 @@
-"""Small, broken and read-only disks for tests: real filesystems, mounted where nobody else sees them.
-
-A holder process has a mount namespace of its own, and without root a user namespace too. Runs enter it;
-the test looks into it through /proc. Everything is gone when the holder ends.
+"""Small, broken and read-only disks: real filesystems in a mount namespace of a holder process, which runs enter and
+the test sees through /proc. All is gone when the holder ends.
 """
 
 from __future__ import annotations
@@ -15,13 +13,9 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
 class Disk:
-    """Mounts made by `script`, a shell script, in a namespace of their own; used as a context manager.
-
-    Args:
-        needs_root: it mounts what a user namespace may not mount, such as an image of a disk.
-
-    Attributes:
-        problem: why it cannot be had here; None if it is there.
+    """Mounts made by `script`, a shell script, in a namespace of their own; used as a context manager. `needs_root`: it
+    mounts what a user namespace may not mount, such as an image of a disk. `problem`: why it cannot be had here; None
+    if it is there.
     """
 
     def __init__(self, script: str, *, needs_root: bool = False) -> None:

@@ -1,14 +1,7 @@
-"""Faults at the boundary to the filesystem: in a process of a test, every call that changes a directory is
-counted, and one of them kills the process or fails.
-
-`install` replaces functions of `os` and `open` in the process that calls it, and of its forks. Calls on
-paths beneath one directory are numbered from 1. The trail, a file, gets a line before and after each:
-
-    17 rename .tmp-step_4 step_4
-    17 done
+"""Faults at the boundary to the filesystem: calls of `os` and `open` beneath a directory are numbered from 1, and one
+of them kills the process or fails. A file, the trail, gets a line before and after each: `17 rename .tmp-step_4
+step_4`, `17 done`.
 """
-
-from __future__ import annotations
 
 import builtins
 import functools
@@ -29,26 +22,15 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 @dataclass(frozen=True)
 class Call:
-    """One line of a trail.
-
-    Attributes:
-        name: the function.
-        path: what it was called on, relative to the watched directory.
-        target: of a rename or link.
-        is_done: whether it returned.
-        time_s: when it began, by the monotonic clock.
-    """
-
     number: int
-    name: str
-    path: str
-    target: str
-    is_done: bool
-    time_s: float
+    name: str  # the function
+    path: str  # what it was called on, relative to the watched directory
+    target: str  # of a rename or link
+    is_done: bool  # whether it returned
+    time_s: float  # when it began, by the monotonic clock
 
 
 def read_trail(path: Path) -> list[Call]:
-    """Return the calls of a trail in order."""
     lines = [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
     done = {int(number) for number, *rest in lines if rest == ["done"]}
     return [
@@ -74,17 +56,12 @@ def install(
     rank: int | None = None,
     linked: str = "",
 ) -> None:
-    """Watch `directory` in this process, and cause at most one kind of fault.
-
-    Args:
-        linked: another directory that links in it lead to: what is called there counts as well.
-        kill_at: number of the call at which the process dies by SIGKILL, before it, after it, or half
-            way: of a write, half of the bytes are written.
-        killer_from: at this call another process is told to kill this one `killer_delay_s` later.
-        fail: `NAME PATH`: calls of the function NAME (`*`: any) on a path that begins with PATH (that is
-            PATH, if it ends with $); the `nth` of them fails with the errno `error`, and those after it
-            until `until_nth`.
-        rank: only in the process with this RANK in its environment.
+    """Watch `directory` in this process, and cause at most one kind of fault. `linked`: another directory that links in
+    it lead to: what is called there counts as well. `kill_at`: number of the call at which the process dies by SIGKILL,
+    before it, after it, or half way: of a write, half of the bytes are written. `killer_from`: at this call another
+    process is told to kill this one `killer_delay_s` later. `fail`: `NAME PATH`: calls of the function NAME (`*`: any)
+    on a path that begins with PATH (that is PATH, if it ends with $); the `nth` of them fails with the errno `error`,
+    and those after it until `until_nth`. `rank`: only in the process with this RANK in its environment.
     """
     watch = _Watch((directory, linked or directory), os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     watch.kill_at, watch.instant = kill_at, instant

@@ -1,7 +1,5 @@
 """Programs on one rank in a forked process that may be killed: what trains, without launchers and rendezvous."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,16 +12,10 @@ from tests.forking.server import Fork
 
 @dataclass(frozen=True)
 class Program:
-    """A program with its settings.
-
-    Attributes:
-        watched: the part of the run directory in which calls are counted.
-    """
-
     name: str
     settings: Mapping[str, Any]
     until: int
-    watched: str = "."
+    watched: str = "."  # the part of the run directory in which calls are counted
 
 
 def trail_of(output: Path) -> Path:
@@ -33,10 +25,8 @@ def trail_of(output: Path) -> Path:
 
 def run(program: Program, output: Path, *, recording: Path | None = None, **fault: Any) -> Fork:
     """Train from the newest checkpoint, or from the start, to the end; return the process, which has ended.
-
-    Args:
-        recording: a file for what power cuts could have left, see `power_cut`.
-        fault: options of `faulty_calls.install`.
+    `recording`: a file for what power cuts could have left, see `power_cut`. `fault`: options of
+    `faulty_calls.install`.
     """
     trail_of(output).unlink(missing_ok=True)
     fork = shared_commands().call(

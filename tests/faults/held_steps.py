@@ -1,9 +1,4 @@
-"""Runs that wait for the test in the middle: what it does to them meets them there, however late it comes.
-
-A tiny model trains dozens of steps a second; a test that is kept from running for that long finds a run that is over.
-"""
-
-from __future__ import annotations
+"""Runs that wait for the test in the middle, however late it comes: a tiny model trains dozens of steps a second."""
 
 from pathlib import Path
 

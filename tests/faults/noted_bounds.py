@@ -1,7 +1,5 @@
 """A loss that is imported before a trainer trains, and from then on prints what bounds the trainer's work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import holdfast.trainer.programs.rl

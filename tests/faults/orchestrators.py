@@ -1,7 +1,5 @@
 """Real orchestrators for tests of faults, in processes of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,8 @@ _PATIENT = {"ready_timeout_s": HANG_S, "timeout_s": HANG_S}
 
 
 def run_orchestrator(config: OrchestratorConfig, **fault: Any) -> int:
-    """Run one to its end; return its exit code, negative for a signal. Its log is the output with that suffix.
-
-    Args:
-        fault: options of `faulty_calls.install`; the trail is the output with the suffix `.trail`.
+    """Run one to its end; return its exit code, negative for a signal. Its log is the output with that suffix. `fault`:
+    options of `faulty_calls.install`; the trail is the output with the suffix `.trail`.
     """
     output, trail = config.output_dir, config.output_dir.with_suffix(".trail")
     trail.unlink(missing_ok=True)

@@ -1,10 +1,6 @@
-"""What a power cut may leave of a directory: for every call that orders writes, the disks that are possible just then.
-
-`record` replaces functions of `os` in the process that calls it. Before every call that makes something durable, gives
-it another name or removes it, the directory is remembered twice: as it is, and as far as it is durable by POSIX, where
-the content of a file is durable when that file was flushed, and a name when its directory was. A crash may leave any
-part of the difference: names without contents, contents without names, an old name beside a new one, half of an append,
-or zeros where data should be. Filesystems that write names in the order of their changes leave less than this model.
+"""What a power cut may leave of a directory, before every call that orders writes: any part of the difference between
+it and what is durable by POSIX. Names without contents, contents without names, both names, half of an append, zeros:
+filesystems that write names in order leave less than this model.
 """
 
 from __future__ import annotations
@@ -35,48 +31,27 @@ Names = dict[str, int]
 
 @dataclass
 class Disk:
-    """Directories and files by the numbers of their inodes.
+    """Directories and files by the numbers of their inodes."""
 
-    Attributes:
-        names: directory -> what it holds.
-        contents: file -> the key of its content in `Recording.blobs`.
-    """
-
-    names: dict[int, Names] = field(default_factory=dict)
-    contents: dict[int, int] = field(default_factory=dict)
+    names: dict[int, Names] = field(default_factory=dict)  # directory -> what it holds
+    contents: dict[int, int] = field(default_factory=dict)  # file -> the key of its content in `Recording.blobs`
 
 
 @dataclass(frozen=True)
 class Instant:
-    """The moment before a call.
-
-    Attributes:
-        call: the function and its path.
-        live: what processes see.
-        durable: what is safe.
-    """
-
-    call: str
-    live: Disk
-    durable: Disk
+    call: str  # the function and its path
+    live: Disk  # what processes see
+    durable: Disk  # what is safe
 
 
 @dataclass
 class Recording:
-    """Every moment of a run.
-
-    Attributes:
-        root: inode of the directory.
-        blobs: contents of files.
-    """
-
-    root: int
+    root: int  # inode of the directory
     instants: list[Instant] = field(default_factory=list)
-    blobs: list[bytes] = field(default_factory=lambda: [b""])
+    blobs: list[bytes] = field(default_factory=lambda: [b""])  # contents of files
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Read what `record` wrote."""
         return pickle.loads(path.read_bytes())
 
     def crash(self, instant: Instant, survival: Survival, target: Path, generator: random.Random) -> None:

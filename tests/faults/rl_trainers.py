@@ -1,9 +1,4 @@
-"""Runs of the trainer of `rl` on a journal that is there already: nothing but the trainer decides what comes out.
-
-The command is `trainer`, which trains the batches that it finds.
-"""
-
-from __future__ import annotations
+"""Runs of `trainer` on a journal that is there already: nothing but the trainer decides what comes out."""
 
 import shutil
 from pathlib import Path
@@ -37,10 +32,8 @@ class Trainers:
         self._model, self._journal, self._folder = model, journal, folder
 
     def prepare(self, name: str, **settings: Any) -> Path:
-        """Return the configuration of a run that was started once and has all batches in its journal.
-
-        Args:
-            settings: of the trainer.
+        """Return the configuration of a run that was started once and has all batches in its journal. `settings`: of
+        the trainer.
         """
         config = self.write_config(name, **settings)
         run = _start(config, until="prepared").wait()
@@ -66,10 +59,8 @@ class Trainers:
 
 
 def run_trainer(config: Path, **fault: Any) -> Run:
-    """Run one to its end, in the directory that has the name of its configuration.
-
-    Args:
-        fault: options of `faulty_calls.install` in the trainer; the trail is the output with the suffix `.trail`.
+    """Run one to its end, in the directory that has the name of its configuration. `fault`: options of
+    `faulty_calls.install` in the trainer; the trail is the output with the suffix `.trail`.
     """
     output = config.with_suffix("")
     trail = output.with_suffix(".trail")

@@ -1,7 +1,5 @@
 """What tests of faults compare: the state that a run ends in, and whether what lies on the disk is whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,10 +1,6 @@
-"""Damage to a real checkpoint, at hundreds of random places: always noticed, and the file is named.
-
-A run of `sft` saves three steps. Each case damages the bytes on the disk, asks everybody who may want the
-step, and puts the bytes back.
+"""Damage to a real checkpoint of `sft`, at hundreds of random places: always noticed by all who may want the step, with
+the file's name.
 """
-
-from __future__ import annotations
 
 import os
 import random
@@ -69,7 +65,6 @@ def intact(run_dir: RunDir) -> None:
 
 
 def files_of(run_dir: RunDir, step: int = NEWEST) -> list[Path]:
-    """Every file of a checkpoint, manifest included."""
     directory = run_dir.checkpoint(step)
     return [*(directory / name for name in sorted(read_manifest(directory).files)), directory / MANIFEST_NAME]
 
@@ -87,7 +82,6 @@ def rewritten(path: Path, content: bytes) -> Iterator[None]:
 
 @contextmanager
 def exchanged(first: Path, second: Path) -> Iterator[None]:
-    """Exchange the names of two files or directories."""
     aside = first.with_name("aside")
 
     def exchange() -> None:

@@ -1,11 +1,7 @@
-"""Every file that a run writes is damaged while nobody trains, and the same command is given again.
-
-Small runs of all programs are killed. Each kind of file that they have left is damaged in place, by a flipped bit, by
-half, and to nothing. The next start heals that, says it, or refuses it with a way out. It never goes on to other bits.
-A kind of file that no row of `KINDS` names fails the test: who writes a new one says what its damage means.
+"""Every file that a killed run of each program has left is damaged, and the same command is given again. It heals that,
+says it, or refuses it with a way out, and never goes on to other bits. A kind of file without a row in `KINDS` fails
+the test.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -90,18 +86,14 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """A run that is killed.
-
-    Attributes:
-        flags: of its command, where `CASE` stands for the directory that is damaged, and `HOME` for that of all cases.
-        fault: source that runs in its trainer.
-        is_held: whether it has done all that it does before it is killed.
+    """A run that is killed. `flags`: of its command, where `CASE` stands for the directory that is damaged, and `HOME`
+    for that of all cases.
     """
 
     name: str
     flags: tuple[str, ...]
-    fault: str
-    is_held: Callable[[Path], bool]
+    fault: str  # source that runs in its trainer
+    is_held: Callable[[Path], bool]  # whether it has done all that it does before it is killed
 
     def start(self, case: Path, *flags: str, fault: str = "") -> Run:
         words = [word.replace("CASE", str(case)).replace("HOME", str(case.parent)) for word in (*self.flags, *flags)]
@@ -140,10 +132,7 @@ def _groups(case: Path) -> int:
 
 
 DPO = Program(
-    "dpo",
-    (*_TRAINS, "--data.name", str(PAIRS), *_TEXT, *_VALIDATED),
-    held_after(HELD, until=NEVER),
-    _has_trained,
+    "dpo", (*_TRAINS, "--data.name", str(PAIRS), *_TEXT, *_VALIDATED), held_after(HELD, until=NEVER), _has_trained
 )
 _EVALUATED = 5
 SFT = Program(
@@ -154,7 +143,7 @@ SFT = Program(
         "--eval.interval", "4", "--eval.num-tasks", str(_EVALUATED), "--eval.samples-per-task", "2",
         "--eval.seq-len", "64", "--eval.sampling.max-tokens", "8", "--eval.environments",
         json.dumps([{
-            "id": "tests.runs.held_environment:HeldReverse", "args": {**_COUNTED, "after": _EVALUATED + 2}
+            "id": "tests.runs.environments:HeldReverse", "args": {**_COUNTED, "after": _EVALUATED + 2}
         }]),
     ),
     held_after(HELD, until=NEVER),
@@ -171,7 +160,7 @@ def _rl(judge: str) -> Program:
         (
             "@", CONFIG, *_SMALL, "--ckpt.keep", "null", "--trainer.parallel.threads", "1",
             "--orchestrator.environments",
-            json.dumps([{"id": "tests.runs.held_environment:HeldJudged", "args": args}]),
+            json.dumps([{"id": "tests.runs.environments:HeldJudged", "args": args}]),
             "--orchestrator.problems-per-step", str(_PROBLEMS), "--orchestrator.group-size", "4",
             "--orchestrator.sampling.max-tokens", "8", "--orchestrator.eval.interval", "2",
             "--orchestrator.eval.num-tasks", "3", "--orchestrator.eval.samples-per-task", "2",
@@ -250,9 +239,8 @@ def _come_of(program: Program, case: Path, place: str, expected: dict[str, objec
 
 
 def _cases(killed: Path, done: set[str]) -> list[tuple[str, str]]:
-    """Return places of files and what is done to them, for each row that is not `done`; its files take turns.
-
-    A flipped bit counts most: what is only shown has one damage, and what ends the same two.
+    """Return places of files and what is done to them, for each row that is not `done`; its files take turns. A flipped
+    bit counts most: what is only shown has one damage, and what ends the same two.
     """
     places: dict[tuple[str, str], list[str]] = {}
     for place in sorted(_files(killed)):

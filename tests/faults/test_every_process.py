@@ -1,9 +1,6 @@
-"""Every place that starts a process, and what it costs when the process is killed from outside: nothing, or a message.
-
-The code is read for such places. One without a row in `PLACES` fails, and so does a row without a place.
+"""Every place of the code that starts a process has a row in `PLACES`, and what a kill of it from outside costs:
+nothing, or a message.
 """
-
-from __future__ import annotations
 
 import ast
 import asyncio
@@ -50,7 +47,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "orchestrator/env/mcp.py _connect": (HERE,),
     "process/noted_end.py _run": (HERE,),
     "orchestrator/env/packages.py _Player._spawn": (
-        "test_verifiers.py::test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed",
+        "test_verifiers.py::test_a_killed_player_is_started_again_and_nobody_is_blamed",
     ),
     "examples/environments/python_code.py require_sandbox.tried": (
         "test_sandbox.py::test_a_trial_of_the_sandbox_that_is_killed_is_tried_again",
@@ -62,7 +59,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_sandbox.py::test_what_a_killed_process_had_in_a_sandbox_dies_with_it",
     ),
     "examples/environments/sandbox_inside.py _enter_namespaces": (
-        "test_sandbox.py::test_a_sandbox_whose_map_of_users_was_not_written_to_its_end_is_no_failure",
+        "test_sandbox.py::test_a_sandbox_with_half_a_map_of_users_is_no_failure",
     ),
     "examples/environments/sandbox_inside.py _first_process": (
         "test_sandbox.py::test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program",
@@ -73,7 +70,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
         HERE,
-        "test_chaos.py::test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one",
+        "test_chaos.py::test_a_run_that_is_hit_often_ends_alike",
         "test_rl_killed.py::test_the_end_is_that_of_the_undisturbed_run",
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
         "test_trackers.py::test_each_step_is_there_once_after_kills_and_a_step_back",
@@ -88,8 +85,8 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_data.py::test_a_worker_that_dies_is_named",
     ),
     "inference/engine.py _fork_engine": (
-        "test_inference_process.py::test_an_engine_that_is_killed_while_it_starts_is_worth_another_start",
-        "test_inference_process.py::test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start",
+        "test_inference_process.py::test_an_engine_killed_while_it_starts_is_worth_another_start",
+        "test_inference_process.py::test_an_engine_killed_at_a_first_request_is_worth_another_start",
         "test_inference_process.py::test_the_death_of_the_engine_ends_the_server_with_its_own_code",
         "test_rl_on_vllm.py::test_inference_and_its_engine_die_and_hang",
     ),
@@ -184,19 +181,14 @@ _BOTH = (signal.SIGKILL, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Victim:
-    """A process that is killed while it loads, while it works, and at its end.
-
-    Attributes:
-        does: starts it, and returns what comes of that.
-        moments: file and function at whose begin it dies, and how often that has begun before.
-        signals: each of them is tried at each moment; none: they take turns.
-        told: what is said where the result is none, and the same works when it is done again.
+    """A process that is killed while it loads, while it works, and at its end. `moments`: file and function at whose
+    begin it dies, and how often that has begun before.
     """
 
-    does: Callable[[Path], object]
+    does: Callable[[Path], object]  # starts it, and returns what comes of that
     moments: tuple[tuple[str, str, int], ...]
-    signals: tuple[signal.Signals, ...] = ()
-    told: str = ""
+    signals: tuple[signal.Signals, ...] = ()  # each of them is tried at each moment; none: they take turns
+    told: str = ""  # what is said where the result is none, and the same works when it is done again
 
 
 _EXIT = ("threading.py", "_shutdown", 0)

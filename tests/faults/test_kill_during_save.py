@@ -1,11 +1,7 @@
-"""A process that is killed at any instant of a save resumes as if nothing had happened, bit for bit.
-
-The killed process is the trainer of `rl` on one rank. Its calls that change the run directory are numbered, and a trial
-dies at one of them, or some time after one: in weights, metrics, checkpoints, and the batches that it removes. The
-other programs save by the same code; that their state is complete, `tests/unit/trainer/programs` says.
+"""The trainer of `rl`, killed at any instant of a save, resumes bit for bit: at one of its numbered calls that change
+the run directory, or some time after one. That the state of the other programs is complete,
+`tests/unit/trainer/programs` says.
 """
-
-from __future__ import annotations
 
 import random
 import shutil
@@ -75,9 +71,8 @@ def undisturbed(tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFacto
 
 
 def trials(calls: list[Call]) -> list[Trial]:
-    """Choose instants: around commits and lines of metrics, in removals, evenly over others, and at random times.
-
-    A commit is a rename that gives or takes a final name. Renames within a directory that has none yet are among the
+    """Choose instants: around commits and lines of metrics, in removals, evenly over others, and at random times. A
+    commit is a rename that gives or takes a final name. Renames within a directory that has none yet are among the
     others: whatever such a directory holds, a resume ignores it. The state after a call is the state before the next.
     """
     lines = [call for call in calls if call.name == "write" and call.path == "metrics.jsonl"]

@@ -1,10 +1,4 @@
-"""A launcher that is killed while it prepares the run directory loses nothing, and the next start goes on.
-
-Preparing clears leftovers, sets damaged and superseded steps aside, trims metrics, brings in forks. Each
-call that does so is an instant to die at. Once what the next start finds is the same, so is what it trains.
-"""
-
-from __future__ import annotations
+"""A launcher killed at any call that prepares the run directory loses nothing: the next start finds the same."""
 
 import os
 import shutil
@@ -37,19 +31,10 @@ LAST = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A start that changes the directory.
-
-    Attributes:
-        directory: the run directory before it.
-        settings: of the run, without `ckpt`.
-        ckpt: how it starts.
-        other: a run that must not change.
-    """
-
-    directory: Path
-    settings: dict[str, Any]
-    ckpt: dict[str, Any]
-    other: Path | None = None
+    directory: Path  # the run directory before it
+    settings: dict[str, Any]  # of the run, without `ckpt`
+    ckpt: dict[str, Any]  # how it starts
+    other: Path | None = None  # a run that must not change
 
     def prepare(self, output: Path, *, clean: bool = False, **fault: Any) -> int:
         """Prepare `output` in a process of its own; return the exit code, a signal as a negative number."""
@@ -78,7 +63,6 @@ def settings(tiny_model: ModelFactory, sft_data: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(settings: dict[str, Any], mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with the steps 2, 4 and 6."""
     assert mesh.world_size == 1
     output = tmp_path_factory.mktemp("finished") / "run"
     return train("sft", output, settings | {"ckpt": {"interval": 2}}, until=LAST).path
@@ -141,17 +125,14 @@ def check_death(number: int, instant: str, case: Case, output: Path, expected: d
 
 
 def deaths(calls: list[Call]) -> list[tuple[int, str]]:
-    """Return every state of the directory once: before each call, and after the last one.
-
-    The state after a call is the state before the next, and `fsync` makes no new one.
+    """Return every state of the directory once: before each call, and after the last one. The state after a call is the
+    state before the next, and `fsync` makes no new one.
     """
     before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
     return [*((call.number, "before") for call in before), (calls[-1].number, "after")]
 
 
-def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
-    case: Case, finished: Path, tmp_path: Path
-) -> None:
+def test_killed_at_any_call_of_a_start_the_next_goes_on_bit_for_bit(case: Case, finished: Path, tmp_path: Path) -> None:
     untouched = contents(case.other) if case.other else {}
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(case.directory, undisturbed)
@@ -171,9 +152,7 @@ def test_killed_at_any_call_of_its_start_the_next_start_goes_on_bit_for_bit(
     assert differing(*ends) == []
 
 
-def test_killed_at_any_call_of_clean_no_start_goes_on_with_a_rest_of_the_old_run(
-    settings: dict[str, Any], finished: Path, tmp_path: Path
-) -> None:
+def test_killed_at_any_call_of_clean_no_rest_resumes(settings: dict[str, Any], finished: Path, tmp_path: Path) -> None:
     """The run is there as it was, or the next start, which asks to go on with it, removes the rest and is a new run."""
     before = tmp_path / "before"
     shutil.copytree(finished, before)

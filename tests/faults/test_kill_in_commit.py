@@ -1,10 +1,6 @@
-"""A process that is killed at any call of a save leaves the checkpoint before the save, or the new one, whole.
-
-Every call of the commit protocol that changes the directory is an instant to die at, once, for the library that all
-programs save with. Which steps of a run are lost, `test_kill_during_save` asks a whole run.
+"""A process that is killed at any call of a save leaves the checkpoint before the save, or the new one, whole. Which
+steps of a run are lost, `test_kill_during_save` asks a whole run.
 """
-
-from __future__ import annotations
 
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A `dpo` run that is killed while the reference is computed keeps what is computed, and ends with the same bits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -44,9 +42,7 @@ def noting_blocks(dies_in: str, **program: str) -> None:
     be_program(**program)
 
 
-def test_a_run_killed_while_the_reference_is_computed_ends_with_the_same_bits(
-    tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_a_run_killed_in_its_reference_ends_with_the_same_bits(tiny_model: ModelFactory, tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(PAIRS.read_text().splitlines(keepends=True)[:48]))
     settings = {

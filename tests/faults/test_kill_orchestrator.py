@@ -1,10 +1,6 @@
-"""The orchestrator dies in every state that its calls leave the run directory in; the next one goes on.
-
-The engine is a stand-in that answers over real HTTP as a function of its inputs, and the trainer a stand-in
-whose weights depend on every batch before: a difference shows in all later batches.
+"""The orchestrator dies in every state that its calls leave the run directory in; the next one goes on. Stand-ins
+answer over real HTTP and train, as functions of all before: a difference shows in all later batches.
 """
-
-from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
@@ -25,10 +21,9 @@ _STEPS, _TIMELINE_CALLS = 2, 5
 
 
 def _instants(calls: list[Call]) -> Iterator[tuple[int, Instant]]:
-    """Every state of the directory once: before each call, half way of each write, and after the last call.
-
-    The calls come one after the other, so the state before a call is the state after the previous one. `fsync` makes
-    no new state. The timeline in `logs` is no part of the journal: the process dies at its first calls only.
+    """Every state of the directory once: before each call, half way of each write, and after the last call. The calls
+    come one after the other, so the state before a call is the state after the previous one. `fsync` makes no new
+    state. The timeline in `logs` is no part of the journal: the process dies at its first calls only.
     """
     last, timeline = "", 0
     for call in calls:

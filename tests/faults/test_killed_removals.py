@@ -1,11 +1,6 @@
-"""Every removal of a run's files, killed at each of its calls: what it removes is there as before, or not at all.
-
-`REMOVALS` names every place in `src` that removes or renames files, and what is known of it. A new place that it does
-not name fails the test. Most are driven here: killed at any call, and then begun again, as the next start does it,
-which also clears the rest. So are they where the directories of the run are links to another filesystem.
+"""Every removal of a run's files, killed at each of its calls and begun again: what it removes is there as before, or
+not at all. A place in `src` that removes or renames files and has no row in `REMOVALS` fails the test.
 """
-
-from __future__ import annotations
 
 import ast
 import asyncio
@@ -178,17 +173,12 @@ def test_every_removal_in_the_source_is_known() -> None:
 
 @dataclass(frozen=True)
 class Drive:
-    """A removal.
-
-    Attributes:
-        build: makes what is there.
-        act: removes of it; the next start does so again.
-        clear: what the next start clears beside that.
-        is_there: whether a file counts, by its place; others are nobody's.
+    """A removal. `clear`: what the next start clears beside that. `is_there`: whether a file counts, by its place;
+    others are nobody's.
     """
 
-    build: Callable[[Path], object]
-    act: Callable[[Path], object]
+    build: Callable[[Path], object]  # makes what is there
+    act: Callable[[Path], object]  # removes of it; the next start does so again
     clear: Callable[[Path], object] = lambda case: RunDir(case).clear_leftovers()
     is_there: Callable[[Path, str], bool] = lambda case, place: ".tmp-" not in place
 

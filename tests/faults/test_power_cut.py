@@ -1,8 +1,6 @@
 """The power goes at any moment: whatever part of the unflushed writes is lost, what has a final name is whole, and the
 next start goes on to the same end."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -63,9 +61,7 @@ def _assert_whole(run_dir: RunDir, where: str) -> None:
 
 @pytest.mark.launch
 @pytest.mark.timeout(1800)
-def test_what_the_trainer_leaves_in_a_power_cut_is_whole_and_ends_in_the_same_bits(
-    tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_a_trainers_state_after_a_power_cut_ends_in_the_same_bits(tiny_model: ModelFactory, tmp_path: Path) -> None:
     ckpt = {"interval": 1, "keep": 2, "resume_step": "auto"}
     model = {"model": {"name": str(tiny_model())}, "optim": {"lr": 1e-3}}
     settings = model | {"mismatch_limit": "inf", "ckpt": ckpt, "journal": {"keep": 0}}

@@ -1,7 +1,5 @@
 """Directories that may not be written, odd clocks and two runs in one place: refused in one message, or no matter."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

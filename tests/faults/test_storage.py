@@ -1,6 +1,4 @@
-"""Storage that is full, broken or forbidden: the run says so, what was committed is whole, and it goes on later."""
-
-from __future__ import annotations
+"""Storage that is full, broken or forbidden: it is said, what was committed is whole, and the run goes on later."""
 
 import errno
 import os
@@ -18,10 +16,12 @@ from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
-from tests.faults.faulty_calls import installing
+from tests.faults.faulty_calls import Call, installing, read_trail
 from tests.faults.held_steps import exists, held_after
+from tests.faults.orchestrators import journaled, run_orchestrator
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 pytestmark = pytest.mark.launch
 
@@ -143,9 +143,7 @@ def test_a_save_that_fails_stops_at_the_next_boundary(start: Start, small: Small
     assert steps_without_ballast(small.checkpoints) == [20]
 
 
-def test_told_to_warn_it_trains_on_says_every_failure_and_saves_again_when_there_is_room(
-    start: Start, small: SmallDisk, output: Path
-) -> None:
+def test_told_to_warn_it_says_every_failure_and_saves_with_room(start: Start, small: SmallDisk, output: Path) -> None:
     flags = ("--max-steps", str(LONG), "--ckpt.interval", "2", "--ckpt.keep", "1", "--ckpt.on-failure", "warn")
     has_room = output.with_name("has_room")
     run = start(output, *flags, fault=small.disk.fault, trainer_fault=held_after(30, until=exists(has_room)))
@@ -245,9 +243,7 @@ def test_told_to_warn_the_next_save_commits_in_the_same_run(start: Start, wanted
     assert differing(end_state(output), wanted) == []
 
 
-def test_a_disk_that_dies_in_a_save_takes_nothing_committed_with_it(
-    start: Start, wanted: dict[str, Any], output: Path
-) -> None:
+def test_a_disk_that_dies_in_a_save_takes_nothing_committed(start: Start, wanted: dict[str, Any], output: Path) -> None:
     """Every call fails from then on, also those that would clear up: the next start does that."""
     dead = failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)
     run = start(output, trainer_fault=dead).wait()
@@ -283,3 +279,45 @@ def test_an_io_error_on_one_rank_fails_the_save_of_all(start: Start, output: Pat
     assert messages and all("step 4 could not be saved" in line and f"rank 1: {_EIO}" in line for line in messages)
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_2"]
     assert sorted(whole_steps(output / "checkpoints")) == [2]
+
+
+_STEPS = 2
+_FAILING = ("mkdir", "open", "write", "rename", "fsync")
+
+
+def _first_and_last_of_each_kind(calls: list[Call]) -> list[int]:
+    """Return numbers of calls, from 1, that fail on a full disk: two of every function and kind of file."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for number, call in enumerate(calls, start=1):
+        if call.name in _FAILING:
+            kinds.setdefault((call.name, re.sub(r"\d+", "N", call.path)), []).append(number)
+    return sorted({number for numbers in kinds.values() for number in (numbers[0], numbers[-1])})
+
+
+def test_wherever_the_disk_is_full_it_says_so_and_the_journal_comes_out_the_same(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        straight = RunDir(tmp_path / "straight")
+        straight.path.mkdir()
+        with FakeTrainer(straight, start=0, max_steps=_STEPS):
+            assert run_orchestrator(make_config(straight.path, engine, max_steps=_STEPS)) == 0
+        expected = journaled(straight, _STEPS)
+        calls = [call for call in read_trail(straight.path.with_suffix(".trail")) if call.path.startswith("rollouts")]
+        assert {call.name for call in calls} >= set(_FAILING)
+
+        told = tried = 0
+        for number in _first_and_last_of_each_kind(calls):
+            call = calls[number - 1]
+            run_dir = RunDir(tmp_path / f"full_{number}")
+            run_dir.path.mkdir()
+            config = make_config(run_dir.path, engine, max_steps=_STEPS)
+            log = run_dir.path.with_suffix(".log")
+            with FakeTrainer(run_dir, start=0, max_steps=_STEPS):
+                code = run_orchestrator(config, fail="* rollouts", nth=number, until_nth=10**9, error=errno.ENOSPC)
+                said = log.read_text()
+                assert code in (STORAGE_FAILED, 0), said  # 0: this time there were fewer calls
+                assert "Traceback" not in said, said
+                tried, told = tried + 1, told + (code == STORAGE_FAILED)
+                assert run_orchestrator(config) == 0, log.read_text()
+            assert journaled(run_dir, _STEPS) == expected, f"call {number}: {call}"
+        assert told > 0.8 * tried

@@ -1,13 +1,7 @@
-"""Real commands and modules for tests, started in a fraction of a second instead of several.
-
-    run = shared_commands().sft(output, model, data, "--max-steps", "6", "--ckpt.interval", "2").wait()
-    assert run.code == 0, run.log
-
-The commands are what users type: launcher, trainer and ranks, in processes of their own. A fault is Python source
-that runs in one of them before anything else: the product has no hooks.
+"""Real commands and modules in a fraction of a second: launcher, trainer and ranks in processes of their own, forked.
+`shared_commands().sft(output, model, data, "--max-steps", "6").wait()` has `code` and `log`. A fault is Python source
+that runs in one of them first: the product has no hooks.
 """
-
-from __future__ import annotations
 
 import atexit
 import functools
@@ -71,7 +65,6 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; a signal's number is negative, as in subprocess."""
         return self.fork.code
 
     @property
@@ -90,11 +83,7 @@ class Run:
         return self.fork.has_ended
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
-        """Wait for its end.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
+        """Wait for its end. Raises `TimeoutError`: it still runs."""
         self.fork.wait(timeout_s)
         return self
 
@@ -136,17 +125,11 @@ class Commands:
         until: Until = "trained",
         engine: Engine = "stub",
     ) -> Run:
-        """Start a command; return when its process is there.
-
-        Args:
-            program: its name, such as `dpo`.
-            output: the directory of the run, which `argv` names as well.
-            log: where its output goes; unset: `output` with the suffix `.out`.
-            environment: its variables, by default those of this process.
-            fault: Python source that runs in the command first.
-            trainer_fault: the same in its trainer, before the ranks are forked.
-            until: stop when the run directory is prepared, or go on and train.
-            engine: what the inference servers of `rl` sample with.
+        """Start a command; return when its process is there. `program`: its name, such as `dpo`. `output`: the
+        directory of the run, which `argv` names as well. `log`: where its output goes; unset: `output` with the suffix
+        `.out`. `environment`: its variables, by default those of this process. `fault`: Python source that runs in the
+        command first. `trainer_fault`: the same in its trainer, before the ranks are forked. `until`: stop when the run
+        directory is prepared, or go on and train. `engine`: what the inference servers of `rl` sample with.
         """
         require("launch")
         log = log or output.with_name(f"{output.name}.out")
@@ -157,12 +140,8 @@ class Commands:
         return Run(output, fork)
 
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
-        """Start `python -m ARGV`; return when its process is there.
-
-        Args:
-            fault: Python source that runs in it first.
-            at_end: Python source that runs when it ends, with the names of `fault`.
-            is_ranks: it starts several ranks.
+        """Start `python -m ARGV`; return when its process is there. `fault`: Python source that runs in it first.
+        `at_end`: Python source that runs when it ends, with the names of `fault`. `is_ranks`: it starts several ranks.
         """
         require("ranks" if is_ranks else "launch")
         words = [str(word) for word in argv]

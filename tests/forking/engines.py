@@ -1,13 +1,6 @@
-"""Inference servers for tests, processes of their own: tests can kill them, and see the exit codes that they give.
-
-    server = start_server("vllm", InferenceConfig(...), tmp_path / "inference.log")
-    server.wait_ready()
-
-Those with vLLM are forked from a process that has imported it, and run `holdfast.inference.main` a second or two later
-instead of a quarter of a minute. The stub engine needs no fork for that.
+"""Inference servers, processes of their own: `start_server("vllm", InferenceConfig(...), log).wait_ready()`. Those with
+vLLM are forked from a process that has imported it, and are there in seconds.
 """
-
-from __future__ import annotations
 
 import atexit
 import functools
@@ -53,11 +46,7 @@ class ServerHandle:
         self._process = process
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when `/health` says 200.
-
-        Raises:
-            RuntimeError: the server ended, or took longer than `timeout_s`.
-        """
+        """Return when `/health` says 200. Raises `RuntimeError`: the server ended, or took longer than `timeout_s`."""
         import httpx
 
         deadline = time.monotonic() + timeout_s
@@ -76,10 +65,8 @@ class ServerHandle:
         raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Return the exit code once the server ended; a signal's number is negative, as in subprocess.
-
-        Raises:
-            TimeoutError: it still runs after `timeout_s`.
+        """Return the exit code once the server ended; a signal's number is negative, as in subprocess. Raises
+        `TimeoutError`: it still runs after `timeout_s`.
         """
         return self._process.wait(timeout_s)
 
@@ -89,12 +76,10 @@ class ServerHandle:
                 os.kill(self.pid, number)
 
     def terminate(self) -> int:
-        """Ask the server to stop, and return its exit code."""
         self.send_signal(signal.SIGTERM)
         return self.wait()
 
     def kill(self) -> int:
-        """Kill the server as a crash would, and return its exit code."""
         self.send_signal(signal.SIGKILL)
         return self.wait()
 

@@ -1,10 +1,6 @@
-"""What the launcher starts, less the start of Python: forked from the launcher, which has imported torch already.
-
-Launcher, its checks of a user's functions, trainer, ranks and inference servers are processes of their own as ever,
-with the same parents, sessions, environments and logs; the imports alone are not made again.
+"""What the launcher starts, forked from it: processes of their own as ever, with the same parents, sessions,
+environments and logs; the imports alone are not made again.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -39,11 +35,9 @@ Engine = Literal["stub", "vllm"]
 
 
 def fork_children(trainer_fault: str, *, engine: Engine) -> None:
-    """Make the launcher in this process fork its checks, trainer, orchestrator and inference servers.
-
-    Args:
-        trainer_fault: Python source that runs in a trainer before anything else.
-        engine: what an inference server of the run samples with.
+    """Make the launcher in this process fork its checks, trainer, orchestrator and inference servers. `trainer_fault`:
+    Python source that runs in a trainer before anything else. `engine`: what an inference server of the run samples
+    with.
     """
     import holdfast.launcher.cluster.hosts
     import holdfast.launcher.preflight
@@ -66,9 +60,8 @@ def begin() -> None:
 
 
 def run_module(argv: list[str]) -> None:
-    """Do what `python -m` does with `argv`, the name of a module and its arguments.
-
-    Not by `runpy`: for every frame of a frozen module, torch's rendezvous looks through all that is imported.
+    """Do what `python -m` does with `argv`, the name of a module and its arguments. Not by `runpy`: for every frame of
+    a frozen module, torch's rendezvous looks through all that is imported.
     """
     spec = importlib.util.find_spec(argv[0])
     assert spec is not None and isinstance(spec.loader, SourceFileLoader), argv
@@ -108,7 +101,6 @@ class ForkedModule:
             _be_module(argv[3:], words, (nothing, stdout.fileno(), stdout.fileno()), env, fault, new_session=True)
 
     def poll(self) -> int | None:
-        """Return the exit code of a process that has ended."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -116,7 +108,6 @@ class ForkedModule:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -188,10 +179,9 @@ def _be_module(
 
 
 def _cut_off_descriptors() -> None:
-    """Take every open file of the launcher from this process, as exec does, but keep the numbers in use.
-
-    Objects of the launcher live on here, and close their numbers when they are freed: by then those could be files of
-    the module's own.
+    """Take every open file of the launcher from this process, as exec does, but keep the numbers in use. Objects of the
+    launcher live on here, and close their numbers when they are freed: by then those could be files of the module's
+    own.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:

@@ -1,17 +1,7 @@
-"""A process that imports what is heavy once, and forks a child for every request: its two ends, and what they say.
-
-    server = ForkServer("tests.forking.commands:prepare")
-    fork = server.fork("tests.forking.commands:be_module", log, argv=["tests.ranks.families", str(directory)])
-    assert fork.wait() == 0, fork.log
-
-A request is a line of JSON: a function, its arguments, where the output goes, what is different in the environment.
-It is answered by a line with the id of the process, and at its end by another with its exit code. The server and all
-children end with the process that asked for them, however that ends.
-
-This file is also the server's program, with the name of what it calls first.
+"""A process that imports what is heavy once, and forks a child for every request: `ForkServer(prepare).fork(function,
+log, ...)`. A request is a line of JSON, answered by a line with the id of the process and one with its exit code. All
+end with the process that asked for them. This file is also the server's program.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -35,10 +25,8 @@ _answers = 1
 
 
 class Fork:
-    """One forked process, whose output goes behind what its log holds.
-
-    Attributes:
-        code: its exit code once somebody has waited for it; a signal's number is negative, as in subprocess.
+    """One forked process, whose output goes behind what its log holds. `code`: its exit code once somebody has waited
+    for it; a signal's number is negative, as in subprocess.
     """
 
     def __init__(self, log_path: Path) -> None:
@@ -58,11 +46,7 @@ class Fork:
         return self.code is not None or not self._answers.empty()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end, and return its exit code.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
+        """Wait for its end, and return its exit code. Raises `TimeoutError`: it still runs."""
         if self.code is None:
             try:
                 self.code = self._next_answer(timeout_s)
@@ -105,10 +89,8 @@ class Started:
 
 
 class ForkServer:
-    """The server, as the process sees it that asks. Several threads may use it.
-
-    Args:
-        prepare: what the server calls before it forks anything, as `module:function`.
+    """The server, as the process sees it that asks. Several threads may use it. `prepare`: what the server calls before
+    it forks anything, as `module:function`.
     """
 
     def __init__(self, prepare: str) -> None:
@@ -133,9 +115,7 @@ class ForkServer:
 
     def fork(self, function: str, log: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Fork:
         """Call a function, `module:function`, in a child with what JSON can say; return when the child is there.
-
-        Args:
-            environment: as it is to be, but for what the server's imports have set; by default as it is here.
+        `environment`: as it is to be, but for what the server's imports have set; by default as it is here.
         """
         wanted = os.environ if environment is None else environment
         gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - wanted.keys())

@@ -1,7 +1,5 @@
 """The process that sends to a tracker, forked from a process that has imported what takes seconds."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib
@@ -31,11 +29,9 @@ class TrackingProcess:
         self.pid = self._fork.pid
 
     def poll(self) -> int | None:
-        """Return the exit code of a process that has ended."""
         return self._fork.wait(0) if self._fork.has_ended else None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

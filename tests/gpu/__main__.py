@@ -1,11 +1,6 @@
-"""Run the checks on this machine's GPU, and print what they found as the table of docs/developing.md.
-
-    python -m tests.gpu [words that pytest takes, such as -k attention]
-
-It needs torch, transformers, what the trainer imports, and pytest; neither vLLM nor pytest's plugins.
+"""Run the checks on this machine's GPU, and print the table of docs/developing.md: `python -m tests.gpu [-k
+attention]`. It needs torch, transformers, what the trainer imports, and pytest; neither vLLM nor pytest's plugins.
 """
-
-from __future__ import annotations
 
 import json
 import os

@@ -1,7 +1,5 @@
 """A GPU, and one rank on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from tests.gpu.gpu_place import Place
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """Return the GPU."""
     return Place("cuda", tmp_path, is_toy=False)
 
 

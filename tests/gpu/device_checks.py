@@ -1,7 +1,5 @@
 """Checks within one process: kernels, the head, waiting for the device, families of models, files for engines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

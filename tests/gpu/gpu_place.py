@@ -1,7 +1,5 @@
 """Where a check runs and how large, and the figures that it finds."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,8 +34,6 @@ LARGE = TOY | {
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one check, with what was expected of it."""
-
     check: str
     what: str
     value: float
@@ -52,19 +48,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Place:
-    """Where checks run.
-
-    Attributes:
-        device: `cuda` or `cpu`.
-        folder: for runs, models and data.
-        is_toy: tiny shapes, and commands forked from a process that has imported torch; otherwise real ones.
-        figures: what was found.
-    """
-
-    device: str
-    folder: Path
-    is_toy: bool
-    figures: list[Figure] = field(default_factory=list)
+    device: str  # `cuda` or `cpu`
+    folder: Path  # for runs, models and data
+    is_toy: bool  # tiny shapes, and commands forked from a process that has imported torch; otherwise real ones
+    figures: list[Figure] = field(default_factory=list)  # what was found
 
     def note(self, check: str, what: str, value: float, unit: str, expected: str = "") -> None:
         """Print and keep a figure."""
@@ -87,7 +74,6 @@ class Place:
         return directory
 
     def data(self) -> Path:
-        """Return ragged samples."""
         path = self.folder / "samples.jsonl"
         return path if path.exists() else write_data(path)
 
@@ -100,7 +86,6 @@ class Place:
         return [*start, *words, *map(str, flags)]
 
     def run(self, name: str, *flags: object, program: str = "sft", device: str | None = None) -> SftRun:
-        """Run a command to its end."""
         command = self.command(name, *flags, program=program, device=device)
         return run_command(command, self.folder / name, starts_python=not self.is_toy)
 
@@ -113,7 +98,6 @@ class Place:
         ]  # fmt: skip
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 

@@ -1,7 +1,5 @@
 """Checks that run commands: they start, compute what the CPU computes, repeat, resume, and end."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import signal

@@ -1,9 +1,6 @@
-"""What can be known on a GPU alone. `python -m tests.gpu` runs it and prints the table for docs/developing.md.
-
-Every check is a function of a device; `tests/unit/project/test_gpu_checks.py` runs them on a CPU, at toy size.
+"""What can be known on a GPU alone, for `python -m tests.gpu`. Every check is a function of a device;
+`tests/unit/project/test_gpu_checks.py` runs them on a CPU, at toy size.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What the tests of `rl` share: an inference server of each kind, and the run that nothing disturbs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,23 +1,17 @@
 """The benchmarks that train beside TRL and plain loops, at toy size: ratios, curves and tables."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning.results import NUMBERS, Run, read_runs
-from tests.conftest import ROOT
 from tests.runs.forked_benchmarks import run_benchmark
 
 
 def ratios(output: str) -> dict[str, float]:
-    """Return medians by what is compared."""
     found = re.findall(
         r"^.*: (?:tok/s, )?(\S+ / \S+): median (\d+\.\d\d) \(\S+ to \S+\)(?:, memory \S+)?$", output, re.MULTILINE
     )
@@ -52,14 +46,6 @@ def test_rl_is_measured_beside_trl_and_a_synchronous_trainer(tmp_path: Path) -> 
     # The policy is the same and hardly moves, so a step has about as many tokens for all of them.
     tokens = [float(seconds) * float(rate.replace(",", "")) for _, seconds, rate in speeds]
     assert max(tokens) < 2 * min(tokens)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("module", ["sft", "rl"])
-def test_what_is_not_known_is_refused(module: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{module}_throughput", "--contestants", "verl"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "--contestants verl: there are" in done.stderr
 
 
 FEW = ("--seeds", "5", "--steps", "2", "--num-tasks", "8")

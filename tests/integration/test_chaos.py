@@ -1,7 +1,5 @@
 """A short chaos run: the long form is `python -m tests.chaos`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -29,9 +27,7 @@ _DISK_MIB = 128
 
 @pytest.mark.timeout(1800)
 @pytest.mark.launch
-def test_a_run_that_is_hit_again_and_again_ends_as_the_undisturbed_one(
-    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
-) -> None:
+def test_a_run_that_is_hit_often_ends_alike(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     """Also where the disk fills up meanwhile, if one can be mounted here."""
     flags = (*rl_server.flags, "--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
     victims = shares(engines=0)  # the inference server is somebody else's
@@ -62,9 +58,7 @@ def evaluated(run_dir: RunDir) -> dict[str, list[bytes]]:
 @pytest.mark.timeout(1800)
 @pytest.mark.launch
 @pytest.mark.parametrize("seed", [11])
-def test_whatever_plays_scores_or_tells_is_hit_and_the_run_ends_as_the_undisturbed_one(
-    seed: int, rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_whatever_plays_scores_or_tells_is_hit_at_no_cost(seed: int, rl_server: UsedServer, tmp_path: Path) -> None:
     """Workers, MCP servers, sandboxes, mathematics, judge, evaluations, tracker; no kept answer is asked again."""
     with JudgeProcess(tmp_path / "asked_before") as judge:
         victims = {name: 1.0 for name in shares(engines=0, others=(*PLAYERS, JUDGE)) if name != "trainer"}

@@ -1,7 +1,5 @@
 """`ckpt show`, `diff`, `export`, `promote` and `import` on real runs of two ranks: in bfloat16, and of experts."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -105,9 +103,7 @@ def test_an_export_equals_the_published_weights_bit_for_bit(run_dir: RunDir, tmp
     assert written["parameters"] == sum(tensor.numel() for tensor in load_file(target / "model.safetensors").values())
 
 
-def test_an_export_loads_in_transformers_with_the_logits_of_the_trainer(
-    run_dir: RunDir, masters: Path, mesh: Mesh
-) -> None:
+def test_an_export_loads_in_transformers_with_the_trainers_logits(run_dir: RunDir, masters: Path, mesh: Mesh) -> None:
     config = TrainedModelConfig.model_validate({"name": str(run_dir.checkpoint(STEPS) / "model")})
     policy = build_policy(config, mesh, seed=0, weights=False)
     load_weights_only(trained_tensors(policy.hf_model), run_dir.checkpoint(STEPS))
@@ -205,9 +201,7 @@ def run_of_experts(tmp_path_factory: pytest.TempPathFactory, experts: Path, sft_
     return run.run_dir
 
 
-def test_sft_publishes_the_originals_names_with_the_values_of_its_checkpoint(
-    run_of_experts: RunDir, experts: Path
-) -> None:
+def test_sft_publishes_original_names_with_its_checkpoints_values(run_of_experts: RunDir, experts: Path) -> None:
     published, original = load_file(run_of_experts.weights_of(2) / NAME), load_file(experts / NAME)
     assert {name: one.shape for name, one in published.items()} == {name: one.shape for name, one in original.items()}
     reader = TensorReader(run_of_experts.checkpoint(2) / "trainer")

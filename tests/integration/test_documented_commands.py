@@ -1,7 +1,5 @@
 """Commands of the docs as a reader gives them, one after the other, with what the page shows that they print."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,9 +26,8 @@ def test_the_page_about_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_readme(tmp_path: Path) -> None:
-    """All of it, the quick start too; each of its runs, and the first of first_run.md, is killed and given again.
-
-    They end with the bits of those that nobody killed; so does the second run of the README.
+    """All of it, the quick start too; each of its runs, and the first of first_run.md, is killed and given again. They
+    end with the bits of those that nobody killed; so does the second run of the README.
     """
     whole, killed = (Checkout(tmp_path / name) for name in ("whole", "killed"))
     printed = {}

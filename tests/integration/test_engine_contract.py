@@ -1,9 +1,6 @@
-"""Generation by a server: reproducible, exact, never silently cut, and always with its version.
-
-The stub engine, on which most runs of `rl` in the tests sample, does here what vLLM does.
+"""Generation by vLLM, and by the stub engine of most runs: reproducible, exact, never silently cut, always with its
+version.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -110,12 +107,7 @@ def _in_a_crowd(http: httpx.Client, seeds: list[int], **fields: Any) -> list[dic
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("threads", "more", "has_experts"),
-    [
-        (1, {}, False),
-        (2, {}, False),
-        (2, {"dtype": "bfloat16", "fp32_lm_head": True}, False),
-        (2, {}, True),
-    ],
+    [(1, {}, False), (2, {}, False), (2, {"dtype": "bfloat16", "fp32_lm_head": True}, False), (2, {}, True)],
     ids=["1", "2", "float32 head", "experts"],
 )
 def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
@@ -263,9 +255,7 @@ def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
         ({"stop_token_ids": [500]}, "stop_token_ids holds 500"),
     ],
 )
-def test_a_request_that_cannot_be_served_as_asked_is_refused(
-    http: httpx.Client, fields: dict[str, Any], reason: str
-) -> None:
+def test_a_request_that_cannot_be_served_is_refused(http: httpx.Client, fields: dict[str, Any], reason: str) -> None:
     response = _post(http, **fields)
     assert response.status_code == 400
     assert reason in response.json()["error"]

@@ -1,7 +1,5 @@
 """The loops in examples/ and in docs/checkpoints.md, as they stand there: killed and resumed each is itself."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os

@@ -1,7 +1,5 @@
 """A server, with either engine, and the runs that want it: what it serves only to whom, and whose it is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,9 +76,7 @@ def test_a_request_is_answered_by_the_weights_that_it_is_for_or_refused(http: ht
     assert generate(http).status_code == 200, "who names no weights gets what serves"
 
 
-def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back(
-    http: httpx.Client, models: Path
-) -> None:
+def test_weights_of_others_are_refused_until_the_owner_gives_it_back(http: httpx.Client, models: Path) -> None:
     assert push(http, models / "a", 3, MINE).status_code == 200
     for intruder in (OTHER, None):
         refused = push(http, models / "b", 4, intruder)
@@ -98,9 +94,7 @@ def test_the_weights_of_others_are_refused_until_the_owner_gives_the_server_back
 
 
 @pytest.mark.clock
-def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(
-    engine: Engine, models: Path, tmp_path: Path
-) -> None:
+def test_a_run_silent_for_the_lease_owns_the_server_no_more(engine: Engine, models: Path, tmp_path: Path) -> None:
     server = start(engine, models, tmp_path, lease_s=SHORT_LEASE_S)
     with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
         assert http.post("/claim", json=MINE).status_code == 200
@@ -118,9 +112,7 @@ def test_a_run_that_is_silent_for_the_lease_owns_the_server_no_more(
     assert server.terminate() == 0
 
 
-def test_a_server_of_one_run_is_refused_to_others_also_after_a_restart(
-    engine: Engine, models: Path, tmp_path: Path
-) -> None:
+def test_a_server_of_one_run_is_refused_to_others_after_a_restart(engine: Engine, models: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
     run_dir.create()

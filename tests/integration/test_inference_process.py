@@ -1,15 +1,11 @@
 """The server as a process: mistakes are told at once, and every death is clean or loud."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +15,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import tomli_w
 
 from holdfast.config import InferenceConfig
 from holdfast.launcher.exit_reasons import engine_failure
@@ -65,40 +60,6 @@ def _assert_ends(process: psutil.Process) -> None:
         pytest.fail(f"{process} outlived its server")
 
 
-def _run_cold(directory: Path, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    path = directory / "resolved.toml"
-    path.write_text(tomli_w.dumps(config))
-    environment = {name: value for name, value in os.environ.items() if name != "HOLDFAST_ADMIN_TOKEN"}
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.inference.main", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env=environment,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("mistake", ["no weights", "unknown key", "port in use"])
-def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path, mistake: str) -> None:
-    """All of them: `tests/unit/inference/test_inference_preflight.py`."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
-        config, message = {
-            "no weights": ({"model": {"name": str(bare)}, "server": {"port": free_port()}}, "--model.load dummy"),
-            "unknown key": ({"model": {"nane": "x"}}, "model.nane"),
-            "port in use": (
-                {"model": {"name": str(model)}, "server": {"port": port}},
-                f"cannot listen on 127.0.0.1:{port}: Address already in use",
-            ),
-        }[mistake]
-        result = _run_cold(tmp_path, config)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr and "loading vllm" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -107,9 +68,7 @@ def test_mistakes_are_one_message_before_vllm_loads(model: Path, tmp_path: Path,
         ({"hf_overrides": "{}"}, 'add "head_dtype": "float32" to it'),
     ],
 )
-def test_engine_arguments_that_cannot_be_used_are_refused(
-    model: Path, tmp_path: Path, args: dict[str, Any], message: str
-) -> None:
+def test_unusable_engine_arguments_are_refused(model: Path, tmp_path: Path, args: dict[str, Any], message: str) -> None:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "fp32_lm_head": True}, "server": {"port": free_port()}, "engine": {"args": args}}
     )
@@ -264,9 +223,7 @@ _LATE = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if ho
 
 
 @pytest.mark.parametrize("when", ["as it appears", "while it loads", "while it loads, known late"])
-def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
-    model: Path, tmp_path: Path, when: str
-) -> None:
+def test_an_engine_killed_while_it_starts_is_worth_another_start(model: Path, tmp_path: Path, when: str) -> None:
     late = _LATE if "late" in when else ""
     server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
     engine = _starting_engine(server)
@@ -279,9 +236,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_worth_another_start(
 
 
 @pytest.mark.parametrize("ahead_of", ["EngineWeights.adopt_initial", "_check_first_token"])
-def test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start(
-    model: Path, tmp_path: Path, ahead_of: str
-) -> None:
+def test_an_engine_killed_at_a_first_request_is_worth_another_start(model: Path, tmp_path: Path, ahead_of: str) -> None:
     kill = (
         f"import psutil, holdfast.inference.server as s; real = s.{ahead_of}\n"
         f"s.{ahead_of} = lambda it: (psutil.Process().children()[0].kill(), real(it))[1]"
@@ -291,9 +246,7 @@ def test_an_engine_that_is_killed_at_its_first_request_is_worth_another_start(
     assert "ERROR the engine died while it started" in server.log() and "error: " not in server.log()
 
 
-def test_a_model_that_the_engine_cannot_run_is_told_before_it_is_ready(
-    tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_a_model_that_the_engine_cannot_run_is_told_before_ready(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """vLLM loads heads of 16 numbers on CPU, and fails at the first token."""
     server = _start(tiny_model("qwen3", head_dim=16), tmp_path)
     assert server.wait() == 3

@@ -1,7 +1,5 @@
 """Weight updates of a server, with either engine: right after each one, refused without harm, safe in mid-flight."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The wheel in an environment of its own, in a directory with files of unlucky names."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -95,9 +93,7 @@ def test_without_vllm_sft_trains(bin_dir: Path, project: Path, tiny_model: Calla
 
 
 @pytest.mark.launch
-def test_a_run_of_the_wheel_is_looked_into(
-    bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path
-) -> None:
+def test_the_wheel_shows_a_run(bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
     trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
     assert trained.returncode == 0, trained.stderr
     (directory,) = {path.parent for path in project.glob("**/metrics.jsonl")}

@@ -1,10 +1,7 @@
-"""Mistakes of somebody who sees the commands for the first time: each is one message that says what to do about it.
-
-Every case runs the real command in a process of its own. It must end with exit code 2, leave nothing behind, and say
-so before a model is loaded. What is a mistake in the words of a command alone is in the unit tests of that command.
+"""Mistakes of somebody who sees the commands for the first time: each is one message that says what to do about it. A
+real command must end with exit code 2, leave nothing, and say so before a model is loaded. Mistakes in the words alone
+are in the unit tests of the command.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -28,24 +25,17 @@ LOADING = ("importing torch", "loading vllm", "starting the engine", "loading mo
 
 @dataclass(frozen=True)
 class Case:
-    """One mistake.
-
-    Attributes:
-        name: what it is.
-        program: the command.
-        words: behind the command; `{here}` is the directory of the test, `{model}` a whole model, `{rows}` good data.
-        said: what the message must hold.
-        makes: prepares the directory of the test.
-        has_model: a copy of a good model lies in `{here}/mine`, before `makes` changes it.
-        in_trainer: only the trainer finds it, which is started, and trains nothing: what configs of models hold.
+    """One mistake. `words`: behind the command; `{here}` is the directory of the test, `{model}` a whole model,
+    `{rows}` good data. `in_trainer`: only the trainer finds it, which is started, and trains nothing: what configs of
+    models hold.
     """
 
-    name: str
-    program: str
+    name: str  # what it is
+    program: str  # the command
     words: tuple[str, ...]
-    said: tuple[str, ...]
-    makes: Callable[[Path], object] = lambda here: None
-    has_model: bool = False
+    said: tuple[str, ...]  # what the message must hold
+    makes: Callable[[Path], object] = lambda here: None  # prepares the directory of the test
+    has_model: bool = False  # a copy of a good model lies in `{here}/mine`, before `makes` changes it
     in_trainer: bool = False
 
 

@@ -1,7 +1,5 @@
 """Files of a user with the names of our modules, Python's and other packages': none is imported in their place."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -63,12 +61,7 @@ def run(request: pytest.FixtureRequest, command: Callable[[str], str], traps: Pa
     def to_end(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": request.param}
         done = subprocess.run(
-            [command(program), *words],
-            cwd=traps,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
+            [command(program), *words], cwd=traps, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
         )
         assert "was imported" not in done.stdout + done.stderr, done.stdout + done.stderr
         return done

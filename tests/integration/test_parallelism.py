@@ -1,7 +1,5 @@
 """Four ranks divided in several ways train as one rank does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -52,9 +50,7 @@ def test_ranks_train_as_one_does(
 
 
 @pytest.mark.parametrize("division", ["copies of shards", "copies of slices"])
-def test_offloaded_ranks_have_the_bits_of_those_that_are_not(
-    division: str, by_rank: list[dict[tuple[str, str], Found]]
-) -> None:
+def test_offloaded_ranks_have_the_bits_of_others(division: str, by_rank: list[dict[tuple[str, str], Found]]) -> None:
     for run in DIVISIONS[division][1]:
         plain, offloaded = (by_rank[0][name, run] for name in (division, f"offloaded {division}"))
         assert all(torch.equal(offloaded[name], tensor) for name, tensor in plain.items())

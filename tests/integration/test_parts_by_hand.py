@@ -1,7 +1,5 @@
 """Parts started by the commands of docs/guarantees.md die, are started again, and end as a run of `rl` does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -77,9 +75,7 @@ def shells(tmp_path: Path) -> Iterator[Shells]:
 
 
 @pytest.mark.timeout(1800)
-def test_parts_that_are_started_by_hand_and_again_end_as_rl_does(
-    shells: Shells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_started_by_hand_end_as_rl_does(shells: Shells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a token on both sides, as servers of other machines need it."""
     run_dir = RunDir(tmp_path / "outputs" / "by_hand")
 

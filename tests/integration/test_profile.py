@@ -1,7 +1,5 @@
 """`--profile`, in real runs: the traces that Perfetto opens, and not one other bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -23,9 +21,7 @@ def _until_step(run: Run, step: int) -> None:
     assert not run.has_ended, run.log
 
 
-def test_two_ranks_are_profiled_and_their_bits_stay(
-    tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
-) -> None:
+def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
     model = tiny_model(weights=False)
 
     def train(name: str, *flags: str) -> Run:
@@ -58,9 +54,7 @@ def test_two_ranks_are_profiled_and_their_bits_stay(
     assert Trace.read(path, rank=1).steps() == [5]
 
 
-def test_a_kill_leaves_nothing_torn_and_a_stop_what_was_recorded(
-    tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path
-) -> None:
+def test_a_kill_tears_nothing_a_stop_records(tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
     model, output = tiny_model(weights=False), tmp_path / "run"
     flags = ("--max-steps", "100000", "--profile", "2:100000", "--ckpt.interval", "1", "--ckpt.keep", "2")
     flags = (*flags, "--ckpt.resume-step", "auto")

@@ -1,7 +1,5 @@
 """Two ranks train what one does, and resume bit for bit: every program, and every division of the ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,11 +1,6 @@
-"""20 steps of every command that trains give the losses and the weights that are committed, bit for bit.
-
-Where they do not and should not: `uv run python -m tests.reference_losses` records them anew, and the commit says why.
-The numbers are of one kind of machine. On another the losses of the supervised commands must be close, and the exact
-comparison is skipped with what differs.
+"""20 steps of every command give the committed losses and weights, bit for bit; on another kind of machine close
+losses. If numbers are meant to change, `python -m tests.reference_losses` records them, and the commit says why.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 

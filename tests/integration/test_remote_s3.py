@@ -1,7 +1,5 @@
 """Remote checkpoints against a real S3 API server on loopback; those of a run are in test_continued.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -184,9 +182,7 @@ def test_a_replacement_torn_anywhere_is_neither_step(
 
 @pytest.mark.clock
 @pytest.mark.parametrize("number", [2, 4, OBJECTS])
-def test_a_removal_torn_anywhere_is_no_step_and_is_cleared(
-    server: S3Server, remote: RemoteCheckpoints, here: RunDir, number: int
-) -> None:
+def test_a_torn_removal_is_no_step(server: S3Server, remote: RemoteCheckpoints, here: RunDir, number: int) -> None:
     remote.upload(write_checkpoint(here, 3), 3)
     fail_from(server, number, ("DELETE",))
     with pytest.raises(StorageError, match="removing step_3/"):
@@ -204,9 +200,7 @@ def test_parts_of_a_cut_off_upload_are_given_up(server: S3Server, remote: Remote
     assert [upload["Key"] for upload in left] == ["runs/other/step_2/trainer/__0.distcp"]
 
 
-def test_a_store_that_keeps_another_size_is_no_commit(
-    server: S3Server, remote: RemoteCheckpoints, here: RunDir
-) -> None:
+def test_a_store_that_kept_another_size_is_no_commit(server: S3Server, remote: RemoteCheckpoints, here: RunDir) -> None:
     """Between put and check somebody else writes the object."""
     has_begun = threading.Event()
 
@@ -242,9 +236,7 @@ def test_a_listing_meanwhile_shows_whole_steps_only(server: S3Server, remote: Re
 
 @pytest.mark.clock
 @pytest.mark.parametrize(("status", "times"), [("503", 1), ("500", 4)])
-def test_what_may_pass_is_tried_again(
-    server: S3Server, remote: RemoteCheckpoints, here: RunDir, status: str, times: int
-) -> None:
+def test_it_tries_again(server: S3Server, remote: RemoteCheckpoints, here: RunDir, status: str, times: int) -> None:
     """The driver tries a request three times by itself, so four refusals are for us."""
     refused: list[str] = []
 

@@ -1,7 +1,5 @@
 """Distillation from a real server: what the teacher says, that a kill changes nothing, and that the student learns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,20 +1,21 @@
 """Harnesses, environments of verifiers and faulty environments in real runs: through deaths, and trained on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.faults.held_steps import at_start, exists, held_after
 from tests.integration.conftest import UsedServer
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
-from tests.runs.rl import CompletedRun, RlRun, complete
+from tests.runs.rl import MODEL, CompletedRun, RlRun, complete, succeeded
 
 pytestmark = pytest.mark.launch
 
@@ -46,9 +47,7 @@ def _weights(run: CompletedRun) -> bytes:
     return (run.run_dir.weights_of(_HIT_STEPS) / "model.safetensors").read_bytes()
 
 
-def test_a_harness_over_http_trains_the_same_weights_through_deaths(
-    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
-) -> None:
+def test_a_harness_trains_through_deaths(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     """The weights are those of the environment whose sessions it plays, undisturbed."""
     mine = '[{"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": 1}]'
     done = _trained_through_deaths(tmp_path / "run", *rl_server.flags, "--orchestrator.environments", mine)
@@ -58,9 +57,7 @@ def test_a_harness_over_http_trains_the_same_weights_through_deaths(
 
 @pytest.mark.timeout(900)  # verifiers is imported at every start
 @needs_verifiers
-def test_an_environment_of_verifiers_is_trained_on_through_deaths(
-    rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifiers_train_through_deaths(rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(VERIFIERS_TASKS), prepend=os.pathsep)
     agent = {"harness": {"id": "reversing"}, "runtime": {"type": "subprocess"}}
     section = {"id": "verifiers:reversing", "args": {"python": VERIFIERS_PYTHON, "agent": agent}, "workers": 1}
@@ -83,9 +80,7 @@ def test_an_environment_of_verifiers_is_trained_on_through_deaths(
     assert weights[0] == weights[1]
 
 
-def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_faults_of_environments_cost_their_groups_and_training_goes_on(rl_server: UsedServer, tmp_path: Path) -> None:
     faults = {"1": "raises", "2": "exits", "3": "prints", "4": "nan", "9": "blocks", "10": "type", "11": "leaks"}
     section = {
         "id": "tests.runs.faulty_environment:Faulty",
@@ -109,3 +104,25 @@ def test_every_fault_of_an_environment_costs_its_group_and_training_goes_on(
         dict.fromkeys(_REASONS, 0.0),
     ]
     assert not run.survivors()
+
+
+@pytest.mark.timeout(600)
+def test_orchestrator_workers_and_evaluations_write_the_date_of_the_first_start(tmp_path: Path) -> None:
+    model, output = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(MODEL, model)
+    template = model / "chat_template.jinja"
+    template.write_text("{{ '19' if strftime_now('%Y') == '1971' else '20' }}" + template.read_text())
+    output.mkdir()
+    # As if it had been started then: a directory without any work is no run, and keeps its identity.
+    (output / "run.json").write_text(json.dumps({"run_id": "old", "created_unix_s": 400 * 86_400}))
+    environments = [{"id": "reverse_text"}, {"id": "reverse_text", "name": "worked", "workers": 1}]
+    evaluation = {"interval": 2, "num_tasks": 2, "environments": [{"id": "reverse_text", "name": "held_out"}]}
+    run = succeeded(
+        output, "--max-steps", "2", "--model.name", str(model),
+        "--orchestrator.environments", json.dumps(environments), "--orchestrator.eval", json.dumps(evaluation),
+    )  # fmt: skip
+    batch, tokenizer = read_batch(run.run_dir, 2), load_tokenizer(str(model))
+    written = {(rollout.environment, tokenizer.decode(rollout.token_ids[:2])) for rollout in batch.rollouts}
+    assert written == {("reverse_text", "19"), ("worked", "19")}
+    lines = (run.run_dir.evaluation(0) / "rollouts.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and all(json.loads(line)["turns"][0]["text"].startswith("19<|user|>") for line in lines)

@@ -1,7 +1,5 @@
 """What goes wrong in a run is told in one message, and nothing is lost or broken by it."""
 
-from __future__ import annotations
-
 import http.server
 import shutil
 import threading
@@ -72,8 +70,6 @@ def test_nan_stops_the_run_and_is_not_published(broken: CompletedRun, rl_server:
 
 
 class _Greeter(http.server.BaseHTTPRequestHandler):
-    """A web server that is not ours."""
-
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
@@ -85,7 +81,6 @@ class _Greeter(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def foreign_port() -> Iterator[int]:
-    """A port at which a web server answers that is not ours."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Greeter) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

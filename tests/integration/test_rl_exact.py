@@ -1,7 +1,5 @@
 """A stopped and resumed run equals the uninterrupted one, bit for bit; every batch is by the policy of the schedule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,26 +49,17 @@ def _with_canary(run_dir: RunDir) -> list[int]:
 
 @dataclass(frozen=True)
 class SynchronousRuns:
-    """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them.
-
-    Its rewards are penalised for the divergence from the reference, with a coefficient that is steered.
-
-    Attributes:
-        served: what the server reported after the first run.
-        kept: the steps of checkpoints, batches and weights after the first run.
-        straight: what the first run amounts to.
-        batches: the files of its journal.
-        metrics: its nine lines of metrics.jsonl.
-        resumed: the second run, from step 6.
+    """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them. Its rewards are
+    penalised for the divergence from the reference, with a coefficient that is steered.
     """
 
     run_dir: RunDir
-    served: dict[str, Any]
-    kept: dict[str, list[int]]
-    straight: Outcome
-    batches: dict[int, tuple[int, int]]
-    metrics: list[dict[str, float]]
-    resumed: CompletedRun
+    served: dict[str, Any]  # what the server reported after the first run
+    kept: dict[str, list[int]]  # the steps of checkpoints, batches and weights after the first run
+    straight: Outcome  # what the first run amounts to
+    batches: dict[int, tuple[int, int]]  # the files of its journal
+    metrics: list[dict[str, float]]  # its nine lines of metrics.jsonl
+    resumed: CompletedRun  # the second run, from step 6
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +85,7 @@ def synchronous(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory)
     )
 
 
-def test_a_running_server_is_used_told_the_version_and_left_running(
-    reference: CompletedRun, rl_server: UsedServer
-) -> None:
+def test_a_running_server_is_used_told_the_version_and_kept(reference: CompletedRun, rl_server: UsedServer) -> None:
     assert "using the inference server that answers at" in reference.output
     assert "loading vllm" not in reference.output
     assert not (reference.run_dir.logs(1) / "inference.log").exists()

@@ -1,9 +1,6 @@
-"""Every family through vLLM on CPU as `models/families_in_rl.json` says, and a mixture of experts through `rl`.
-
-Twelve of them every night, a fifth of the others by the date; with HOLDFAST_ALL_FAMILIES=1 all.
+"""Every family through vLLM as `models/families_in_rl.json` says, and a mixture of experts through `rl`. Every night
+twelve, and a fifth of the others by the date; with HOLDFAST_ALL_FAMILIES=1 all.
 """
-
-from __future__ import annotations
 
 import os
 import re

@@ -1,7 +1,5 @@
 """The disk under an rl run fills up: the run waits, and goes on by itself, or gives up after its time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +35,7 @@ def keep_full_until(run: RlRun, disk: SmallDisk, text: str) -> None:
         disk.fill()
 
 
-def test_a_run_waits_for_room_and_ends_as_the_undisturbed_one(
-    rl_server: UsedServer, reference: CompletedRun, disk: SmallDisk
-) -> None:
+def test_a_run_that_waits_for_room_ends_alike(rl_server: UsedServer, reference: CompletedRun, disk: SmallDisk) -> None:
     """Also where crashes are not forgiven: a full disk is none."""
     with RlRun(disk.path, *rl_server.flags, *_STEPS, "--max-restarts", "0") as run:
         run.wait_for_step(5)

@@ -1,7 +1,5 @@
 """An rl run heals itself: each process dies once, or hangs, and the end is that of the run that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -67,9 +65,7 @@ def test_an_error_that_was_told_is_never_started_again(rl_server: UsedServer, tm
     assert not ended.survivors
 
 
-def test_one_of_two_servers_that_were_named_may_die_for_good(
-    rl_server: UsedServer, reference: CompletedRun, tmp_path: Path
-) -> None:
+def test_one_of_two_named_servers_may_be_dead(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     """Nobody starts it again, so the run ends with the other one."""
     dying = start_server("stub", config_of(MODEL), tmp_path / "dying.log")
     dying.wait_ready()

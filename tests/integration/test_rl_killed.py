@@ -1,7 +1,5 @@
 """One run that is interrupted again and again, each time in another way, ends as the run that nothing disturbed."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +17,12 @@ pytestmark = pytest.mark.launch
 
 @dataclass(frozen=True)
 class Interruption:
-    """What is done to a run after a step, and what must come of it.
-
-    Attributes:
-        what: a signal to the launcher; or a module, whose last process is killed.
-        says: what the launcher prints; nothing where it is killed.
-    """
+    """What is done to a run after a step, and what must come of it."""
 
     step: int
-    what: signal.Signals | str
+    what: signal.Signals | str  # a signal to the launcher; or a module, whose last process is killed
     exit_code: int
-    says: str
+    says: str  # what the launcher prints; nothing where it is killed
 
     def deal(self, run: RlRun) -> None:
         if self.step:

@@ -1,7 +1,5 @@
 """`rl` on a Ray cluster of two nodes, its trainer on both: the run of one machine, bit for bit, whatever is lost."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """`--slurm` on a real SLURM of two nodes: preempted and queued again, a run is that of one machine, bit for bit."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,10 +1,6 @@
-"""`rl` on the real engine: what it samples is trained on, and a run of which nothing is left goes on in the same bits.
-
-Most runs of the tests are on the stub engine; here vLLM is killed and frozen. Its servers are forked from a process
-that has imported it; `test_rl_quick_start` starts them as a user does.
+"""`rl` on the real engine, killed and frozen: what it samples is trained on, and a run of which nothing is left goes on
+in the same bits. Most runs of the tests are on the stub engine.
 """
-
-from __future__ import annotations
 
 import random
 import signal

@@ -1,7 +1,5 @@
 """Two quick starts of the same moment, and an engine that is killed between two turns."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A real run whose trainer comes no further in a loss of the user's own: named, killed, started again, the same end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`rl` with trainers of other kinds: two ranks, adapters, and the rewards of a model that pairs taught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import mean
 
@@ -49,9 +47,7 @@ LORA = ("--trainer.model.lora.rank", "2", "--trainer.model.lora.alpha", "8")
 LOG_RATIO_TOLERANCE = 1e-4
 
 
-def test_rl_sends_adapters_to_the_engine_which_computes_what_the_trainer_computes(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_rl_sends_adapters_to_the_engine_which_computes_as_the_trainer(rl_server: UsedServer, tmp_path: Path) -> None:
     flags = (*rl_server.flags, *LORA, "--trainer.optim.lr", "5e-3", "--async-level", "0", "--ckpt.interval", "2")
     run_dir = succeeded(tmp_path / "run", *flags, "--max-steps", str(STEPS)).run_dir
     for version in run_dir.published_weights():
@@ -71,9 +67,7 @@ _PPO = "configs/reverse_text/algorithms/ppo.toml"
 
 
 @pytest.mark.timeout(900)
-def test_a_policy_learns_from_the_scores_of_a_reward_model_that_pairs_taught(
-    rl_server: UsedServer, tmp_path: Path
-) -> None:
+def test_a_policy_learns_from_a_reward_model_that_pairs_taught(rl_server: UsedServer, tmp_path: Path) -> None:
     """The environment's own reward is shown and not trained on; it rises since the pairs prefer what it pays for."""
     # With as many threads as cores, two runs side by side take ten times as long: the threads wait spinning.
     argv = ["@", "configs/reverse_text/reward_model.toml", "--output-dir", str(tmp_path / "judge")]

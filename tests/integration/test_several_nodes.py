@@ -1,7 +1,5 @@
 """Runs on several nodes: their commands on one machine, which meet over loopback, with one rank each."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -29,8 +27,6 @@ STEPS, HELD = 12, 7
 
 
 class Nodes:
-    """The commands of one run of two nodes."""
-
     def __init__(self, output: Path, program: str, argv: list[str]) -> None:
         self.output = output
         self.run_dir = RunDir(output)
@@ -59,12 +55,10 @@ class Nodes:
         _until(lambda: [line for line in _metrics(self.run_dir) if line["step"] >= step], *self.runs)
 
     def trainer(self, node: int) -> psutil.Process:
-        """The process that starts the ranks of a node."""
         (trainer,) = psutil.Process(self.runs[node].pid).children()
         return trainer
 
     def wait(self) -> list[int | None]:
-        """Wait for the ends of all; return their exit codes."""
         return [run.wait(HANG_S).code for run in self.runs]
 
     @property

@@ -1,7 +1,5 @@
 """`sft` that is evaluated while it trains: each due step once, whatever is killed, and the weights of a plain run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`sft`, the real command, killed and resumed; two ranks, resumed: what every day shows of either."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -27,9 +25,8 @@ pytestmark = pytest.mark.everyday
 
 @pytest.mark.launch
 def test_a_killed_run_ends_in_the_same_bits(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
-    """With dropout, shuffling, packing and accumulation; everything is killed while step 6 is being saved.
-
-    How many steps there are follows from the data, and the schedule from the steps: a resume takes what is stored.
+    """With dropout, shuffling, packing and accumulation; everything is killed while step 6 is being saved. How many
+    steps there are follows from the data, and the schedule from the steps: a resume takes what is stored.
     """
     model = tiny_model(weights=False, attention_dropout=0.3)
     flags = ("--epochs", "0.75", "--optim.schedule", "linear", *FLAGS[2:])  # of 60 samples, in batches of 8

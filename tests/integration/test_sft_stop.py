@@ -1,7 +1,5 @@
 """Stopping a run: a signal saves the current step within the grace, the exit code says so, and no process is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -102,10 +100,9 @@ def straight_on_two(model: Path, sft_data: Path, tmp_path_factory: pytest.TempPa
 def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_for_bit(
     whom: str, start: Start, straight_on_two: Path, model: Path, sft_data: Path, ends: Ends, tmp_path: Path
 ) -> None:
-    """One rank gets it from a scheduler that signals every process of a job by itself.
-
-    That rank waits in a collective for rank 0, which is held, and takes the signal when the collective is over. What
-    goes on is a new Python, with another order of sets than the forks before.
+    """One rank gets it from a scheduler that signals every process of a job by itself. That rank waits in a collective
+    for rank 0, which is held, and takes the signal when the collective is over. What goes on is a new Python, with
+    another order of sets than the forks before.
     """
     live = start("--ckpt", fault=held_after(8, until=exists(tmp_path / "signalled")), ranks=2)
     live.wait_for("step  8/")

@@ -1,7 +1,5 @@
 """Runs that are watched: by Prometheus, trackers, on a page and in a terminal, through kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,8 +11,6 @@ one starts with what takes longest. Options that are not of this program are pyt
 run by `uv run pytest FILE`. A lane fails if a file of the repository was written meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal

@@ -1,9 +1,6 @@
-"""How long tests take: a file that every run writes and the next run orders by, and the bound of the everyday lane.
-
-The file, `.durations.json`, holds the seconds of each test by its name, setup and teardown included. Git ignores it.
+"""How long tests take: `.durations.json`, which every run writes and the next one orders by; and the bound of the
+everyday lane.
 """
-
-from __future__ import annotations
 
 import fcntl
 import json
@@ -35,9 +32,8 @@ def recorded(path: Path = FILE) -> dict[str, Any]:
 
 
 def record(seconds: Mapping[str, float], path: Path = FILE) -> None:
-    """Put seconds of tests into the file; tests that did not run keep theirs. Several processes may do so.
-
-    Tests of files that are not below the directory of `path`, or no longer, are left out.
+    """Put seconds of tests into the file; tests that did not run keep theirs. Several processes may do so. Tests of
+    files that are not below the directory of `path`, or no longer, are left out.
     """
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -58,7 +54,6 @@ def seconds_of_files(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def slowest(seconds: Mapping[str, float], count: int) -> list[str]:
-    """Return a line for each of the slowest tests."""
     ranked = sorted(seconds.items(), key=lambda item: item[1], reverse=True)
     return [f"{took:8.2f} s  {name}" for name, took in ranked[:count]]
 
@@ -74,13 +69,9 @@ def too_long(seconds: Mapping[str, float], bounds: Mapping[str, float]) -> list[
 
 
 class Durations:
-    """A plugin of pytest that records durations, and says which everyday tests have taken too long.
-
-    It fails nothing: beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time.
-
-    Args:
-        everyday: whether the session is one of the everyday lane; other sessions have no bound.
-        path: the file of durations.
+    """A plugin of pytest that records durations, and says which everyday tests have taken too long. It fails nothing:
+    beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time. `everyday`:
+    whether the session is one of the everyday lane; other sessions have no bound. `path`: the file of durations.
     """
 
     def __init__(self, *, everyday: bool, path: Path = FILE) -> None:

@@ -1,11 +1,6 @@
-"""Which lane a test belongs to, by the marks that name what it needs.
-
-everyday   units, and a handful of real commands: README's test command
-nightly    what needs an engine, commands, ranks, pages, TRL or seconds of real time
-slurm, gpu by hand: no script of `.ci` runs them
+"""Which lane a test belongs to, by the marks that name what it needs: nightly are those that need an engine, commands,
+ranks, pages, TRL or seconds of real time; slurm and gpu are run by hand.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal, get_args
@@ -40,10 +35,8 @@ def begin(marks: Iterable[str]) -> None:
 
 
 def require(resource: str) -> None:
-    """Refuse a resource to a test without its mark; a program that is not a test may have it.
-
-    Raises:
-        AssertionError: the test is not marked.
+    """Refuse a resource to a test without its mark; a program that is not a test may have it. Raises `AssertionError`:
+    the test is not marked.
     """
     assert resource in RESOURCES, resource
     if _running is not None and resource not in _running:

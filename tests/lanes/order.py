@@ -1,11 +1,7 @@
-"""Which files of tests go to which of the workers of the nightly lane, and when.
-
-A worker starts the processes that have imported vLLM or torch once, and keeps the server and the undisturbed run that
-tests of `rl` share. So files with engines lie at one end of a queue, files with commands and ranks at the other, the
-longest outermost. Half of the workers take files from the front, half from the back, and they meet among the rest.
+"""Which files go to which worker of the nightly lane, and when: those with engines lie at one end of a queue, those
+with commands and ranks at the other, the longest outermost. Half of the workers take from each end, so each kind of
+process is started once.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Parts of the product whose nightly tests run with every change of them."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable
 
@@ -19,10 +17,7 @@ PARTS = {
         "tests/faults/test_kill_during_start.py",
         "tests/integration/test_rl_heals.py",
     ),
-    "src/holdfast/launcher/resume": (
-        "tests/faults/test_kill_during_start.py",
-        "tests/faults/test_refusals.py",
-    ),
+    "src/holdfast/launcher/resume": ("tests/faults/test_kill_during_start.py", "tests/faults/test_refusals.py"),
     "src/holdfast/run": (
         "tests/faults/test_kill_orchestrator.py",
         "tests/faults/test_power_cut.py",
@@ -35,21 +30,12 @@ PARTS = {
             "src/holdfast/trainer/stop.py",
             "src/holdfast/trainer/programs",
         ),
-        (
-            "tests/integration/test_sft_stop.py",
-            "tests/integration/test_rl_killed.py",
-        ),
+        ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_killed.py"),
     ),
     "src/holdfast/trainer/preference/reference.py": ("tests/faults/test_kill_in_reference.py",),
-    "src/holdfast/orchestrator": (
-        "tests/integration/test_rl_dropped.py",
-        "tests/integration/test_rl_branches.py",
-    ),
+    "src/holdfast/orchestrator": ("tests/integration/test_rl_dropped.py",),
     "src/holdfast/orchestrator/env": ("tests/faults/test_every_process.py",),
-    "src/holdfast/process": (
-        "tests/integration/test_sft_stop.py",
-        "tests/integration/test_rl_stuck.py",
-    ),
+    "src/holdfast/process": ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_stuck.py"),
     "src/holdfast/inference": (
         "tests/integration/test_inference_process.py",
         "tests/integration/test_rl_side_by_side.py",
@@ -59,10 +45,8 @@ PARTS = {
 
 
 def changed_files(base: str) -> list[str]:
-    """Return the files that differ from a commit, those that are not committed included.
-
-    Raises:
-        SystemExit: git knows no such commit.
+    """Return the files that differ from a commit, those that are not committed included. Raises `SystemExit`: git knows
+    no such commit.
     """
     # Of a file that was moved both names: it is gone from one part, and new in another.
     changed = ["git", "diff", "--name-only", "--no-renames", "--relative", "-z", base, "--"]

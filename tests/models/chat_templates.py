@@ -20,7 +20,6 @@ _FILES = Path(__file__).parent / "templates"
 
 
 def template(name: str) -> str:
-    """Return the template of that name."""
     return (_FILES / f"{name.replace(' ', '_')}.jinja").read_text()
 
 

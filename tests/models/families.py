@@ -1,6 +1,5 @@
-"""Tiny models of many families, and what `transformers` itself makes of them: one sample at a time, eager attention.
-
-Multipliers, caps and windows differ from the values at which they do nothing, so that leaving one out shows.
+"""Tiny models of many families, and what `transformers` makes of them, one sample at a time, with eager attention.
+Multipliers, caps and windows differ from the values at which they do nothing.
 """
 
 from __future__ import annotations
@@ -120,10 +119,8 @@ class Outcome:
 def reference_outcome(
     directory: Path, samples: Sequence[Sample], weights: Mapping[str, Tensor] | None = None
 ) -> Outcome:
-    """Return what transformers' own forward gives, one sample at a time, with eager attention.
-
-    Args:
-        weights: to take instead of the directory's.
+    """Return what transformers' own forward gives, one sample at a time, with eager attention. `weights`: to take
+    instead of the directory's.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:

@@ -1,12 +1,7 @@
-"""Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer.
-
-    uv run python -m tests.models.families_in_rl [NAME ...]
-
-measures all families of `tests.models.families`, or those named, and writes `tests/models/families_in_rl.json`, which
-`tests/integration/test_rl_families.py` holds the code to and docs/models.md shows.
+"""Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer. `python -m
+tests.models.families_in_rl [NAME ...]` measures them and writes `tests/models/families_in_rl.json`, which
+docs/models.md shows.
 """
-
-from __future__ import annotations
 
 import json
 import shutil
@@ -73,7 +68,6 @@ class Refused(Exception):
 
 
 def names() -> list[str]:
-    """Return the names of all families."""
     return [family.name for family in FAMILIES]
 
 
@@ -111,10 +105,8 @@ def for_engines(family: Family) -> Family:
 
 
 def measure(name: str, directory: Path, mesh: Mesh) -> float:
-    """Return the mismatch KL of trainer and engine, in nats a token, after an update of the weights.
-
-    Raises:
-        Refused: the trainer or vLLM does not take the family.
+    """Return the mismatch KL of trainer and engine, in nats a token, after an update of the weights. Raises `Refused`:
+    the trainer or vLLM does not take the family.
     """
     family = for_engines(next(family for family in FAMILIES if family.name == name))
     model = write_model(family, directory / "model", seed=5)
@@ -192,7 +184,6 @@ def _one_line(reason: str, directory: Path) -> str:
 
 
 def main(chosen: list[str]) -> None:
-    """Measure families and write the table."""
     results = read_results()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,7 +1,5 @@
 """Attention of one sample at a time, in the place of the GPU's kernel for samples of any length."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Log-probabilities of answers as transformers' own modules give them, to compare ours with."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

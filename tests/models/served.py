@@ -1,7 +1,5 @@
 """Tiny random models in the Hugging Face layout, and what transformers says their logprobs are."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -24,10 +22,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def write_model(directory: Path, *, seed: int, tied: bool, weights: bool = True, width: int = 128) -> Path:
-    """Write a 0.2M-parameter Qwen3 with weights from `seed`, far from uniform, and return its directory.
-
-    Args:
-        width: of the hidden layers of its MLPs.
+    """Write a 0.2M-parameter Qwen3 with weights from `seed`, far from uniform, and return its directory. `width`: of
+    the hidden layers of its MLPs.
     """
     fields = json.loads((BASE / "config.json").read_text())
     smaller = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2, "tie_word_embeddings": tied}

@@ -1,7 +1,5 @@
 """Chat templates with tools as models publish them: those that come with TRL, and Mistral's."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -8,8 +8,6 @@ tests, and last with whole runs, until one notices; that one must pass without t
 printed: it wants a test, or a word why it makes no difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re
@@ -64,7 +62,6 @@ def try_out(mutant: Mutant, copy: Copy) -> str | None:
 
 
 def choose(arguments: argparse.Namespace) -> list[Mutant]:
-    """Return the mutants that were asked for."""
     modules = [str(path.relative_to(ROOT / "src")) for path in sorted((ROOT / "src").rglob("*.py"))]
     where = [place.removeprefix("src/").partition(":")[::2] for place in arguments.where]
     if where:

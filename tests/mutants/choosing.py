@@ -1,7 +1,5 @@
 """Which tests may notice a change of a module: those that import it come first."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A copy of the repository in which one module at a time is changed, and a process that runs tests in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -62,15 +60,7 @@ class Copy:
 
     def run(self, tests: list[str], *, timeout_s: float) -> int | None:
         """Run tests up to the first that fails; return pytest's exit code, None when it took too long."""
-        arguments = [
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-            *tests,
-        ]
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *tests]
         request = {"arguments": arguments, "timeout_s": timeout_s, "log": str(self.log)}
         assert self._zygote.stdin is not None and self._zygote.stdout is not None
         self._zygote.stdin.write(json.dumps(request) + "\n")
@@ -78,7 +68,6 @@ class Copy:
         return json.loads(self._zygote.stdout.readline())
 
     def write(self, module: str, source: str) -> None:
-        """Put another source in the place of a module of `src`."""
         (self.directory / "src" / module).write_text(source)
 
     def close(self) -> None:

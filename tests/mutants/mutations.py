@@ -1,7 +1,5 @@
 """Small changes of a module, each of which some test should notice."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,26 +18,15 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of a source.
-
-    Attributes:
-        line: where it is.
-        before: what is replaced.
-        after: by what.
-        source: the whole module with it.
-    """
-
-    line: int
-    before: str
-    after: str
-    source: str
+    line: int  # where it is
+    before: str  # what is replaced
+    after: str  # by what
+    source: str  # the whole module with it
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Return all changes of `source` that this module knows, in the order of their places.
-
-    What computes nothing is left alone: annotations, texts of errors and of the log, and lines that say why no test
-    runs them.
+    """Return all changes of `source` that this module knows, in the order of their places. What computes nothing is
+    left alone: annotations, texts of errors and of the log, and lines that say why no test runs them.
     """
     tree = ast.parse(source)
     offsets = [0]

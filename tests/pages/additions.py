@@ -1,10 +1,6 @@
-"""A copy of the repository to which a section of docs/developing.md is done as it says: a file, and a line elsewhere.
-
-```python add=PATH    the file to add
-```diff of=PATH       lines of a file that is there; those with `+` are the ones to add
+"""A copy of the repository to which a section of docs/developing.md is done: ```python add=PATH is a file to add, and
+the lines with `+` of ```diff of=PATH are added to one that is there.
 """
-
-from __future__ import annotations
 
 import os
 import re

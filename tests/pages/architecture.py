@@ -1,10 +1,6 @@
-"""The generated parts of docs/architecture.md, and the ways through the code that its lists tell.
-
-`uv run python -m tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->` anew: the
-floors from the layers in pyproject.toml, the contracts that forbid something, and the packages from their docstrings.
+"""The generated parts of docs/architecture.md, and the ways through the code that its lists tell. `python -m
+tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->`.
 """
-
-from __future__ import annotations
 
 import ast
 import re
@@ -28,16 +24,11 @@ _STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`: ")
 
 @dataclass(frozen=True)
 class House:
-    """A package whose parts a contract of layers puts in order.
-
-    Attributes:
-        floors: names of its parts, the highest first; those of one floor stand side by side.
-        imports: part -> the parts that it imports, lazily too, in the order of the floors.
-    """
+    """A package whose parts a contract of layers puts in order."""
 
     package: str
-    floors: list[list[str]]
-    imports: dict[str, list[str]]
+    floors: list[list[str]]  # names of its parts, the highest first; those of one floor stand side by side
+    imports: dict[str, list[str]]  # part -> the parts that it imports, lazily too, in the order of the floors
 
     @property
     def rooms(self) -> list[str]:
@@ -99,11 +90,7 @@ def _reached(start: str) -> set[str]:
 
 def page_with(text: str) -> str:
     """Return the page with its generated parts as they must be."""
-    for name, part in (
-        ("tree", _tree()),
-        ("picture", _picture()),
-        ("forbidden", _forbidden()),
-    ):
+    for name, part in (("tree", _tree()), ("picture", _picture()), ("forbidden", _forbidden())):
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
         assert found and end in rest, f"docs/architecture.md has no {start.strip()} ... {end}"

@@ -13,8 +13,6 @@ Every fence names its language:
     ```bash  ```text      a script, which must be one for bash; anything else
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator
@@ -32,17 +30,10 @@ _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page.
-
-    Attributes:
-        words: the line as a shell splits it, without `uv run`.
-        output: the lines that the page shows below it.
-    """
-
     where: str
     line: str
-    words: list[str]
-    output: list[str] = field(default_factory=list)
+    words: list[str]  # the line as a shell splits it, without `uv run`
+    output: list[str] = field(default_factory=list)  # the lines that the page shows below it
 
     @property
     def program(self) -> str:
@@ -103,7 +94,6 @@ def behind_uv(words: list[str]) -> list[str]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page, in order."""
     text = page.read_text()
     return [
         Block(page, text.count("\n", 0, match.start()) + 1, match[2].split(), match[3])
@@ -122,7 +112,6 @@ def section(page: Path, title: str) -> range:
 
 
 def commands(page: Path) -> list[Command]:
-    """Return the commands of a page, in order."""
     return [command for block in blocks(page) if block.language == "console" for command in block.commands]
 
 
@@ -144,9 +133,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def shows(expected: list[str], printed: str) -> str | None:
-    """Return the first line of `expected` that `printed` does not have behind those before; None if it has all.
-
-    Digits stand for any number, `...` for any text, and white space for any other.
+    """Return the first line of `expected` that `printed` does not have behind those before; None if it has all. Digits
+    stand for any number, `...` for any text, and white space for any other.
     """
     rest = [_blurred(line) for line in printed.splitlines()]
     for line in expected:

@@ -1,14 +1,7 @@
-"""The English of README and docs, measured: length of sentences, share of function words, patterns of bad style.
-
-    uv run --group dev python -m tests.pages.english
-    uv run --group dev python -m tests.pages.english docs/data.md --worst 30
-
-It prints a line for each page, then the worst sentences, and exits with 1 if a limit does not hold. Fenced blocks,
-footnotes and generated parts do not count; code in a line counts as one word. A sentence of mostly function words
-("what it has is that of the one before it") has no nouns: its reader asks "which one?".
+"""The English of README and docs: length of sentences, share of function words, patterns of bad style. `python -m
+tests.pages.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a limit does not hold.
+Fenced blocks, footnotes and generated parts do not count.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -74,15 +67,8 @@ _LEAST = 8
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence of a page, or of a cell of a table.
-
-    Attributes:
-        text: with a word in place of each span of code.
-        shown: as it is on the page.
-    """
-
-    text: str
-    shown: str
+    text: str  # with a word in place of each span of code
+    shown: str  # as it is on the page
     is_cell: bool
 
     @cached_property
@@ -156,7 +142,6 @@ class Page:
 
 
 def pages(root: Path) -> list[Page]:
-    """Return README and the pages of docs/."""
     return [Page(root / "README.md"), *map(Page, sorted((root / "docs").glob("*.md")))]
 
 

@@ -1,11 +1,4 @@
-"""The page docs/models.md: what the tests of all families found, and how many families there are.
-
-Families that are packed and run in `rl` are listed by name; the others have a row of the table.
-
-What `rl` does with each family is in `families_in_rl.json`, by the family's name.
-"""
-
-from __future__ import annotations
+"""The page docs/models.md: what the tests of all families found, in their table and in `families_in_rl.json`."""
 
 import json
 import re
@@ -38,16 +31,9 @@ _USUAL = re.compile(r"(?<=\n### With packed rows, in `rl`\n\n).*?(?=\n\n)", re.D
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one family.
-
-    Attributes:
-        layout: of the model; None if it is refused.
-        refusal: the reason, in words.
-    """
-
     family: Family
-    layout: Layout | None = None
-    refusal: str = ""
+    layout: Layout | None = None  # of the model; None if it is refused
+    refusal: str = ""  # the reason, in words
 
     def cells(self, in_rl: str) -> list[str]:
         if self.layout is None:

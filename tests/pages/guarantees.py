@@ -1,7 +1,5 @@
 """docs/guarantees.md as the tests read it: its claims, and the footnotes that name a test for each."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -38,7 +36,6 @@ def named_tests(text: str) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether there is such a test, or file of tests."""
     file, _, function = name.partition("::")
     return file in functions() and (not function or function in functions()[file])
 
@@ -101,5 +98,4 @@ def defaults(page: str) -> Iterator[tuple[str, float]]:
 
 
 def pages() -> list[Path]:
-    """Return all pages that may name tests."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,7 +1,5 @@
 """The names of docs/metrics.md, against which the metrics of real runs are held."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,13 +1,7 @@
-"""Every promise of docs/guarantees.md with its tests and their lanes, as one table.
-
-    uv run --group dev python -m tests.pages.promises
-    uv run --group dev python -m tests.pages.promises --tried
-
-It ends with 1 if a promise has no test, or names a test that pytest does not collect; with `--tried`, for the end of a
-night, also if such a test was skipped when it ran last. A test that no script of `.ci` runs is one by hand.
+"""Every promise of docs/guarantees.md with its tests and their lanes: `python -m tests.pages.promises [--tried]`. It
+ends with 1 if a promise has no test, or one that pytest does not collect; with `--tried`, for the end of a night, also
+if such a test was skipped when it ran last.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -27,15 +21,11 @@ from tests.pages import guarantees
 
 @dataclass(frozen=True)
 class Row:
-    """One test of one promise; a promise without a test has none.
-
-    Attributes:
-        lanes: where the test runs; none if pytest does not collect it.
-    """
+    """One test of one promise; a promise without a test has none."""
 
     promise: str
     test: str
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane, ...]  # where the test runs; none if pytest does not collect it
 
     @property
     def is_by_hand(self) -> bool:
@@ -56,10 +46,8 @@ class _Collected:
 
 
 def collected_lanes() -> dict[str, set[Lane]]:
-    """Return the lanes of all tests, as pytest collects them, by `test_x.py::test_y` and by `test_x.py`.
-
-    Raises:
-        RuntimeError: pytest could not collect them.
+    """Return the lanes of all tests, as pytest collects them, by `test_x.py::test_y` and by `test_x.py`. Raises
+    `RuntimeError`: pytest could not collect them.
     """
     collected = _Collected()
     printed = io.StringIO()

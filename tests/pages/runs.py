@@ -1,7 +1,5 @@
 """A checkout in which the commands of a page are tried one after the other, and what must hold between them."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -66,10 +64,8 @@ def can_be_started(command: Command) -> bool:
 
 @dataclass
 class Checkout:
-    """What the examples need of a checkout, in `path`; `made` is what commands have left there, or would have.
-
-    Attributes:
-        made: run directory -> the program that made it; the others join, resume or look into it.
+    """What the examples need of a checkout, in `path`; `made` is what commands have left there, or would have. `made`:
+    run directory -> the program that made it; the others join, resume or look into it.
     """
 
     path: Path
@@ -85,7 +81,6 @@ class Checkout:
         (self.path / "questions.jsonl").write_text('{"prompt": "two plus two", "solution": 4}\n')
 
     def save_files(self, page: Path) -> None:
-        """Save the programs of a page under their names."""
         for block in blocks(page):
             if block.file is not None:
                 (self.path / block.file).write_text(block.text)
@@ -124,9 +119,8 @@ class Checkout:
             assert program in NOT_OURS, f"{command.where}: what is `{program}`?"
 
     def start(self, command: Command, *extra: str, timeout_s: float = 1200) -> str:
-        """Run a command and check its exit code, and what the page says that it prints; return what it printed.
-
-        Most commands are forked, with the stub engine: see `forking.popen`.
+        """Run a command and check its exit code, and what the page says that it prints; return what it printed. Most
+        commands are forked, with the stub engine: see `forking.popen`.
         """
         extra = (*_smaller([*command.words, *extra]), *extra)
         code, printed = (self._fork if command.words[0] in _FORKED else self._run)(command, extra, timeout_s)
@@ -137,10 +131,8 @@ class Checkout:
         return printed
 
     def start_and_kill(self, command: Command, *extra: str, printed: str) -> None:
-        """Start a run, kill all of it when it has printed some of its lines, and give the same words again.
-
-        Args:
-            printed: by the same run where nobody killed it: the moment is drawn from what it said before its last step.
+        """Start a run, kill all of it when it has printed some of its lines, and give the same words again. `printed`:
+        by the same run where nobody killed it: the moment is drawn from what it said before its last step.
         """
         extra = (*_smaller([*command.words, *extra]), *extra)
         lines = printed.splitlines()

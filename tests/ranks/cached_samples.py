@@ -1,7 +1,5 @@
 """What two ranks read of one dataset, through caches of one machine and of two."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from unittest.mock import patch

@@ -1,10 +1,6 @@
-"""Two real ranks that save and load together: `python -m tests.ranks.checkpoints DIRECTORY`.
-
-Each rank goes through all scenarios, and notes what it saw by scenario.
+"""Two real ranks that save and load together, through all scenarios: `python -m tests.ranks.checkpoints DIRECTORY`.
 `DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
 """
-
-from __future__ import annotations
 
 import errno
 from collections.abc import Callable

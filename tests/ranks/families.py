@@ -1,7 +1,5 @@
 """Two real ranks that share a model of some family: `python -m tests.ranks.families MODEL DIRECTORY`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,6 +1,5 @@
-"""Two real ranks that load a model: `python -m tests.ranks.initial_weights MODEL DIRECTORY`.
-
-Each rank notes the weights that both then hold, and how much it read of each tensor.
+"""Two real ranks that load a model, and note the weights and how much they read: `python -m tests.ranks.initial_weights
+MODEL DIRECTORY`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Four real ranks, divided in several ways: `python -m tests.ranks.parallelism MODEL DIRECTORY`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two real ranks that measure and count what one does: `python -m tests.ranks.policy_metrics MODEL DATA DIRECTORY`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,10 +111,8 @@ def tokenised(model_dir: Path, data: Path, mesh: Mesh) -> tuple[str, list[int]]:
 
 
 def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Tensor]:
-    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective.
-
-    Args:
-        shares: of answers that share the tokens of their prompts.
+    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective. `shares`: of
+    answers that share the tokens of their prompts.
     """
     student, other = (
         build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), mesh, seed=7)

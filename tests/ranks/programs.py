@@ -1,9 +1,6 @@
-"""Training programs on two ranks, run after run in the same processes: `python -m tests.ranks.programs DIRECTORY`.
-
-`DIRECTORY/runs.json` says which: a list of the arguments of `train_on_two`, in their order.
+"""Training programs on two ranks, one after the other: `python -m tests.ranks.programs DIRECTORY`, where `runs.json` is
+a list of the arguments of `train_on_two`.
 """
-
-from __future__ import annotations
 
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Ranks for tests, mostly two: forked processes in one gloo group, in a program of their own (`python -m tests.…`)."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys
@@ -19,12 +17,9 @@ _DEADLINE_S = 280.0
 
 
 def run_on_ranks(work: Callable[..., object], *, number: int = 2) -> NoReturn:
-    """Be the program `python -m tests.ranks.… PATHS DIRECTORY`: call `work` on all ranks, and end.
-
-    It ends with 0 when all came through, else with 1. Each rank writes what it saw into `DIRECTORY/rank_R.pt`.
-
-    Args:
-        work: gets its place among the ranks and the paths, and returns what it saw.
+    """Be the program `python -m tests.ranks.… PATHS DIRECTORY`: call `work` on all ranks, and end. It ends with 0 when
+    all came through, else with 1. Each rank writes what it saw into `DIRECTORY/rank_R.pt`. `work`: gets its place among
+    the ranks and the paths, and returns what it saw.
     """
     paths = [Path(word) for word in sys.argv[1:]]
     context = multiprocessing.get_context("fork")

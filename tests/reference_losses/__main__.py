@@ -1,10 +1,6 @@
-"""Renew the reference losses: `uv run python -m tests.reference_losses`, from the root of the repository, a minute.
-
-Makes the four runs by the commands as users start them, prints what has changed by how much, and writes
-`recorded.json`. Numbers change when somebody means them to: the commit that changes the file says why.
+"""Renew the reference losses: `python -m tests.reference_losses` makes the four runs as users start them, prints what
+has changed by how much, and writes `recorded.json`. The commit says why numbers change.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -19,7 +15,6 @@ from tests.runs.training import run_command
 
 
 def main() -> int:
-    """Run, compare, print, write."""
     old = read_records() if PATH.exists() else {}
     new: dict[str, Record] = {}
     with tempfile.TemporaryDirectory(prefix="reference-losses-") as folder:

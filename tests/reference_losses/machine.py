@@ -1,11 +1,6 @@
-"""What the numbers of a run depend on beside the code: versions, and how this machine computes.
-
-Which kernels torch takes follows from the processor, its vendor, its caches and from environment variables. Nobody
-lists that; so a small computation, of the sizes of the example and of nothing of this repository, is made and its bits
-are digested. Machines with the same digest compute alike.
+"""What the numbers of a run depend on beside the code: versions, and the kernels that torch takes here. Nobody lists
+those, so the bits of a small computation are digested; machines with one digest compute alike.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib

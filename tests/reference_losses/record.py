@@ -1,7 +1,5 @@
 """`recorded.json`: the numbers that a refactor must reproduce, and on what they were recorded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,25 +14,16 @@ RENEW = "uv run python -m tests.reference_losses"
 
 @dataclass(frozen=True)
 class Record:
-    """One run, as it was recorded.
-
-    Attributes:
-        numerics: what its numbers depend on, see `machine`.
-        numbers: what it amounted to.
-    """
-
-    numerics: dict[str, str]
-    numbers: Numbers
+    numerics: dict[str, str]  # what its numbers depend on, see `machine`
+    numbers: Numbers  # what it amounted to
 
 
 def read_records() -> dict[str, Record]:
-    """Return what is recorded, by command."""
     found: dict[str, Any] = json.loads(PATH.read_text())
     return {command: Record(entry["numerics"], Numbers(**entry["numbers"])) for command, entry in found.items()}
 
 
 def write_records(records: Mapping[str, Record]) -> None:
-    """Replace what is recorded."""
     content = {command: asdict(record) for command, record in records.items()}
     PATH.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -50,10 +39,9 @@ def other_numerics(recorded: Mapping[str, str], here: Mapping[str, str]) -> list
 
 
 def differences(recorded: Numbers, now: Numbers) -> list[str]:
-    """Return one line for everything that differs: where first, and by how much; no line for equal bits.
-
-    A batch that differs before any loss does was sampled otherwise by the same weights: then the engine has changed,
-    or what it was asked; else the trainer has.
+    """Return one line for everything that differs: where first, and by how much; no line for equal bits. A batch that
+    differs before any loss does was sampled otherwise by the same weights: then the engine has changed, or what it was
+    asked; else the trainer has.
     """
     return [
         *_metric_differences(recorded.metrics, now.metrics),

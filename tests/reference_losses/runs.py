@@ -1,12 +1,7 @@
-"""The four runs whose numbers are committed: 20 steps of every command that trains, on the example's models and data.
-
-Together they go through what a refactor could change without a sign: ragged rows, packing, several micro-batches a
-step, clipped gradients, warm-up and decay of the learning rate, weight decay, validation, both optimizers, adapters
-with dropout, and batches sampled one version behind, two minibatches and two passes over each. All in float32 and on
-one thread, where numbers depend on the machine alone (`machine`) and never on what else it does.
+"""The four runs whose numbers are committed: 20 steps of every command that trains. Together they have what a refactor
+could change unseen: ragged and packed rows, accumulation, clipping, schedules, validation, both optimizers, adapters
+with dropout, stale batches in minibatches. In float32 on one thread, which depend on the machine alone.
 """
-
-from __future__ import annotations
 
 import hashlib
 import sys
@@ -57,17 +52,9 @@ def command_line(command: str, output: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a run amounts to.
-
-    Attributes:
-        metrics: by name, the values of the 20 steps as `metrics.jsonl` has them.
-        rollouts: SHA-256 of what the engine sampled, per batch; empty without one.
-        weights: SHA-256 of the tensors of the final weights, by file.
-    """
-
-    metrics: dict[str, list[float]]
-    rollouts: list[str]
-    weights: dict[str, str]
+    metrics: dict[str, list[float]]  # by name, the values of the 20 steps as `metrics.jsonl` has them
+    rollouts: list[str]  # SHA-256 of what the engine sampled, per batch; empty without one
+    weights: dict[str, str]  # SHA-256 of the tensors of the final weights, by file
 
 
 def numbers_of(command: str, run: SftRun) -> Numbers:

@@ -1,7 +1,5 @@
 """A browser without a window, for pages that are opened, scrolled and looked at."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Looking at the page of a run as a browser does."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
@@ -21,11 +19,7 @@ class Reply:
 
 
 def request(port: int, path: str = "/", *, method: str = "GET", host: str | None = None) -> Reply:
-    """Return the answer to a request that names the server `host`.
-
-    Raises:
-        OSError: nobody answers.
-    """
+    """Return the answer to a request that names the server `host`. Raises `OSError`: nobody answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
     try:
         connection.request(method, path, headers={} if host is None else {"Host": host})

@@ -1,7 +1,5 @@
 """An environment that does what it should not at chosen tasks, for runs in worker processes; imports little."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os
@@ -18,11 +16,9 @@ from holdfast.errors import ConfigError, ProcessKilled
 
 
 class Faulty(Environment):
-    """Two turns, and a score that depends on all that was said.
-
-    Args:
-        faults: what goes wrong while a task is scored, by its index; with `once` at the first attempt alone.
-        marks: directory in which every attempt to score a faulty task leaves a file.
+    """Two turns, and a score that depends on all that was said. `faults`: what goes wrong while a task is scored, by
+    its index; with `once` at the first attempt alone. `marks`: directory in which every attempt to score a faulty task
+    leaves a file.
     """
 
     def __init__(self, faults: dict[str, str] | None = None, marks: str = "", load: str = "") -> None:

@@ -1,12 +1,6 @@
-"""Benchmarks whose contestants are forks: one benchmark starts up to twenty programs, and each would import torch.
-
-    printed = run_benchmark(tmp_path / "learning.log", "benchmarks.learning", "--steps", "2")
-
-The benchmark is `python -m` in a fork, and so are the commands, modules and scripts that it has `subprocess.run` run.
-Their inference servers are the stub engine.
+"""Benchmarks whose up to twenty contestants are forks: `run_benchmark(log, "benchmarks.learning", "--steps", "2")`. So
+is all that it has `subprocess.run` run; their inference servers are the stub engine.
 """
-
-from __future__ import annotations
 
 import os
 import runpy

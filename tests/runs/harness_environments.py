@@ -1,7 +1,5 @@
 """Asking as a harness does over HTTP, and an environment that a harness plays; imports little."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Interpreters with packages that the tests' own need not have."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

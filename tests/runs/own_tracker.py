@@ -1,7 +1,5 @@
 """Trackers as a user writes them: one keeps lines in a file, one is out of order while a file says so."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What tests ask of processes that may end at any moment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -77,7 +75,6 @@ def answer_when(ask: Callable[[], Answer], is_so: Callable[[Answer], bool]) -> A
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)

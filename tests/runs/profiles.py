@@ -15,7 +15,6 @@ class Trace:
 
     @classmethod
     def read(cls, profile: Path, *, rank: int = 0) -> Trace:
-        """Return the trace of `rank` in the directory of a profile."""
         return cls(json.loads(gzip.decompress((profile / f"rank_{rank}.json.gz").read_bytes()))["traceEvents"])
 
     def slices(self, *, cat: str, name: str | None = None) -> list[dict[str, Any]]:

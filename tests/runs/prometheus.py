@@ -1,7 +1,5 @@
 """Reading an endpoint as Prometheus does."""
 
-from __future__ import annotations
-
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

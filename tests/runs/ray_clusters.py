@@ -1,7 +1,5 @@
 """A Ray cluster of several nodes on this machine, in a process of its own; nodes come and go as a test asks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Real `rl` runs for tests: start one, wait for a step, disturb it, and compare what runs leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -52,15 +50,10 @@ def _saving_as_asked(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RlRun:
-    """One start of the `rl` command, in a session of its own as from a terminal.
-
-    Launcher, trainer, orchestrator and inference servers are forked, see `forking.popen`. Use as a context manager:
-    whatever happens in the test, no process is left.
-
-    Args:
-        environment: variables on top of those of this process.
-        engine: what an inference server of the run samples with.
-        starts_python: start all of it as a user does, vLLM included.
+    """One start of the `rl` command, in a session of its own as from a terminal. Launcher, trainer, orchestrator and
+    inference servers are forked, see `forking.popen`. Use as a context manager: whatever happens in the test, no
+    process is left. `environment`: variables on top of those of this process. `engine`: what an inference server of the
+    run samples with. `starts_python`: start all of it as a user does, vLLM included.
     """
 
     def __init__(
@@ -134,11 +127,9 @@ class RlRun:
         self.wait_for(lambda: last_step(self.run_dir) >= step, f"step {step}")
 
     def wait_for_output(self, text: str) -> None:
-        """Return as soon as the command has printed `text`."""
         self.wait_for(lambda: text in self.output, f"'{text}'")
 
     def wait_for_match(self, pattern: str) -> None:
-        """Return as soon as something that the command has printed matches the regular expression `pattern`."""
         self.wait_for(lambda: re.search(pattern, self.output) is not None, f"/{pattern}/")
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
@@ -241,23 +232,17 @@ def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run amounts to at one committed step, as bytes.
-
-    Attributes:
-        weights: the published safetensors files, by name; those of the average below `ema/`, if there is one.
-        tensors: every tensor of the trainer's checkpoint (parameters, optimizer moments), by name.
-        trainer_state: counters, random generators and replay buffer of the trainer, by file name.
-        orchestrator_state: the orchestrator's state after the step's batch.
+    """All that a run amounts to at one committed step, as bytes. `weights`: the published safetensors files, by name;
+    those of the average below `ema/`, if there is one.
     """
 
     weights: dict[str, bytes]
-    tensors: dict[str, bytes]
-    trainer_state: dict[str, bytes]
-    orchestrator_state: bytes
+    tensors: dict[str, bytes]  # every tensor of the trainer's checkpoint (parameters, optimizer moments), by name
+    trainer_state: dict[str, bytes]  # counters, random generators and replay buffer of the trainer, by file name
+    orchestrator_state: bytes  # the orchestrator's state after the step's batch
 
 
 def outcome(run_dir: RunDir, step: int) -> Outcome:
-    """Read what a run amounts to after `step`."""
     checkpoint = run_dir.checkpoint(step)
     found = Outcome(
         weights=_contents(run_dir.weights_of(step), "*.safetensors")

@@ -1,7 +1,5 @@
 """Programs of a few lines that stand in for the processes of a run, watched by the real launcher."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -17,29 +15,19 @@ from holdfast.run.run_dir import RunDir
 
 
 class Stands:
-    """Stands in for the processes of a run of one step.
-
-    Attributes:
-        attempts: how many attempts have begun.
-        full_disks: how often the launcher finds no room for what a new attempt begins with.
-    """
-
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir(path)
         self.run_dir.path.mkdir()
         self.run_dir.create()
         self.run_dir.rollouts.mkdir()
-        self.attempts = 1
-        self.full_disks = 0
+        self.attempts = 1  # how many attempts have begun
+        self.full_disks = 0  # how often the launcher finds no room for what a new attempt begins with
 
     def watch(
         self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
     ) -> int:
-        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for.
-
-        Args:
-            heals: False: watch as `sft` and parts started by hand are watched.
-            ckpt: settings of checkpoints.
+        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for. `heals`:
+        False: watch as `sft` and parts started by hand are watched. `ckpt`: settings of checkpoints.
         """
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"

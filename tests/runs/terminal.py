@@ -21,11 +21,7 @@ _UNSET = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES", "LC_A
 
 
 class Terminal:
-    """Runs a command in a pseudo terminal; used as a context manager, which kills what is left of it.
-
-    Attributes:
-        raw: all that was written.
-    """
+    """Runs a command in a pseudo terminal; used as a context manager, which kills what is left of it."""
 
     def __init__(
         self,
@@ -38,7 +34,7 @@ class Terminal:
     ) -> None:
         self._screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._stream = pyte.ByteStream(self._screen)
-        self.raw = b""
+        self.raw = b""  # all that was written
         self._master, slave = pty.openpty()
         self._set_size(columns, lines)
         kept = {name: value for name, value in os.environ.items() if name not in _UNSET}

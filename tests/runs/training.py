@@ -1,7 +1,5 @@
 """Runs of the real `sft`, `dpo` and `reward-model` commands on tiny models, for the integration tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -86,13 +84,9 @@ def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: b
 
 
 def run_command(command: list[str], output: Path, *, starts_python: bool = False) -> SftRun:
-    """Run a command that trains to its end.
-
-    Args:
-        command: the path of the command, and its flags.
-        output: the directory of its run.
-        starts_python: start the processes as a user does, which imports torch; otherwise they are forked from one
-            that has done so, see `forking.popen`.
+    """Run a command that trains to its end. `command`: the path of the command, and its flags. `output`: the directory
+    of its run. `starts_python`: start the processes as a user does, which imports torch; otherwise they are forked from
+    one that has done so, see `forking.popen`.
     """
     if not starts_python:
         from tests.forking.commands import shared_commands
@@ -105,10 +99,8 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
 
 
 class LiveRun:
-    """A run that goes on; used as a context manager, which leaves nothing of it behind.
-
-    Args:
-        fault: Python source that runs in each of its processes before anything else.
+    """A run that goes on; used as a context manager, which leaves nothing of it behind. `fault`: Python source that
+    runs in each of its processes before anything else.
     """
 
     def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:
@@ -162,7 +154,6 @@ class LiveRun:
         return [child for child in trainer.children() if command_line(child) == trainer.cmdline()]
 
     def wait(self, *, within_s: float) -> int:
-        """Wait for the launcher's end; return its exit code."""
         code = self.process.wait(within_s)
         self.output += self._stdout.read()
         return code

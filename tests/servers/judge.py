@@ -1,11 +1,7 @@
-"""A judge: a real HTTP server that speaks OpenAI's chat protocol, in a thread, or as a program of its own.
-
-    python -m tests.servers.judge PORT ASKED.jsonl
-
-The program scores by a hash of what it is asked, and writes a line before it begins an answer and one behind it.
+"""A judge: a real HTTP server that speaks OpenAI's chat protocol, in a thread, or as a program of its own, `python -m
+tests.servers.judge PORT ASKED.jsonl`, which scores by a hash of what it is asked, and writes a line before and behind
+each answer.
 """
-
-from __future__ import annotations
 
 import asyncio
 import hashlib
@@ -28,7 +24,6 @@ Body = dict[str, Any]
 
 
 def completion(text: str, finish_reason: str = "stop") -> Response:
-    """Return an answer of one choice."""
     message = {"role": "assistant", "content": text}
     return JSONResponse({"choices": [{"index": 0, "message": message, "finish_reason": finish_reason}]})
 
@@ -40,21 +35,15 @@ def score_of(body: Body) -> str:
 
 @dataclass
 class FakeJudge:
-    """A judge in a thread.
-
-    Attributes:
-        answer: what a request is answered with; unset: the number of the request, so that none is answered alike.
-        asked: the bodies, in order.
-        headers: of the requests.
-        url: base URL, once it serves.
-        most_at_once: requests that were there together.
+    """A judge in a thread. `answer`: what a request is answered with; unset: the number of the request, so that none is
+    answered alike.
     """
 
     answer: Callable[[Body], Awaitable[Response]] | None = None
-    asked: list[Body] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    url: str = ""
-    most_at_once: int = 0
+    asked: list[Body] = field(default_factory=list)  # the bodies, in order
+    headers: list[dict[str, str]] = field(default_factory=list)  # of the requests
+    url: str = ""  # base URL, once it serves
+    most_at_once: int = 0  # requests that were there together
     _num_there: int = 0
 
     def app(self) -> FastAPI:
@@ -78,7 +67,6 @@ class FakeJudge:
 
     @property
     def questions(self) -> list[str]:
-        """What the user's messages said."""
         return [body["messages"][-1]["content"] for body in self.asked]
 
 

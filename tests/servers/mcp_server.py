@@ -1,12 +1,6 @@
-"""An MCP server for tests: on its standard input and output, or at a port.
-
-    python -m tests.servers.mcp_server [PORT [sessions]]
-
-It remembers what it was told for as long as it lives, so whoever shares it with others would notice. With `sessions` it
-speaks the protocol as it was before 2026, whose clients have sessions at a port.
+"""An MCP server that remembers what it was told: `python -m tests.servers.mcp_server [PORT [sessions]]`, else on its
+standard input and output. With `sessions` it speaks the protocol as it was before 2026.
 """
-
-from __future__ import annotations
 
 import asyncio
 import os

@@ -1,11 +1,6 @@
-"""A real HTTP server with a deterministic stand-in for a model, and a stand-in for the trainer.
-
-The stand-in model samples by hashing prompt, seed and weights; the stand-in trainer makes the next
-weights from the last and the batch. So a run through both is a function of its inputs, and any
-difference between two runs shows in every later batch.
+"""A real HTTP server whose stand-in for a model samples by hashing prompt, seed and weights, and a trainer whose next
+weights hash the last and the batch: any difference between two runs shows in every later batch.
 """
-
-from __future__ import annotations
 
 import asyncio
 import hashlib
@@ -55,12 +50,10 @@ def sample(prompt: list[int], seed: int, *, digest: str, max_tokens: int) -> tup
 
 @dataclass
 class FakeEngine:
-    """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave.
-
-    `on_generate` is called behind the check of the request, as if something happened while it is answered. What it
-    awaits keeps nobody else waiting. `on_claim` is awaited in front of a claim, `before_update` called in front of a
-    push and `on_update` behind it.
-    `intercept` gets the number of each generation request, and may answer it in place of the engine.
+    """One inference server. Set the `lie_` and `fail_` fields, `alter` or `on_generate`, to misbehave. `on_generate` is
+    called behind the check of the request, as if something happened while it is answered. What it awaits keeps nobody
+    else waiting. `on_claim` is awaited in front of a claim, `before_update` called in front of a push and `on_update`
+    behind it. `intercept` gets the number of each generation request, and may answer it in place of the engine.
     `is_away` has every request answered by what stands in front of a server that is not there.
     """
 
@@ -244,9 +237,8 @@ def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
 
 
 class FakeTrainer:
-    """Publishes weights `start`, then trains on every batch: its weights are a hash of all that came before.
-
-    Use as a context manager; a thread works until `max_steps` or the end of the context.
+    """Publishes weights `start`, then trains on every batch: its weights are a hash of all that came before. Use as a
+    context manager; a thread works until `max_steps` or the end of the context.
     """
 
     def __init__(self, run_dir: RunDir, *, start: int, max_steps: int) -> None:

@@ -1,7 +1,5 @@
 """An MCP server for tests whose tools come on two pages, and which says what few servers say."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

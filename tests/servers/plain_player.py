@@ -14,8 +14,6 @@ Its settings are `starts`, one word for each start, and `directory`, in which it
     waits    says that it has begun at the named pipe `began`, and waits for who writes `go`
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

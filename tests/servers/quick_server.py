@@ -1,7 +1,5 @@
 """A server of uvicorn that ends when it is told to, not at its next look a tenth of a second later."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

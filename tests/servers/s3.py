@@ -1,7 +1,5 @@
 """A real S3 API server on loopback, whose answers a test can spoil."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterable

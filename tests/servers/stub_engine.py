@@ -1,13 +1,7 @@
-"""The inference server with numpy in place of vLLM: it starts in a fraction of a second, and samples as exactly.
-
-    python -m tests.servers.stub_engine CONFIG.toml [RUN DIRECTORY]
-
-Program, checks, routes, ownership and weight updates are those of `holdfast.inference`; the engine alone is another
-one. It serves Qwen3 in float32, without vLLM's own routes. `tests/integration/test_engine_contract.py` holds it
-against the real one.
+"""The inference server with numpy in place of vLLM, which samples as exactly: `python -m tests.servers.stub_engine
+CONFIG.toml [RUN DIRECTORY]`. Program, checks, routes, ownership and weight updates are those of `holdfast.inference`;
+`test_engine_contract.py` holds it against vLLM.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib

@@ -1,10 +1,6 @@
-"""Qwen3 in numpy, float32: the model of the stub engine.
-
-The result of one token depends on nothing but the tokens before it. Matrices are multiplied by blocks of as many rows
-as the BLAS of this machine multiplies alike, whatever place a row has; attention runs over the whole length of a cache.
-
-Shape legend: R rows (one token of some sequence each), H hidden size, A query heads, K key heads, G query heads of
-each key head, D size of a head, T length of a cache, V vocabulary.
+"""Qwen3 in numpy, float32: the result of one token depends on nothing but the tokens before it. Shapes: R rows (a token
+of some sequence each), H hidden size, A query heads, K key heads, G query heads of each key head, D size of a head, T
+length of a cache, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,8 +24,6 @@ _MOST_ROWS = max(_BLOCKS)
 
 @dataclass(frozen=True)
 class Shape:
-    """What `config.json` says of a model."""
-
     num_layers: int
     num_heads: int
     num_key_heads: int
@@ -41,11 +35,7 @@ class Shape:
 
     @classmethod
     def read(cls, model_dir: Path) -> Shape:
-        """Read it.
-
-        Raises:
-            ValueError: the model is not a plain Qwen3.
-        """
+        """Read it. Raises `ValueError`: the model is not a plain Qwen3."""
         config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if config.get("model_type") != "qwen3" or rope.get("rope_type", "default") != "default":
@@ -100,9 +90,8 @@ class Model:
         self._frequencies = (np.float32(1) / np.float32(shape.rope_theta) ** halves).astype(np.float32)
 
     def logits(self, cache: Cache, tokens_R: Ints, positions_R: Ints, slots_R: Ints) -> Floats:
-        """Return the logits (R, V) behind each token, whose keys and values are put into the cache.
-
-        The tokens before a row's are in the cache, or rows as well.
+        """Return the logits (R, V) behind each token, whose keys and values are put into the cache. The tokens before a
+        row's are in the cache, or rows as well.
         """
         num_rows = len(tokens_R)
         spare = -num_rows % _MOST_ROWS

@@ -1,10 +1,6 @@
-"""The stub engine itself: sequences that are sampled token by token, all of them in one step.
-
-It has what the server asks of vLLM's client (`holdfast.inference.weights`, `Sampler`). It samples
-between two turns of the event loop, so a pause or a swap of weights never meets it in the middle of a step.
+"""The stub engine: all sequences are sampled token by token in one step, between two turns of the event loop, so a
+pause or a swap of weights never meets it in the middle of a step.
 """
-
-from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
@@ -30,21 +26,14 @@ class StubDiedError(Exception):
 
 @dataclass(eq=False)
 class _Sequence:
-    """One choice that is being sampled.
-
-    Attributes:
-        draws: one number of [0, 1) for each token that may come.
-        num_cached: how many of its tokens have keys and values by the weights that serve.
-    """
-
     request: GenerateRequest
     index: int
-    draws: Floats
+    draws: Floats  # one number of [0, 1) for each token that may come
     cache: Cache
     slot: int
     done: asyncio.Future[Choice]
     tokens: list[int]
-    num_cached: int = 0
+    num_cached: int = 0  # how many of its tokens have keys and values by the weights that serve
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     spans: list[SampledSpan] = field(default_factory=list)
@@ -84,11 +73,8 @@ class _Sequence:
 
 
 class StubSampler:
-    """Samples with the weights that serve.
-
-    Args:
-        served: those at the start, with their digest; None: it waits for the first.
-        most_rows: sequences that are sampled at once.
+    """Samples with the weights that serve. `served`: those at the start, with their digest; None: it waits for the
+    first. `most_rows`: sequences that are sampled at once.
     """
 
     died: type[Exception] = StubDiedError
@@ -135,7 +121,6 @@ class StubSampler:
             cache.give(sequence.slot)
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Sample a token, if that is allowed."""
         if generates:
             await self.sample(GenerateRequest(token_ids=[0], seeds=[0], max_tokens=1, temperature=0.0), 0, 0)
         return None
@@ -156,7 +141,6 @@ class StubSampler:
     # What `EngineWeights` asks of vLLM's client.
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a method of the only worker."""
         return [await getattr(self, method)(*args)]
 
     async def loaded_digest(self) -> str | None:
@@ -177,7 +161,6 @@ class StubSampler:
         return {"refused": None, "unreadable": None}
 
     async def apply_weights(self) -> str:
-        """Serve the weights that were staged."""
         assert self._staged is not None and self._paused
         self._served, self._staged = self._staged, None
         self._model = Model(self._weights.shape, self._served[0])
@@ -271,6 +254,5 @@ def cut(logits_V: Floats, request: GenerateRequest) -> Floats:
 
 
 def log_softmax(logits: Any) -> Any:
-    """Return log-probabilities over the last dimension."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -1,9 +1,4 @@
-"""Reading published weights without torch: what the stub engine takes and refuses, as the real one does.
-
-The codes are those of `holdfast.inference.weights`, and so are the digests; the words of a refusal need not be.
-"""
-
-from __future__ import annotations
+"""Reading published weights without torch: codes and digests are those of `holdfast.inference.weights`."""
 
 import json
 from pathlib import Path
@@ -34,23 +29,16 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 
 class Weights:
-    """Reads weights for the model in a directory.
-
-    Attributes:
-        shape: of that model.
-    """
+    """Reads weights for the model in a directory."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.shape = Shape.read(model_dir)
+        self.shape = Shape.read(model_dir)  # of that model
         self._model_dir = model_dir
         self._shapes = self._expected_shapes()
 
     def read(self, directory: Path, version: int | None = None) -> tuple[dict[str, Floats], str]:
-        """Return whole weights, of an adapter those of the model with it, and the digest of the directory.
-
-        Raises:
-            DataError: they cannot be used.
-            OSError: they cannot be read.
+        """Return whole weights, of an adapter those of the model with it, and the digest of the directory. Raises
+        `DataError`: they cannot be used. Raises `OSError`: they cannot be read.
         """
         if not directory.is_dir():
             raise DataError(f"{directory} is not a directory")

@@ -48,7 +48,6 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """Return the directory of a run that has begun."""
     made = RunDir(tmp_path / "run")
     made.create()
     return made
@@ -73,9 +72,8 @@ def stands(tmp_path: Path) -> Stands:
 
 @pytest.fixture
 def told(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """Return a function that says what the test has printed so far, also while another thread prints.
-
-    `readouterr` empties what it has read: of what is printed in that moment it loses some.
+    """Return a function that says what the test has printed so far, also while another thread prints. `readouterr`
+    empties what it has read: of what is printed in that moment it loses some.
     """
     return lambda: getattr(sys.stdout, "getvalue", str)()  # once the test is over, it may be another stream
 

@@ -1,9 +1,8 @@
-"""The commands as a user meets them: help, dry runs, exit codes, refusals."""
-
-from __future__ import annotations
+"""The commands as a user meets them: their table, help, dry runs, exit codes, refusals, and where output goes."""
 
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -13,13 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli
 
-from holdfast import cli
+import holdfast
+from holdfast import cli, config, errors
 from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
 from holdfast.config.load import read_toml
+from holdfast.errors import STORAGE_FAILED
 from holdfast.launcher.engines import reserve
 from holdfast.run.run_dir import RunDir
 from tests.builders.toy import TOY
+from tests.conftest import ROOT
 from tests.runs.ports import free_port
 
 Run = Callable[..., tuple[int, str, str]]
@@ -61,17 +64,37 @@ def test_help_imports_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
 
 
-def test_no_process_of_a_run_imports_what_only_some_runs_need() -> None:
-    processes = ["launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.track"]
-    code = (
-        "import importlib, sys, holdfast.orchestrator.check\n"
-        "assert 'aiohttp' not in sys.modules\n"  # nothing is asked for yet
-        "for name in sys.argv[1:]:\n    importlib.import_module(f'holdfast.{name}')\n"
-        "some = {*'torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil'.split()}\n"
-        "print(some & sys.modules.keys())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *processes], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+_PROCESSES = ("launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.track")
+_FACE = ("Environment", "Message", "Score", "Session", "Task", "TaskSeed", "grpo")
+_NEEDS_TORCH = {  # what takes or returns tensors
+    *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
+    *("PolicyLossInput", "build_policy_loss"),
+}
+
+
+def _catching(call: str) -> str:
+    return f"from holdfast import cli\ntry: {call}\nexcept (SystemExit, Exception): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import holdfast.orchestrator.check", "aiohttp"),  # nothing is asked for yet
+        (
+            "".join(f"import holdfast.{name}\n" for name in _PROCESSES),
+            "torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil",
+        ),
+        (f"from holdfast import {', '.join(_FACE)}", "pydantic numpy jinja2 tokenizers aiohttp holdfast.config.base"),
+        (f"from holdfast import {', '.join({*holdfast.__all__} - _NEEDS_TORCH)}", "torch transformers vllm"),
+        ("sys.argv = ['rl', '--help']\n" + _catching("cli.rl()"), "pydantic asyncio holdfast.launcher torch"),
+        (_catching("cli.run('sft', [])"), "torch numpy transformers vllm"),
+    ],
+    ids=["check", "processes", "environment", "names", "help", "refusal"],
+)
+def test_what_imports_nothing_heavy(code: str, heavy: str) -> None:
+    program = f"import sys\n{code}\nprint('HEAVY', {{*{heavy!r}.split()}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY set()", done.stderr
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -141,9 +164,7 @@ def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> Non
     assert not RunDir(tmp_path).holds_run()
 
 
-def test_a_server_at_a_port_that_is_taken_is_refused_before_anything_is_loaded(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_at_a_taken_port_is_refused_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.launcher.launch.os.execv", None)  # this process must not become a server
     port = free_port()
     held = reserve("127.0.0.1", port)
@@ -202,9 +223,7 @@ def test_names_that_the_locale_has_no_characters_for_end_nothing(tmp_path: Path,
         assert done.returncode == 0 or "must be text in UTF-8" in done.stderr
 
 
-def test_an_error_of_the_system_is_one_line_and_an_interrupt_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_errors_are_one_line_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(error: BaseException) -> tuple[object, str]:
         def run() -> int:
             raise error
@@ -219,3 +238,173 @@ def test_an_error_of_the_system_is_one_line_and_an_interrupt_none(
     assert ends(OSError("no such thing")) == (2, f"error: no such thing. {advice}")
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # as in a notebook
     assert ends(KeyboardInterrupt()) == (128 + signal.SIGINT, "")
+
+
+CLOSED, FULL, GONE = ">&-", ">/dev/full", "| true"
+Started = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def started(in_root: Path) -> Started:
+    """Run a command in a shell; return its exit code, and what it said on stderr."""
+
+    def start(words: str, redirected: str) -> tuple[int, str]:
+        command = f'"$0" -P -m holdfast {words} {redirected}'
+        if redirected.startswith("|"):
+            command += "; exit ${PIPESTATUS[0]}"
+        done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, text=True)
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+        return done.returncode, done.stderr
+
+    return start
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("words", ["monitor {run} --json", "sft --help"])
+def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    words = words.format(run=run.path)
+    assert started(words, ">/dev/null") == (0, "")
+    assert started(words, CLOSED) == (0, ""), "nobody wants to read it"
+    assert started(words, ">&- 2>&- <&-") == (0, "")
+    assert started(words, FULL) == (
+        STORAGE_FAILED,
+        "error: what it prints cannot be written: No space left on device\n",
+    )
+    assert started(words, f"{FULL} 2>/dev/full") == (STORAGE_FAILED, "")
+
+
+@pytest.mark.launch
+def test_an_error_that_nobody_hears_has_its_exit_code(started: Started, tmp_path: Path) -> None:
+    words = f"ckpt ls --output-dir {tmp_path / 'nowhere'}"
+    for redirected in ("2>&-", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>/dev/full"):
+        assert started(words, redirected) == (2, ""), redirected
+    code, said = started(words, CLOSED)
+    assert code == 2 and "nowhere" in said
+
+
+@pytest.mark.launch
+def test_help_to_a_reader_that_has_gone_is_no_error(started: Started) -> None:
+    for words in ("ckpt --help", "sft --help"):
+        code, said = started(words, GONE)
+        assert code in (0, 128 + signal.SIGPIPE) and said == ""
+
+
+def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
+    """What a library prints would go into the first file that is opened."""
+    code = (
+        "import json, os, sys; from holdfast.process.streams import open_closed_streams\n"
+        "open_closed_streams(); opened = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)\n"
+        "os.write(1, b'of a library'); print('out'); print('err', file=sys.stderr)\n"
+        "assert sys.stdin.read() == '' and opened > 2\n"
+        "os.write(opened, json.dumps([os.readlink(f'/proc/self/fd/{n}') for n in range(3)]).encode())\n"
+    )
+    path = tmp_path / "file"
+    done = subprocess.run(["bash", "-c", '"$0" -c "$1" "$2" <&- >&- 2>&-', sys.executable, code, str(path)])
+    assert done.returncode == 0
+    assert json.loads(path.read_text()) == [os.devnull] * 3
+
+
+@pytest.fixture
+def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `holdfast` in this process; return its exit code and what it printed."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *argv])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_every_command_is_installed_by_its_own_name_too() -> None:
+    scripts = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    expected = {name: f"holdfast.cli:{name.replace('-', '_')}" for name in cli.COMMANDS}
+    assert scripts == {"holdfast": "holdfast.cli:main", **expected}
+
+
+def test_every_training_program_has_a_command_of_its_name() -> None:
+    of_command = {name: entry[2] for name, entry in cli.COMMANDS.items()}
+    for program, configuration in config.PROGRAMS.items():
+        assert of_command["trainer" if program == "rl" else program] == configuration
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_is_the_same_by_either_name(name: str, run_command: Run, holdfast: Run) -> None:
+    for words in (["--help"], ["--no-such-flag"]):
+        by_itself = run_command(name, *words)
+        assert holdfast(name, *words) == by_itself
+        assert by_itself[0] == (0 if words == ["--help"] else 2)
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(words: list[str], holdfast: Run) -> None:
+    code, out, err = holdfast(*words)
+    assert (code, err) == (0, "")
+    for name, (summary, _, _) in cli.COMMANDS.items():
+        assert f"  {name:<14}{summary}\n" in out
+
+
+def test_the_version_is_that_of_the_distribution(holdfast: Run) -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert holdfast("--version") == (0, f"holdfast {project['version']}\n", "")
+
+
+def test_an_unknown_command_is_told_with_the_nearest(holdfast: Run) -> None:
+    code, out, err = holdfast("rollout", "show")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: unknown command 'rollout'. Did you mean 'rollouts'? There are: sft, dpo,")
+
+
+@pytest.mark.parametrize("name", ["reward-model", "no_such_command", "main_"])
+def test_only_commands_are_functions_of_the_module(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"'holdfast.cli' has no attribute '{name}'"):
+        getattr(cli, name)
+
+
+def test_python_m_holdfast_does_not_import_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("argparse", "pydantic", "tomli", "trainer", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
+    for flags in ([], ["-P"]):
+        argv = [sys.executable, *flags, "-m", "holdfast", "ckpt", "ls", "--output-dir", "none"]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and done.stderr.startswith("error: there is no directory none"), done.stderr
+
+
+SRC = Path(errors.__file__).parents[1]
+
+
+def _bases() -> dict[str, str]:
+    """Return the first base of every class of `src`, by name."""
+    sources = "\n".join(path.read_text() for path in SRC.rglob("*.py"))
+    return dict(re.findall(r"^class (\w+)\((?:[\w.]+\.)?(\w+)[,)]", sources, re.MULTILINE))
+
+
+def _in_code() -> dict[str, str]:
+    """Return the public exceptions below `HoldfastError`, each with its base."""
+    bases = _bases()
+
+    def is_error(name: str) -> bool:
+        return name == "HoldfastError" or (name in bases and is_error(bases[name]))
+
+    return {name: base for name, base in bases.items() if is_error(base) and not name.startswith("_")}
+
+
+def _drawn() -> dict[str, str]:
+    """Return the same as the docstring draws it."""
+    tree: dict[str, str] = {}
+    parents = ["HoldfastError"]
+    for indent, name in re.findall(r"^    ((?:│   )*)[├└]── (\w+)", errors.__doc__ or "", re.MULTILINE):
+        depth = len(indent) // 4
+        parents = [*parents[: depth + 1], name]
+        tree[name] = parents[depth]
+    return tree
+
+
+def test_the_tree_is_that_of_the_code() -> None:
+    assert len(_drawn()) > 10
+    assert _drawn() == _in_code()

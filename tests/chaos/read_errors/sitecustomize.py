@@ -1,6 +1,5 @@
-"""On PYTHONPATH of a chaos run: the next files of the run directory that a process opens to read fail with EIO.
-
-How many of them is the number of files in $CHAOS_READ_ERRORS; whoever meets an error removes one.
+"""On PYTHONPATH of a chaos run: as many files of the run directory as $CHAOS_READ_ERRORS holds fail with EIO when a
+process opens them to read.
 """
 
 import builtins

@@ -1,8 +1,5 @@
-"""Run by every interpreter of the virtual environment at its start: loads what is measured with its marks.
-
-`_coverage_marks.pth` imports this module; it does nothing unless COVERAGE_MARKS names a directory that
-`python -m tests.coverage begin` has filled. Marks lie in a file that all processes map, so those of a process
-that was killed, forked or that left by `os._exit` stay.
+"""Imported at the start of every interpreter, by `_coverage_marks.pth`: loads what is measured with its marks. They lie
+in a file that all processes map, so those of a process that was killed, forked or that left by `os._exit` stay.
 """
 
 from __future__ import annotations

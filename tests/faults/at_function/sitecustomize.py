@@ -1,8 +1,6 @@
-"""On PYTHONPATH of whatever a test starts: one process dies by a signal when it begins to run a certain function.
-
-KILL_AT is JSON: `file` (how its path ends), `function` (qualified; `<module>`: when it is imported), `before` (how
-often it has begun before, in all processes), `signal`, and `mark`, the file that the process makes. Where that is there
-already, nobody dies any more.
+"""On PYTHONPATH of what a test starts: one process dies when it begins to run a function. KILL_AT is JSON: `file` (how
+its path ends), `function` (`<module>`: its import), `before` (how often it has begun, in all processes), `signal`, and
+`mark`, the file that the process makes and that keeps others alive.
 """
 
 import json

@@ -1,7 +1,5 @@
 """On PYTHONPATH of whatever a light test starts: its processes may not import what the test may not import."""
 
-from __future__ import annotations
-
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 

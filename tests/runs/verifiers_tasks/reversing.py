@@ -1,9 +1,6 @@
-"""Letters to be reversed, in two turns, as an environment of verifiers, for who has this directory on PYTHONPATH.
-
-It is run by an interpreter that has verifiers, and need not have what the tests have.
+"""Letters to be reversed, in two turns, as an environment of verifiers, for an interpreter that need not have what
+tests have.
 """
-
-from __future__ import annotations
 
 import asyncio
 import itertools

@@ -1,7 +1,5 @@
 """With this directory on PYTHONPATH, every inference server that any process starts is the stub engine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

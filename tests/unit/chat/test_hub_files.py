@@ -1,7 +1,5 @@
 """A tokenizer of a model on the hub: what is there, what is not, and what nobody knows."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command `environments`: what it lists, writes, finds wrong and plays."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command `evaluate` up to where it starts something, and what it shows of results."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which steps of a run are evaluated while it trains, by whom, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -207,9 +205,7 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     assert not goes_on() and goes_on()
 
 
-def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluated_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_files_tasks_or_versions_are_evaluated_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, data = RunDir(tmp_path / "step_5"), tmp_path / "tasks.jsonl"
     environments = [{"id": "jsonl", "args": {"path": str(data)}}]
     config = EvaluateConfig.model_validate(
@@ -237,9 +233,7 @@ def test_what_was_begun_with_other_files_tasks_or_by_another_version_is_evaluate
         monkeypatch.undo()
 
 
-def test_elsewhere_a_step_that_was_trained_again_is_evaluated_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elsewhere_a_step_trained_again_is_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10)
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=tmp_path / "elsewhere")
     run = FollowedRun.read(run_dir.path)
@@ -356,9 +350,7 @@ def test_the_next_attempt_evaluates_where_one_gave_up(tmp_path: Path) -> None:
     assert not run_dir.given_up.exists()
 
 
-def test_how_an_evaluation_ended_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None
-) -> None:
+def test_how_evaluations_end_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None) -> None:
     directory = RunDir(tmp_path / "step_5")
     config = EvaluateConfig(model=ModelConfig(name="m"), output_dir=directory.path)
     prepare_directory(config, directory)
@@ -381,9 +373,7 @@ def test_how_an_evaluation_ended_is_noted(
     ]  # fmt: skip
 
 
-def test_every_followed_step_is_a_result_for_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = run_of(tmp_path / "run")
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
 

@@ -1,7 +1,5 @@
 """The command `rollouts` on a journal of its own: what it shows, exports, and refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -68,11 +66,7 @@ def make_batch(step: int) -> Batch:
     pairs = [("a", step - 1), ("b", step - 1)]
     made = [make_rollout(*pair, sample, version=step - 1) for pair in pairs for sample in (0, 1)]
     return Batch(
-        step=step,
-        policy_version=step - 1,
-        weights_digest="d" * 32,
-        rollouts=made,
-        metrics={"reward/mean": 0.5},
+        step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=made, metrics={"reward/mean": 0.5}
     )
 
 

@@ -1,7 +1,5 @@
 """Every configuration model: documented, and the same after being written as TOML and read again."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Iterator
@@ -81,9 +79,8 @@ def test_unusual_values_survive_toml(tmp_path: Path) -> None:
 
 
 def kind_of(path: Path) -> type[Command]:
-    """A shipped config is for the command that its name starts with; train and orch are sections of rl.
-
-    Those in algorithms/ are laid over one of rl.
+    """A shipped config is for the command that its name starts with; train and orch are sections of rl. Those in
+    algorithms/ are laid over one of rl.
     """
     kinds = {"sft": SftConfig, "lora": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig,
              "train": TrainerConfig, "orch": OrchestratorConfig, "infer": InferenceConfig,
@@ -144,10 +141,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"advantage": "pass_at_k"}, "'pass_at_k' and advantage_k go together: set advantage_k"),
         ({"advantage_k": 2}, "'pass_at_k' and advantage_k go together: set advantage, or"),
         ({"advantage_std": "batch"}, "by what advantage = 'grpo' divides, and advantage is 'dr_grpo'"),
-        (
-            {"advantage": "max_rl", "kl": {"coef": 0.1, "place": "reward"}},
-            "kl.place = 'reward' can make negative",
-        ),
+        ({"advantage": "max_rl", "kl": {"coef": 0.1, "place": "reward"}}, "kl.place = 'reward' can make negative"),
         ({"advantage": "max_rl", "rewards": OVERLONG}, "which rewards.length_buffer_tokens can make negative"),
         ({"advantage": "max_rl", "reward_model": {"name": "m"}}, "which reward_model can make negative"),
         ({"advantage": "max_rl", "rewards": {"weights": {"reward": 1, "n": -1}}}, "weights below 0 can make negative"),
@@ -157,10 +151,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         (GDPO | {"reward_model": {"name": "m"}}, "so reward_model would have no effect"),
         ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}} | OVERLONG}, "length_buffer_tokens would have no"),
         ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "clip": 1}}, "rewards.clip would have no effect"),
-        (
-            {"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "scale": "running"}},
-            "scale would have no",
-        ),
+        ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "scale": "running"}}, "scale would have no"),
         ({"advantage": "gae", "critic": {}, "environments": {"a": {}}}, "'gae' needs a model: leave environments out"),
         ({"environments": {"a": {"advantage": "distillation"}}}, "'distillation' needs a model"),
         ({"environments": {"a": {"advantage": "rlo"}}}, "there is no 'rlo'. Did you mean 'rloo'"),

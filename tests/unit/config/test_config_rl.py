@@ -1,7 +1,5 @@
 """`rl`: settings that several processes share are handed down, and disagreement is an error."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

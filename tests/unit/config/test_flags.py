@@ -1,18 +1,26 @@
-"""What those who come from other programs are told: of a flag that there is not, and by the table of the docs."""
-
-from __future__ import annotations
+"""Flags: help, those of other programs and misspelt ones, what was given, and the table of the docs."""
 
 import ast
+import json
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import pytest
+import tomli
 from pydantic import BaseModel
 
-from holdfast.config import DpoConfig, RlConfig, SftConfig
+from docs_tools import listing
+from docs_tools.listing import SETTINGS
+from holdfast.config import DpoConfig, RlConfig, SftConfig, help, program_config
 from holdfast.config.elsewhere import hint, names_elsewhere
-from holdfast.config.load import flags_of
+from holdfast.config.given import check_given
+from holdfast.config.load import flags_of, parse_command_line, read_toml, to_toml
+from holdfast.config.training import SupervisedCommand
+from holdfast.errors import ConfigError
+from tests.builders.toy import TOY
 from tests.conftest import ROOT
 
 COMMANDS = {"sft": SftConfig, "dpo": DpoConfig, "rl": RlConfig}
@@ -20,87 +28,36 @@ KEYS = {name: [flag.key for flag in flags_of(command).values()] for name, comman
 
 # Flags of TRL: what is said by `sft`, `dpo` and `rl`. A word that begins with a capital letter begins a sentence.
 TRL = {
-    "model_name_or_path": ("model.name",) * 3,
-    "dataset_name": ("data.name", "data.name", "Here tasks"),
-    "dataset_num_proc": ("data.num_proc", "data.num_proc", "Here tasks"),
     "learning_rate": ("optim.lr", "optim.lr", "trainer.optim.lr"),
-    "lr_scheduler_type": ("optim.schedule", "optim.schedule", "trainer.optim.schedule"),
     "warmup_ratio": ("Here optim.warmup_steps counts",) * 3,
-    "weight_decay": ("optim.weight_decay", "optim.weight_decay", "trainer.optim.weight_decay"),
-    "max_grad_norm": ("optim.max_grad_norm", "optim.max_grad_norm", "trainer.optim.max_grad_norm"),
-    "adam_beta1": ("optim.betas", "optim.betas", "trainer.optim.betas"),
-    "adam_epsilon": ("optim.eps", "optim.eps", "trainer.optim.eps"),
     "num_train_epochs": ("epochs", "epochs", "Here a run has max_steps"),
     "per_device_train_batch_size": ("data.micro_batch_size", "data.micro_batch_size", "Here a batch is"),
-    "gradient_accumulation_steps": ("Here a step takes",) * 3,
-    "gradient_checkpointing": (
-        "model.activation_checkpointing", "model.activation_checkpointing", "trainer.model.activation_checkpointing"
-    ),
-    "attn_implementation": ("model.attention", "model.attention", "trainer.model.attention"),
-    "bf16": ("model.dtype", "model.dtype", "trainer.model.dtype"),
-    "fp16": ("Here there is no float16",) * 3,
     "max_length": ("data.seq_len", "data.seq_len", "orchestrator.seq_len"),
-    "max_seq_length": ("data.seq_len", "data.seq_len", "orchestrator.seq_len"),
-    "max_prompt_length": ("Here orchestrator.seq_len is",) * 3,
     "packing": ("data.pack", "data.pack", "Here rows always"),
-    "assistant_only_loss": ("data.train_on", "data.train_on", "Here what the policy"),
-    "use_peft": ("model.lora.rank", "model.lora.rank", "trainer.model.lora.rank"),
-    "lora_r": ("model.lora.rank", "model.lora.rank", "trainer.model.lora.rank"),
-    "lora_alpha": ("model.lora.alpha", "model.lora.alpha", "trainer.model.lora.alpha"),
     "lora_target_modules": (
         "model.lora.target_modules", "model.lora.target_modules", "trainer.model.lora.target_modules"
     ),
-    "load_in_4bit": ("Here there is no quantised",) * 3,
     "eval_steps": ("val_interval", "val_interval", "eval.interval"),
     "save_steps": ("ckpt.interval",) * 3,
-    "save_total_limit": ("ckpt.keep",) * 3,
-    "resume_from_checkpoint": ("ckpt.resume_step",) * 3,
-    "logging_steps": ("Here every step",) * 3,
-    "report_to": ("tracking.backends",) * 3,
-    "run_name": ("tracking.name",) * 3,
     "push_to_hub": ("Here nothing is uploaded",) * 3,
     "beta": ("", "loss.beta", "trainer.kl.coef"),
     "loss_type": ("", "loss.type", "trainer.loss.type"),
-    "num_generations": ("", "", "orchestrator.group_size"),
     "max_completion_length": ("", "", "orchestrator.sampling.max_tokens"),
-    "temperature": ("", "", "orchestrator.sampling.temperature"),
-    "use_vllm": ("Here the engine is",) * 3,
     "reward_funcs": ("Here tasks",) * 3,
-    "epsilon_high": ("", "", "trainer.loss.clip_high"),
-    "num_iterations": ("", "", "trainer.updates.epochs"),
 }  # fmt: skip
 
 # Keys of prime-rl: what `rl` says.
 PRIME_RL = {
     "orchestrator.batch_size": "Here a batch is",
     "orchestrator.rollouts_per_example": "orchestrator.group_size",
-    "orchestrator.env": "orchestrator.environments",
-    "orchestrator.max_off_policy_steps": "async_level",
     "max_async_level": "async_level",
-    "orchestrator.model.max_model_len": "inference.model.max_len",
-    "ckpt.keep_last": "ckpt.keep",
     "wandb": "tracking.backends",
     "wandb.project": "tracking.project",
-    "wandb.name": "tracking.name",
-    "trainer.scheduler.type": "trainer.optim.schedule",
-    "trainer.scheduler.warmup_steps": "trainer.optim.warmup_steps",
-    "trainer.optim.max_norm": "trainer.optim.max_grad_norm",
-    "trainer.model.ac": "trainer.model.activation_checkpointing",
-    "trainer.model.attn": "trainer.model.attention",
     "trainer.model.tp": "Here the trainer has no tensor",
-    "trainer.model.cp": "trainer.parallel.sequence_parallel",
     "inference.parallel.tp": "inference.engine.tensor_parallel_size",
-    "inference.parallel.dp": "inference.engines",
-    "inference.gpu_memory_utilization": "inference.engine.gpu_memory_utilization",
-    "trainer_gpu_ids": "Here CUDA_VISIBLE_DEVICES",
-    "inference_gpu_ids": "Here CUDA_VISIBLE_DEVICES",
-    "log.level": "Here logs are whole",
     "val.interval": "",
-    "data.path": "Here tasks",
     "trainer.optim.learning_rate": "trainer.optim.lr",
     "trainer.data.micro_batch_size": "Here the trainer packs",
-    "orchestrator.sampling.max_new_tokens": "orchestrator.sampling.max_tokens",
-    "weight_broadcast": "",
     "bench": "",
 }
 
@@ -209,3 +166,140 @@ def test_the_script_for_trl_has_names_that_trl_knows() -> None:
     (config,) = (call for call in calls if getattr(call.func, "id", "") == "GRPOConfig")
     given = {keyword.arg for keyword in config.keywords}
     assert len(given) > 8 and given <= {field.name for field in fields(GRPOConfig)}
+
+
+def said(command: str, *argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_given(command, parse_command_line(SETTINGS[command], list(argv)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Path) -> None:
+    first, *lines = said(command).splitlines()
+    assert first.startswith(f"{command} needs ") and "model.name" in first and len(lines) <= 3
+    assert all(line.strip().startswith(f"uv run {command}") for line in lines) and lines[-1].endswith("--help")
+
+
+def test_outside_a_checkout_no_file_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped, own, _ = said("sft").splitlines()[1:]
+    assert "in a checkout of holdfast" in shipped and own.strip().startswith("sft --model.name")
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model", "rl", "orchestrator"])
+def test_one_that_is_missing_is_named_with_the_way_to_give_it(command: str) -> None:
+    flags = TOY[command]
+    for left_out, there in ((flags[:2], flags[2:4]), (flags[2:4], flags[:2])):
+        message = said(command, *there)
+        key = left_out[0].removeprefix("--")
+        assert message.startswith(f"{key} is needed: ") and left_out[0] in message and there[0] not in message
+    check_given(command, parse_command_line(SETTINGS[command], list(flags)))
+
+
+def test_steps_and_epochs_exclude_each_other_and_a_flag_wins_over_a_file(tmp_path: Path) -> None:
+    assert "give one of them" in said("sft", *TOY["sft"], "--epochs", "2")
+    path = tmp_path / "sft.toml"
+    for there, flag in (("max_steps = 9", "--epochs"), ("epochs = 9", "--max-steps")):
+        path.write_text(there)
+        config = parse_command_line(SETTINGS["sft"], ["@", str(path), *TOY["sft"][:4], flag, "3"])
+        check_given("sft", config)
+        assert isinstance(config, SupervisedCommand) and {config.max_steps, config.epochs} <= {0, 3, None}
+
+
+@pytest.mark.parametrize(
+    ("program", "whole", "adapters", "schedule", "warmup"),
+    [("sft", 2e-5, 2e-4, "linear", 20), ("dpo", 1e-6, 1e-5, "linear", 20),
+     ("reward-model", 1e-5, 1e-4, "linear", 20), ("rl", 1e-6, 1e-5, "constant", 0)],
+)  # fmt: skip
+def test_rates_fit_the_program_and_what_is_given_wins(
+    program: str, whole: float, adapters: float, schedule: str, warmup: int, tmp_path: Path
+) -> None:
+    def optim(**settings: Any) -> Any:
+        config = program_config(program).model_validate({"max_steps": 200, **settings})
+        (tmp_path / "resolved.toml").write_text(to_toml(config))
+        assert read_toml(type(config), tmp_path / "resolved.toml").optim == config.optim, "it is stored as it is"
+        return config.optim
+
+    lora = {"model": {"lora": {}}}
+    assert (optim().lr, optim().schedule, optim().warmup_steps) == (whole, schedule, warmup)
+    assert (optim(**lora).lr, optim(**lora).warmup_steps) == (adapters, warmup)
+    given = {"lr": whole, "schedule": "cosine", "warmup_steps": 3}
+    assert {name: getattr(optim(**lora, optim=given), name) for name in given} == given
+    assert optim(optim={"schedule": "constant"}).warmup_steps == 0
+    kept = program_config(program).model_validate({"max_steps": 200, "optim": {"lr": 0.5}})
+    kept.settle_rates({"lr": 0.25, "schedule": "cosine", "warmup_steps": 7})
+    assert (kept.optim.lr, kept.optim.schedule, kept.optim.warmup_steps) == (0.5, "cosine", 7)
+
+
+SUMMARY = "What it does."
+
+
+def test_the_list_is_what_the_settings_say() -> None:
+    assert listing.FILE.read_text() == listing.text_of_listing(), "run `python -m docs_tools.listing`"
+
+
+@pytest.mark.parametrize("command", listing.SETTINGS)
+def test_help_fits_on_a_screen_and_names_what_there_is(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help.text(command, SUMMARY, ["--help"])
+    lines = text.splitlines()
+    assert len(lines) <= 60 and SUMMARY in lines
+    sections = help._sections(command)
+    keys = {one["key"] for section in sections.values() for one in section["settings"]}
+    assert set(help.first(command)["settings"]) <= keys
+    for name, section in sections.items():
+        assert not name or f"{name} {len(section['settings'])}" in " ".join(text.split())
+    if command != "evaluate":
+        assert all(f"uv run {example}" in text for example in help.first(command)["examples"])
+
+
+@pytest.mark.parametrize("command", listing.SETTINGS)
+def test_help_all_has_every_setting_that_is_not_handed_down(command: str) -> None:
+    text = help.text(command, SUMMARY, ["--help-all"])
+    shown = {word for word in text.split() if word.startswith("--")}
+    handed_down = {
+        f"--{process}.{name}"
+        for process, names in json.loads(listing.FILE.read_text())["shared"].items()
+        for name in names
+    }
+    for word, flag in flags_of(listing.SETTINGS[command]).items():
+        hidden = command == "rl" and any(
+            word == one.replace("_", "-") or word.startswith(f"{one.replace('_', '-')}.") for one in handed_down
+        )
+        if not word.startswith("--no-") and not flag.is_section and not hidden:
+            assert word in shown or f"[{flag.key}[]]" in text, word
+    for words in ("(undefined)", "None", "null", "JSON string"):
+        assert f"default {words}" not in text
+
+
+def test_help_of_a_section_a_setting_and_of_nothing() -> None:
+    section = help.text("rl", SUMMARY, ["--help", "trainer.loss"])
+    assert "--trainer.loss.clip-high" in section and "--trainer.loss.correction.level" in section
+    assert "--trainer.optim.lr" not in section
+    for words in (["--help", "trainer.optim.lr"], ["--help", "--trainer.optim.lr"]):
+        assert help.text("rl", SUMMARY, words).count("--trainer.optim.") == 1
+    with pytest.raises(ConfigError, match=r"Did you mean 'trainer.loss'\?"):
+        help.text("rl", SUMMARY, ["--help", "trainer.los"])
+    assert help.text("rl", SUMMARY, ["--help", "@", "x.toml"]) == help.text("rl", SUMMARY, ["-h"])
+
+
+def test_defaults_of_sections_that_are_off_do_not_read_as_if_they_were_on() -> None:
+    text = help.text("rl", SUMMARY, ["--help"])
+    assert "--trainer.model.lora.rank (off; 16) " in text and " LoRA: rank of the adapters\n" in text
+    assert "--trainer.optim.lr (" in text and "--trainer.optim.lr (off" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [("rl", "rl"), ("sft", "sft"), ("dpo", "dpo"), ("reward-model", "reward_model"), ("trainer", "train"),
+     ("orchestrator", "orch"), ("inference", "infer"), ("evaluate", "evaluate")],
+)  # fmt: skip
+def test_the_schema_takes_the_shipped_files_and_no_unknown_key(command: str, file: str) -> None:
+    schema = json.loads(listing.json_schema(command))
+    content = tomli.loads((ROOT / "configs" / "reverse_text" / f"{file}.toml").read_text())
+    jsonschema.validate(content, schema)
+    with pytest.raises(jsonschema.ValidationError, match="learning_rate"):
+        jsonschema.validate({**content, "learning_rate": 1}, schema)
+    described = [schema, *schema["$defs"].values()]
+    assert all(one.get("description") for table in described for one in table.get("properties", {}).values())

@@ -1,7 +1,5 @@
 """What --dry-run refuses, a real run refuses as well, before anything is started: in one line, with exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which server and port a run gets beside other runs, servers and programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Work that comes no further is noticed, named and healed; whoever waits for it goes on waiting meanwhile."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -32,9 +30,7 @@ _TRAINER = _WAITS.format(timeout_s=HANG_S)
 
 
 @pytest.mark.clock
-def test_a_trainer_waits_on_while_the_launcher_waits_for_the_storage(
-    stands: Stands, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trainer_waits_while_the_launcher_awaits_storage(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     """However much longer that takes than the trainer would wait for nothing: 1 + 2 + 4 s here."""
     full = """
 with open("tries", "a") as tries: tries.write("x")
@@ -64,9 +60,7 @@ made("rollouts/step_1")
 
 
 @pytest.mark.clock
-def test_an_event_loop_that_is_blocked_is_killed_and_started_again(
-    stands: Stands, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_blocked_event_loop_is_killed_and_started_again(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     """Though a thread of the process beats on."""
     assert stands.watch(trainer=_TRAINER, orchestrator=_BLOCKED_ONCE) == 0
     said = r"orchestrator has made no progress for \d+ s in its first steps: killing it"
@@ -89,9 +83,7 @@ main()
 
 
 @pytest.mark.clock
-def test_the_stacks_of_all_threads_are_waited_for_and_mixed_with_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_of_all_threads_are_awaited_and_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the main thread, which counts, is written last; ranks share a log."""
     for name, seconds in (("_WAIT_S", HANG_S), ("_QUIET_S", 1.5), ("_MOST_S", HANG_S)):  # of a machine that is busy
         monkeypatch.setattr(f"holdfast.process.heartbeat.{name}", seconds)
@@ -153,9 +145,7 @@ server.serve_forever()
 
 
 @pytest.mark.clock
-def test_a_server_that_was_well_and_cannot_start_again_is_given_another_try(
-    stands: Stands, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_was_well_and_cannot_start_retries(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     """Its predecessor may not have let go of memory and port yet: the same error at a first start ends the run."""
     port = free_port()
     server = _SERVER.replace("int(sys.argv[1])", str(port))

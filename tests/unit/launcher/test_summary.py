@@ -1,7 +1,5 @@
 """How many steps epochs are, what a run keeps of the one before, and what is said before a start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any

@@ -1,7 +1,5 @@
 """Starting and stopping children: real processes, no orphans."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

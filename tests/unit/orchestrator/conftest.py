@@ -1,7 +1,5 @@
 """What the tests of the orchestrator share: servers that fail are asked again soon."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.orchestrator.client import pool

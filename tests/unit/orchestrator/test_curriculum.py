@@ -1,7 +1,5 @@
 """Curricula: which level a task is drawn from follows from whole batches, and survives whatever befalls the run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from holdfast.run.run_dir import RunDir
 from tests.builders.sampled_rollouts import sampled_rollout
 from tests.servers.orchestrator_fakes import FakeEngine, commit_checkpoint, make_config, read_rollouts, run, serving
 
-GRADED = "tests.runs.graded_environment:Graded"
+GRADED = "tests.runs.environments:Graded"
 LEVELS = [{"modulus": 1}, {"modulus": 2}, {"modulus": 3}]
 
 
@@ -179,9 +177,7 @@ def test_every_level_has_a_sequence_of_tasks_of_its_own() -> None:
         ({"levels": LEVELS, "advance_mastered": 1}, {"group_size": 1}, "or take advance_reward alone"),
     ],
 )
-def test_a_curriculum_that_could_not_choose_is_refused(
-    curriculum: dict[str, Any], changes: dict[str, Any], says: str
-) -> None:
+def test_a_curriculum_without_choice_is_refused(curriculum: dict[str, Any], changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config_of(curriculum, **changes)
     config_of({"levels": LEVELS, "advance_reward": 1}, group_size=1)
@@ -209,9 +205,7 @@ def sections(curriculum: dict[str, Any], **changes: Any) -> list[dict[str, Any]]
 
 @pytest.mark.launch
 @pytest.mark.parametrize("curriculum", [GATES, VARIANCE], ids=["gates", "variance"])
-def test_levels_are_the_same_in_workers_with_little_room_and_after_a_resume(
-    curriculum: dict[str, Any], tmp_path: Path
-) -> None:
+def test_levels_are_the_same_in_workers_in_little_room_and_resumed(curriculum: dict[str, Any], tmp_path: Path) -> None:
     """The rollouts and the state, byte for byte; no level repeats or skips a task of its own."""
     common: dict[str, Any] = {"problems_per_step": 6, "max_steps": 8, "async_level": 1}
     outcomes: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Judges that answer, are slow, busy, away, wrong or hostile; the log that asks none of them twice; one completion."""
-
-from __future__ import annotations
+"""Judges that answer, are slow, busy, away, wrong or hostile, in whole runs too; the log that asks nobody twice."""
 
 import asyncio
+import json
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,21 +14,19 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from holdfast import Judge, JudgeConfig, Judgement
+from holdfast.config.evaluation import EvaluateConfig
 from holdfast.errors import RunDirError
 from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.env.judge import JudgeFailure
-from holdfast.orchestrator.judge_client import (
-    JudgeClient,
-    JudgeDenied,
-    ReplyLog,
-    ask_once,
-    judging,
-    new_client,
-)
+from holdfast.orchestrator.evaluation import main
+from holdfast.orchestrator.judge_client import JudgeClient, JudgeDenied, ReplyLog, ask_once, judging, new_client
 from holdfast.protocol.inference import ChatReply
+from holdfast.protocol.rollouts import Batch
 from holdfast.run import record_log
+from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
+from tests.servers.orchestrator_fakes import MODEL, FakeEngine, played, serving
 
 KEY = "sk-very-secret"
 
@@ -97,9 +95,7 @@ def test_whoever_asked_may_go_and_the_reply_is_kept(fake: FakeJudge, tmp_path: P
     assert asyncio.run(leave()) == ChatReply("7", "stop") and len(fake.asked) == 1
 
 
-def test_a_torn_log_loses_its_end_and_damage_costs_itself(
-    fake: FakeJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_log_loses_its_end_only(fake: FakeJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "judgements.log"
     ask(judge_at(fake.url), "a", log=log)
     ask(judge_at(fake.url), "b", log=log)
@@ -121,9 +117,7 @@ def test_a_torn_log_loses_its_end_and_damage_costs_itself(
     assert ask(judge_at(fake.url), "d", log=log)[0].is_readable and fake.questions[4:] == ["d"]
 
 
-def test_a_log_that_cannot_be_written_ends_what_is_scored(
-    fake: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_log_ends_the_scoring(fake: FakeJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="replies cannot be kept in .*: File exists"):
         ask(judge_at(fake.url), "a", log=tmp_path / "file" / "judgements.log")
@@ -293,9 +287,7 @@ def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
         (Response(b"no gzip", headers={"content-encoding": "gzip"}), JudgeFailure, "DecodingError"),
     ],
 )  # fmt: skip
-def test_what_is_no_answer_is_told_and_never_the_key(
-    server: FakeJudge, answer: Response, error: type[Exception], said: str
-) -> None:
+def test_bad_answers_are_told_not_keys(server: FakeJudge, answer: Response, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said) as caught:
         answered(server, answer)
     assert KEY not in str(caught.value)
@@ -314,3 +306,99 @@ def test_an_answer_that_does_not_come_in_time_may_come_the_next_time(server: Fak
     with pytest.raises(Unavailable, match="ConnectError"):
         answered(server, completion("nobody hears it"))
     server.url = url
+
+
+STEPS = 3
+
+
+def run(directory: Path, judge: FakeJudge, *, max_steps: int = STEPS, **settings: Any) -> list[Batch]:
+    """Return the batches of a run whose every rollout is judged."""
+    asks = {"url": judge.url, "model": "m", "prompt": "{first} then {second}", "max_score": 1000.0, "retry_for_s": 0.1}
+    section = {"id": "tests.runs.environments:Judged", "args": {"judge": asks}, **settings}
+    return played(directory, section, max_steps=max_steps)
+
+
+def test_what_nobody_expects_at_the_desk_ends_the_run_and_leaves_no_worker_waiting(
+    tmp_path: Path, fake: FakeJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("of a library")
+
+    monkeypatch.setattr(JudgeClient, "ask", fail)
+    with pytest.raises(ValueError, match="of a library"):
+        run(tmp_path, fake, workers=1)
+
+
+def test_what_is_made_again_is_scored_as_before_though_the_judge_has_changed(tmp_path: Path, fake: FakeJudge) -> None:
+    first = run(tmp_path, fake)
+    num_asked = len(fake.asked)
+    run_dir = RunDir(tmp_path / "run")
+    for step in range(1, STEPS + 1):
+        batch = run_dir.batch(step)
+        for path in batch.iterdir():
+            path.unlink()
+        batch.rmdir()
+    again = run(tmp_path, fake)
+    assert [batch.rollouts for batch in again] == [batch.rollouts for batch in first]
+    assert len(fake.asked) == num_asked
+    run_dir.remove_run()
+    assert [batch.rollouts for batch in run(tmp_path, fake)] != [batch.rollouts for batch in first]
+    # How many: two that say the same at the same time ask once, and other rewards make other policies and answers.
+    assert set(fake.questions[:num_asked]) & set(fake.questions[num_asked:]), "--clean removes what it said"
+
+
+@pytest.mark.parametrize("second", [JSONResponse({}, 400), completion("I cannot say")])
+def test_a_failing_judge_costs_groups_by_reason_only(tmp_path: Path, fake: FakeJudge, second: Response) -> None:
+    failing: dict[str, Response] = {}
+    lock = threading.Lock()
+
+    async def fail_at_some(body: Body) -> Response:
+        question = body["messages"][0]["content"]
+        with lock:  # the first two questions of the run: of a batch of three groups one is left
+            if len(failing) < 2 and question not in failing:
+                failing[question] = (Response("down", 503), second)[len(failing)]
+        return failing.get(question) or completion("1")
+
+    fake.answer = fail_at_some
+    batches = run(tmp_path, fake, on_error="drop", workers=1, max_steps=4)
+    dropped = [one for batch in batches for one in batch.dropped]
+    assert 1 <= len(dropped) <= 2 and {one.reason for one in dropped} <= {
+        "judge_away", "judge_refused", "judge_unreadable"
+    }  # fmt: skip
+    for one in dropped:
+        assert one.detail.startswith(f"environment 'tests.runs.environments:Judged' failed on task {one.task_id} ")
+        assert batches[0].metrics[f"groups/dropped/{one.reason}"] >= 1.0
+    assert len(batches[3].rollouts) == 12
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrong_key_ends_the_run_whatever_may_be_dropped(tmp_path: Path, fake: FakeJudge, workers: int) -> None:
+    async def deny(body: Body) -> Response:
+        return JSONResponse({"error": "who are you"}, 401)
+
+    fake.answer = deny
+    with pytest.raises(JudgeDenied, match="was answered 401: .*who are you.*Name its key with api_key_env"):
+        run(tmp_path, fake, on_error="drop", workers=workers)
+
+
+def test_an_evaluation_that_is_made_again_asks_nobody_again(tmp_path: Path, fake: FakeJudge) -> None:
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(3)))
+    judge = {"url": fake.url, "model": "m", "prompt": "{prompt} {completion}", "max_score": 1000.0}
+    section = {"id": "jsonl", "args": {"path": str(tmp_path / "q.jsonl"), "scorer": "judge", "judge": judge}}
+
+    def evaluate() -> list[float]:
+        engine = FakeEngine(version=0, digest="weights")
+        settings = {"output_dir": tmp_path / "eval", "model": {"name": MODEL}, "seq_len": 128}
+        config = EvaluateConfig.model_validate({**settings, "environments": [section], "sampling": {"max_tokens": 24}})
+        config.inference.model.name = MODEL
+        with serving(engine):
+            config.inference.server.port = int(engine.url.rsplit(":", 1)[1])
+            asyncio.run(main.run(config))
+        lines = (tmp_path / "eval" / "rollouts.jsonl").read_text().splitlines()
+        return [json.loads(line)["reward"] for line in sorted(lines)]
+
+    first = evaluate()
+    assert len(set(first)) == 3 and len(fake.asked) == 3
+    for name in ("rollouts.jsonl", "evaluation.json"):
+        (tmp_path / "eval" / name).unlink()
+    assert sorted(evaluate()) == sorted(first) and len(fake.asked) == 3

@@ -1,7 +1,5 @@
 """Which groups go into a batch; and whole runs that drop them: without signal, by failures, by deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,9 +135,7 @@ def test_at_the_limit_the_earliest_groups_without_signal_fill_the_batch(
 
 
 @pytest.mark.parametrize("at_request", [2, 5, 9, 14])
-def test_a_kill_between_rounds_changes_nothing_and_samples_nothing_twice(
-    tmp_path: Path, engine: FakeEngine, at_request: int
-) -> None:
+def test_a_kill_between_rounds_changes_and_repeats_nothing(tmp_path: Path, engine: FakeEngine, at_request: int) -> None:
     straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
 
     with serving(engine):

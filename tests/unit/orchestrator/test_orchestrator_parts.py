@@ -1,7 +1,5 @@
 """The parts of the orchestrator one by one: client, mix, seeds, log of generations, publisher, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,12 +24,7 @@ from holdfast.orchestrator.main import find_start
 from holdfast.orchestrator.pipeline import BatchPublisher, BatchTimes, batch_metrics
 from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
 from holdfast.orchestrator.tasks import SessionSlots
-from holdfast.orchestrator.weight_sync import (
-    PublishedWeights,
-    WeightPusher,
-    describe_weights,
-    wait_for_weights,
-)
+from holdfast.orchestrator.weight_sync import PublishedWeights, WeightPusher, describe_weights, wait_for_weights
 from holdfast.protocol.inference import Completion, GenerateRequest
 from holdfast.protocol.rollouts import (
     Batch,
@@ -108,11 +101,7 @@ def test_request_seeds_differ_in_every_part() -> None:
 
 async def generate(client: InferenceClient, weights: PublishedWeights) -> list[Completion]:
     request = GenerateRequest(
-        token_ids=[1, 5, 3, 2],
-        seeds=[8, 9],
-        max_tokens=4,
-        stop_token_ids=[3],
-        weights_digest=weights.digest,
+        token_ids=[1, 5, 3, 2], seeds=[8, 9], max_tokens=4, stop_token_ids=[3], weights_digest=weights.digest
     )
     return list(await client.generate(request))
 
@@ -196,9 +185,7 @@ def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_pa
         describe_weights(run_dir, 0)
 
 
-def test_weights_that_are_taken_away_while_they_are_described_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_taken_away_while_being_described_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")
 
@@ -227,9 +214,7 @@ def test_a_log_of_generations_that_is_empty_or_cannot_be_opened(tmp_path: Path) 
         make_log(run_dir)
 
 
-def test_a_start_that_the_trainer_overtakes_goes_by_its_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_a_trainer_overtakes_goes_by_the_newest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     for step in (1, 2, 3):
         publish_weights(run_dir, step, b"weights")

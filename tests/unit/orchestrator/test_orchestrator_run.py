@@ -1,8 +1,7 @@
-"""Whole runs of the orchestrator against a real HTTP server: the schedule, the journal, resume, failures."""
-
-from __future__ import annotations
+"""Whole runs of the orchestrator against a real HTTP server: schedule, journal, resume, failures, split sessions."""
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import tomli_w
 
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import STORAGE_FAILED, CheckpointError, ConfigError, InferenceError, is_storage_failure
 from holdfast.launcher.resume.resume_step import set_aside_after
@@ -25,11 +25,15 @@ from holdfast.orchestrator.main import orchestrate
 from holdfast.orchestrator.state import OrchestratorState, read_state
 from holdfast.orchestrator.weight_sync import describe_weights
 from holdfast.process import heartbeat
-from holdfast.protocol.rollouts import Batch, Sampling
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling
 from holdfast.run import journal
+from holdfast.run.journal import Accepted
 from holdfast.run.run_dir import RunDir
+from holdfast.trainer.rl.accounting import check_tasks
+from tests.conftest import BASE
+from tests.models.chat_templates import FORGETFUL
+from tests.runs.environments import TwoTurns
 from tests.runs.processes import HANG_S
-from tests.runs.two_turns import TwoTurns
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
     commit_checkpoint,
@@ -41,21 +45,18 @@ from tests.servers.orchestrator_fakes import (
     run_until,
     serving,
 )
+from tests.unit.orchestrator.client.test_teacher import FakeTeacher, expected_logprob
 
-TWO_TURNS = "tests.runs.two_turns:TwoTurns"
+TWO_TURNS = "tests.runs.environments:TwoTurns"
 _MIX = [{"id": "reverse_text", "weight": 2}, {"id": "reverse_text", "name": "short", "args": {"max_length": 9}}]
 
 
 class Clock(TwoTurns):
-    """Makes its tasks of the time."""
-
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", f"task {seed.index} at {time.monotonic_ns()}")])
 
 
 class Bounds(TwoTurns):
-    """Says what bounds the event loop that it runs in."""
-
     def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         return [Score(0.0, {"bound_s": heartbeat._own.beat.bound_s or 0.0}) for _ in sessions]
 
@@ -66,9 +67,7 @@ def engine() -> FakeEngine:
 
 
 @pytest.mark.parametrize("async_level", [0, 1, 2])
-def test_strict_schedule_decides_which_version_makes_which_batch(
-    tmp_path: Path, engine: FakeEngine, async_level: int
-) -> None:
+def test_a_schedule_decides_which_version_makes_a_batch(tmp_path: Path, engine: FakeEngine, async_level: int) -> None:
     made = rollouts_of(tmp_path, engine, async_level=async_level, max_steps=6)
     for step, (version, rollouts) in enumerate(made, start=1):
         assert version == max(0, step - 1 - async_level)
@@ -217,9 +216,7 @@ def test_an_engine_that_comes_back_gets_its_weights_again(tmp_path: Path, engine
     assert rollouts_of(tmp_path / "lost", engine, max_steps=2) == straight
 
 
-def test_an_answer_that_was_aborted_is_asked_for_again_and_spans_of_one_version_are_one(
-    tmp_path: Path, engine: FakeEngine
-) -> None:
+def test_an_aborted_answer_is_asked_again_and_spans_of_one_version_are_one(tmp_path: Path, engine: FakeEngine) -> None:
     def abort_once(answer: dict[str, Any]) -> None:
         if len(engine.requests) == 2:
             answer["choices"][1]["finish_reason"] = "abort"
@@ -286,9 +283,7 @@ def test_generation_goes_no_further_ahead_than_the_schedule(tmp_path: Path, engi
     assert len(engine.requests) == 2 * 3
 
 
-def test_a_batch_is_published_while_the_next_is_generated(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_published_in_the_next(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     next_has_begun = threading.Event()
     engine.on_generate = lambda count: next_has_begun.set() if count > 3 else None
     publish = journal.publish_batch
@@ -344,3 +339,99 @@ def test_sigterm_stops_the_process_cleanly(tmp_path: Path, engine: FakeEngine) -
         rest = process.stderr.read()
     assert process.returncode == 0
     assert "stopped" in rest and "Traceback" not in rest
+
+
+STEPS = 3
+TURNS = 3
+GROUP, PROBLEMS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's tokenizer with a template that forgets what thoughts there were in earlier turns."""
+    directory = tmp_path_factory.mktemp("forgetful")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE / name, directory)
+    (directory / "chat_template.jinja").write_text(FORGETFUL)
+    return directory
+
+
+def configured(output_dir: Path, model: Path, engine: FakeEngine, **more: Any) -> OrchestratorConfig:
+    engine.model = str(model)
+    section = {
+        "id": "examples.environments.guess_number:GuessNumber",
+        "name": "guess_number",
+        "args": {"turns": TURNS, "high": 9},
+    }
+    return make_config(output_dir, engine, max_steps=STEPS, model={"name": str(model)}, environments=[section], **more)
+
+
+def seen_by_turns(rollout: Rollout) -> list[list[int]]:
+    """What the policy saw before each turn: its branch up to there."""
+    mask = rollout.loss_mask.tolist()
+    starts = [place for place in range(1, len(mask)) if mask[place] and not mask[place - 1]]
+    return [
+        rollout.token_ids[max(start for start in rollout.branch_starts if start < place) : place].tolist()
+        for place in starts
+    ]
+
+
+def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, model: Path) -> None:
+    engine = FakeEngine()
+    with serving(engine):
+        batches = run(configured(tmp_path, model, engine))
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    assert {len(rollout.branch_starts) for rollout in rollouts} == {1, 2, 3}, "some split, and some do not"
+    # The policy was asked for exactly these turns, by what the template writes.
+    asked = sorted(request["token_ids"] for request in engine.requests for _ in request["seeds"])
+    assert asked == sorted(seen for rollout in rollouts for seen in seen_by_turns(rollout))
+    tokenizer = load_tokenizer(str(model))
+    for rollout in rollouts:
+        assert len(seen_by_turns(rollout)) == rollout.metrics["guesses"], "one turn for each guess"
+        for branch in rollout.branches[1:]:
+            prompt = rollout.token_ids[branch][: rollout.loss_mask[branch].index(1)].tolist()
+            text = tokenizer.decode(prompt, skip_special_tokens=False)
+            first = text.split("<|assistant|>")[1].split("<|end|>")[0]
+            assert "e" not in first, "a branch begins without the thoughts of the first turn"
+    metrics = [batch.metrics for batch in batches]
+    for batch, found in zip(batches, metrics, strict=True):
+        numbers = [len(rollout.branch_starts) for rollout in batch.rollouts]
+        assert found["rollout/branches"] == sum(numbers) / len(numbers)
+        assert found["rollout/split"] == sum(number > 1 for number in numbers) / len(numbers)
+    # The ledger counts rollouts, not branches, and every token.
+    before = Accepted()
+    for batch in batches:
+        after = journal.read_accepted(RunDir(tmp_path).batch(batch.step) / journal.STATE_NAME, step=batch.step)
+        check_tasks(batch, before=before, after=after)
+        before = after
+
+
+def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, model: Path) -> None:
+    """The teacher judges each branch by itself."""
+    engine, teacher = FakeEngine(), FakeTeacher(model="the/teacher", version=0, digest="fixed")
+
+    with serving(engine, teacher):
+        section = {"urls": [teacher.url], "model": "the/teacher", "mode": "logprobs", "max_concurrency": 1}
+        straight = configured(tmp_path / "straight", model, engine, teacher=section)
+        run(straight)
+        num_asked = sum(len(request["seeds"]) for request in engine.requests)
+        num_judged = len(teacher.requests)
+        engine.requests.clear(), teacher.requests.clear()
+        killed = configured(tmp_path / "killed", model, engine, teacher=section)
+        run_until(25, teacher, killed)
+        run(killed)
+    straight_run, killed_run = RunDir(straight.output_dir), RunDir(killed.output_dir)
+    assert read_rollouts(straight_run, range(1, STEPS + 1)) == read_rollouts(killed_run, range(1, STEPS + 1))
+    rollouts = [one for _, batch in read_rollouts(killed_run, range(1, STEPS + 1)) for one in batch]
+    assert num_judged == sum(len(rollout.branch_starts) for rollout in rollouts) > len(rollouts)
+    # What was in flight comes again, and nothing else: at most one judgement, and turns of a batch in progress.
+    assert 0 <= len(teacher.requests) - num_judged <= 1
+    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
+    assert len(set(asked)) == num_asked and len(asked) - num_asked <= PROBLEMS * GROUP
+    for rollout in rollouts:
+        assert rollout.reference_logprobs is not None
+        for branch in rollout.branches:
+            ids, mask = rollout.token_ids[branch].tolist(), rollout.loss_mask[branch]
+            assert rollout.reference_logprobs[branch].tolist() == [
+                expected_logprob(ids, place) if mask[place] else 0.0 for place in range(len(ids))
+            ]

@@ -1,7 +1,5 @@
 """Who sampled what: an engine that was restarted, or that somebody else pushed to, is noticed and never trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -27,7 +25,7 @@ from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, rollouts_of, run, serving
 
 STEPS = 6
-TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
+TWO_TURNS = [{"id": "tests.runs.environments:TwoTurns"}]
 
 
 def restarted(engine: FakeEngine) -> None:
@@ -183,9 +181,7 @@ def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_give
     assert f"{engine.url} was not given back, so other runs cannot use it yet" in caplog.text
 
 
-def test_signs_of_life_come_from_the_event_loop_that_environments_run_on(
-    tmp_path: Path, lively: tuple[FakeEngine, RunDir]
-) -> None:
+def test_signs_of_life_come_from_the_environments_event_loop(tmp_path: Path, lively: tuple[FakeEngine, RunDir]) -> None:
     engine, run_dir = lively
 
     async def block() -> None:

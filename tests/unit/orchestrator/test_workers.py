@@ -1,7 +1,5 @@
 """Environments in worker processes: the same batches as without, whatever happens to the processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -36,9 +34,7 @@ def attempts_at(directory: Path, task: int) -> int:
 
 
 @pytest.mark.launch
-def test_every_fault_costs_its_own_group_and_is_counted_by_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_fault_costs_its_group_and_counts_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {
         "0": "raises", "1": "exits", "2": "prints", "3": "nan", "4": "blocks", "6": "type", "7": "faults", "9": "waits",
         "10": "leaks",
@@ -101,9 +97,7 @@ def test_a_process_of_an_environment_that_somebody_killed_costs_nothing(tmp_path
 
 @pytest.mark.launch
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_killed_again_and_again_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_what_is_killed_repeatedly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.setattr(episodes, "MOST_KILLED", 2)
     told = r"failed on task 1 .*: its helper was killed from outside, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):

@@ -1,6 +1,4 @@
-"""Signs of life: beats of real processes, answers of a real health route, and their absence."""
-
-from __future__ import annotations
+"""Signs of life of real processes and health routes, and their absence; how a program of others has ended."""
 
 import errno
 import json
@@ -18,6 +16,7 @@ import pytest
 
 from holdfast.launcher.liveness import Health, LivenessMonitor, place_of_beats
 from holdfast.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
+from holdfast.process.noted_end import Ending
 from tests.runs.processes import HANG_S
 
 PERIOD_S = 0.1
@@ -64,9 +63,7 @@ def beating(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]
         process.wait()
 
 
-def test_a_stopped_part_makes_the_whole_silent(
-    tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
-) -> None:
+def test_a_stopped_part_silences_the_whole(tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]) -> None:
     monitor = LivenessMonitor(tmp_path / "heartbeats" / "trainer")
     assert monitor.silent_s() == 0  # before the first beat: it may still import
     beating("")
@@ -80,9 +77,7 @@ def test_a_stopped_part_makes_the_whole_silent(
     _until(lambda: monitor.silent_s() < PERIOD_S)
 
 
-def test_a_process_that_never_beats_is_silent_after_a_time_for_its_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_never_beats_is_silent_after_time_for_its_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("holdfast.launcher.liveness.awake_s", lambda: now)
     monitor = LivenessMonitor(tmp_path / "orchestrator")
@@ -112,9 +107,7 @@ def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest
     assert not list((tmp_path / "heartbeats").iterdir())
 
 
-def test_a_heartbeat_outlives_a_storage_that_fails(
-    tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]
-) -> None:
+def test_a_heartbeat_outlives_its_storage(tmp_path: Path, beating: Callable[[str], subprocess.Popen[bytes]]) -> None:
     folder = tmp_path / "heartbeats"
 
     def point_to(place: Path) -> None:
@@ -262,3 +255,37 @@ def test_what_is_done_meanwhile_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         assert heartbeat.beat.moves == moves + 2
     finally:
         heartbeat.end()
+
+
+def test_a_program_that_is_asked_to_end_has_the_time_to_clear_up() -> None:
+    program = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    time.sleep(0.3); print('cleared up', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nwhile True: time.sleep(10)\n"
+    )
+    ending = Ending()
+    command = ending.command(sys.executable, "-c", program)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as between:
+        assert between.stdout is not None and between.stdout.readline() == "ready\n"
+        os.killpg(between.pid, signal.SIGTERM)
+        assert between.stdout.read() == "cleared up\n"
+    assert between.returncode == 0 and ending.is_from_outside(), "it would not have ended by itself"
+    ending.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "is_killed"),
+    [
+        ("kill -KILL $$", True),
+        ("sh -c 'kill -KILL $$'; exit $?", True),
+        ("kill -SEGV $$", False),
+        ("exit 0", False),
+        ("exit 1", False),
+        ("exit 127", False),
+    ],
+)
+def test_a_program_that_was_killed_is_told_from_one_that_ended(script: str, is_killed: bool) -> None:
+    ending = Ending()
+    subprocess.run(ending.command("sh", "-c", script), check=False)
+    assert ending.is_from_outside() == is_killed
+    ending.close()

@@ -1,7 +1,5 @@
 """Imports: of large libraries, of the user's modules, and what is left of PYTHONPATH for children without these."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

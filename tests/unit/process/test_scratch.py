@@ -1,7 +1,5 @@
 """Directories of temporary files: in use they stay, and what a killed process left is removed by the next one."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -48,9 +46,7 @@ def test_a_directory_lives_as_long_as_its_process_however_it_ends(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_in_which_a_child_still_wrote_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_a_child_wrote_to_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = shutil.rmtree
 
     def written_meanwhile(path: Path, ignore_errors: bool) -> None:

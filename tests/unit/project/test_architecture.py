@@ -1,12 +1,15 @@
-"""docs/architecture.md is drawn from the code and leads through it; where tests are, and how long files may be."""
+"""docs/architecture.md is drawn from the code; lengths of files; `from holdfast import ...` and when it loads what."""
 
-from __future__ import annotations
-
+import ast
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import holdfast
 from tests.conftest import ROOT
 from tests.pages import architecture
 from tests.pages.architecture import PAGE, House, Step, ways
@@ -78,3 +81,49 @@ def test_bytes_that_are_not_utf8_count_as_damage_wherever_msgspec_reads() -> Non
     caught = re.compile(r"except [^\n]*msgspec\.(?:Decode|Msgspec)Error[^\n]*")
     lines = [line for path in (ROOT / "src").rglob("*.py") for line in caught.findall(path.read_text())]
     assert len(lines) > 10 and not [line for line in lines if not re.search("UnicodeDecodeError|ValueError", line)]
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import holdfast; print(sorted(set(sys.modules) - before))"
+    assert _run(code) == "['holdfast']"
+
+
+@pytest.mark.parametrize("name", holdfast.__all__)
+def test_a_name_is_what_its_module_has(name: str) -> None:
+    (module,) = (module for module, names in holdfast._NAMES_OF.items() if name in names)
+    assert getattr(holdfast, name) is getattr(importlib.import_module(f"holdfast.{module}"), name)
+    assert name in dir(holdfast)
+
+
+def test_checkers_see_the_same_names_in_the_same_modules() -> None:
+    tree = ast.parse(Path(holdfast.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {str(node.module).removeprefix("holdfast."): tuple(name.name for name in node.names) for node in imports}
+    assert seen == holdfast._NAMES_OF
+    assert sorted(name for names in seen.values() for name in names) == sorted(holdfast.__all__)
+
+
+def test_checkers_may_use_the_annotations_where_it_is_installed() -> None:
+    assert Path(holdfast.__file__).with_name("py.typed").is_file()
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'holdfast' has no attribute 'Enviroment'"):
+        holdfast.Enviroment  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Enviroment' from 'holdfast'"):
+        exec("from holdfast import Enviroment")
+
+
+def test_nothing_of_the_houses_imports_the_face() -> None:
+    """Through it, a lower house would reach a higher one behind the contracts."""
+    for path in sorted((ROOT / "src" / "holdfast").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module, node.level) != ("holdfast", 0), f"{path}:{node.lineno}"
+            elif isinstance(node, ast.Import):
+                assert all(alias.name != "holdfast" for alias in node.names), f"{path}:{node.lineno}"

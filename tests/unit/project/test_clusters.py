@@ -1,12 +1,9 @@
 """The recipes of docs/clusters.md are what the commands print and take; the manifests are of their kinds."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -15,7 +12,6 @@ from holdfast.config.load import parse_command_line
 from holdfast.launcher.launch import launch_rl, launch_training
 from tests.conftest import ROOT
 from tests.pages.documentation import blocks
-from tests.pages.kubernetes import JOB_SET, RAY_JOB
 
 PAGE = ROOT / "docs" / "clusters.md"
 MANIFESTS = ROOT / "examples" / "kubernetes"
@@ -56,7 +52,6 @@ def test_the_options_of_the_page_are_those_of_a_trainer_too(capsys: pytest.Captu
 
 def test_the_ray_job_is_one_and_its_run_fits_its_nodes() -> None:
     job = manifest("rl.yaml")
-    jsonschema.validate(job, RAY_JOB)
     words = job["spec"]["entrypoint"].replace("@ /shared/rl.toml", "@ configs/reverse_text/rl.toml").split()
     config = parse_command_line(RlConfig, words[1:])
     assert config.cluster == "ray" and config.ckpt is not None and config.ckpt.resume_step == "auto"
@@ -75,7 +70,6 @@ def test_the_ray_job_is_one_and_its_run_fits_its_nodes() -> None:
 
 def test_the_job_set_is_one_and_its_nodes_meet_at_the_first() -> None:
     job_set = manifest("sft.yaml")
-    jsonschema.validate(job_set, JOB_SET)
     (nodes,) = job_set["spec"]["replicatedJobs"]
     job = nodes["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""What counts the statements that tests run, which a death must not lose; and which changes of a source are tried."""
+"""The tools of the tests: counted statements, which no death loses; changes of a source; differences from a record."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 from tests.coverage import __main__ as coverage
 from tests.coverage.marking import Marking
 from tests.mutants.mutations import mutations
+from tests.reference_losses.record import read_records
+from tests.reference_losses.runs import COMMANDS, STEPS
 
 SOURCE = '''"""Text."""
 
@@ -155,3 +157,12 @@ def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
     ]
     for one in mutations(CHANGED):
         assert one.source != CHANGED and one.source.count("\n") == CHANGED.count("\n")
+
+
+def test_every_command_is_recorded() -> None:
+    records = read_records()
+    assert tuple(records) == COMMANDS
+    for command, record in records.items():
+        assert all(len(values) == STEPS for values in record.numbers.metrics.values()) and record.numbers.weights
+        assert len(record.numbers.rollouts) == len(set(record.numbers.rollouts)) == (STEPS if command == "rl" else 0)
+        assert ("vllm" in record.numerics) == (command == "rl")

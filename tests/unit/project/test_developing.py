@@ -1,7 +1,5 @@
 """What docs/developing.md adds is added to a copy of the repository, and used there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""README and docs say what is so: their commands, programs, settings, links and tables."""
-
-from __future__ import annotations
+"""README and docs say what is so, in plain English: commands, programs, settings, links and tables."""
 
 import ast
 import asyncio
@@ -37,6 +35,7 @@ from tests.pages.documentation import (
     prose,
     shows,
 )
+from tests.pages.english import Page, overall, pages
 from tests.pages.runs import Checkout, can_be_started, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
@@ -197,10 +196,7 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from holdfast.orchestrator.env.interface import TaskSeed
 
     words = ["yes", "no"]
-    for environment, expected in (
-        (Shout(words), [1.0, 0.0]),
-        (Shortest(words), [1, 0.5]),
-    ):
+    for environment, expected in ((Shout(words), [1.0, 0.0]), (Shortest(words), [1, 0.5])):
         task, session = play(environment, 1, ["x"])
         _, right = play(environment, 1, [task.answer])  # type: ignore[attr-defined]
         _, long = play(environment, 1, ["nonsense"])
@@ -361,3 +357,32 @@ def test_the_comparison_with_a_page_notices_what_differs() -> None:
     assert shows(["directory status size", "step_7 OK 1,234.5 MB", "2 of 2 OK; ..."], printed) is None
     assert shows(["step_20 damaged 7.56 MB"], printed) == "step_20 damaged 7.56 MB"
     assert shows(["2 of 2 OK; ...", "step_20 OK 7.56 MB"], printed) == "step_20 OK 7.56 MB", "another order"
+
+
+ENGLISH_PAGES = pages(ROOT)
+
+
+@pytest.mark.parametrize("page", ENGLISH_PAGES, ids=lambda page: page.path.name)
+def test_a_page_is_in_plain_english(page: Page) -> None:
+    assert not page.breaks, "\n".join([f"{page.path.name}:", *page.breaks])
+
+
+def test_all_pages_together_are_short() -> None:
+    assert not overall(ENGLISH_PAGES)
+
+
+def test_bad_english_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Of headings nothing is asked\n\n"
+        "What it has is that of the one that was there before it, or not. A file is no page, but for `is no` code.\n\n"
+        "```text\nWhat is in here is no matter.\n```\n\n"
+        "| Who | Saves run in the background |\n|---|---|\n\n"
+        "[^note]: What tests are called is no matter.\n"
+    )
+    first, second, *cells = Page(page).sentences
+    assert first.vagueness > 0.9 and len(first.faults) == 3 and first.num_words == 15
+    assert len(second.faults) == 2 and second.vagueness < 0.7
+    assert [cell.text for cell in cells if cell.faults] == ["Who"]
+    page.write_text("The trainer saves every step, the orchestrator reads a journal, " * 4 + "and so on.\n")
+    assert len(Page(page).breaks) == 2, "too long a sentence, and too long on average"

@@ -1,7 +1,5 @@
 """The checks of `tests/gpu` on a CPU, at toy size: so that they work on the day there is a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

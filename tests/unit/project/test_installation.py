@@ -1,7 +1,5 @@
 """What uv installs: the chosen build of vLLM stays, no two packages own one file, a wheel's wrong label is mended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Which test runs when, and what a run of a lane refuses."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -29,7 +27,6 @@ def pytest_run(tmp_path: Path, source: str, *words: str) -> tuple[int, str]:
 
 
 def git(repository: Path, *words: str) -> None:
-    """Run git, as somebody who has a name."""
     who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     subprocess.run(["git", *who, *words], cwd=repository, check=True)
 
@@ -52,8 +49,7 @@ def test_every_resource_is_a_mark_with_a_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ran"),
-    [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane all", "abcd")],
+    ("words", "ran"), [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane all", "abcd")]
 )
 def test_a_lane_runs_its_tests_and_paths_run_whatever_they_hold(words: str, ran: str, tmp_path: Path) -> None:
     source = (

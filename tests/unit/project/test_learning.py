@@ -1,29 +1,21 @@
 """The benchmarks of runs that learn: their tasks, controls, tables and curves, and what of them is committed."""
 
-from __future__ import annotations
-
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.algorithms.curves import Curve, read_curves, summary
+from benchmarks.algorithms.curves import read_curves, summary
 from benchmarks.algorithms.runs import NAMES
-from benchmarks.learning import controls, gsm8k, lengths
+from benchmarks.learning import lengths
 from benchmarks.learning.commands import environment_of
 from benchmarks.learning.results import read_runs
 from benchmarks.learning.results import summary as summary_of_runs
-from benchmarks.learning.runs import CONTROLS, OVERLAYS
+from benchmarks.learning.runs import CONTROLS
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
 from holdfast.chat.tokenizer import load_tokenizer
-from holdfast.config import RlConfig
-from holdfast.config.load import parse_command_line
-from tests.builders.policy_inputs import policy_input
-from tests.builders.scored_rollouts import scored_groups
 from tests.conftest import ROOT
 from tests.runs.interpreters import NO_VERIFIERS, VERIFIERS_PYTHON
 
@@ -47,30 +39,6 @@ def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_pa
         text = "".join(message["content"] for message in messages)
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and len(ids) < 64
-
-
-def test_controls_have_the_faults_that_they_are_named_for() -> None:
-    groups = scored_groups([[1, 0, 0, 0]])
-    right = [[1.5, -0.5, -0.5, -0.5]]  # mean 0.25, std 0.5
-    assert controls.negated_advantages(groups)[0] == pytest.approx([-one for one in right[0]], abs=1e-4)
-    assert controls.zero_advantages(groups) == [[0.0] * 4]
-    assert controls.permuted_rewards(groups)[0] == pytest.approx([-0.5, -0.5, 1.5, -0.5], abs=1e-4)
-
-
-@pytest.mark.parametrize(("name", "sign"), [("inverted_ratio", -1), ("shifted_logprobs", 1)])
-def test_the_gradient_of_a_faulty_loss(name: str, sign: int) -> None:
-    """On tokens that the sampler drew with this policy an inverted ratio goes the other way, a shifted one is off."""
-    logprobs = torch.tensor([-1.0, -1.05], requires_grad=True)
-    sampler = logprobs.detach()
-    data = policy_input(
-        logprobs, old_logprobs_N=sampler, sampler_logprobs_N=sampler, advantages_N=torch.ones(2),
-        weights_N=torch.full((2,), 0.5), sequence_N=torch.zeros(2, dtype=torch.long), step_sequences=1, step_tokens=2,
-    )  # fmt: skip
-    loss, counts = getattr(controls, name)(data)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    ratios = [1.0, 1.0] if name == "inverted_ratio" else [math.exp(0.05), math.exp(-0.05)]
-    assert gradient.tolist() == pytest.approx([-sign * 0.5 * ratio for ratio in ratios])
-    assert int(counts["faulty_clipped"]) == 0
 
 
 @pytest.mark.docs
@@ -98,15 +66,6 @@ def test_recipes_can_be_used(
     assert code == 0, err
 
 
-@pytest.mark.parametrize("variant", [name for name, overlay in OVERLAYS.items() if overlay is not None])
-def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
-    recipe = ["@", str(BENCHMARK / "recipes" / "sort_letters.toml")]
-    plain = parse_command_line(RlConfig, recipe)
-    changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))])
-    assert changed.trainer != plain.trainer
-    assert changed.orchestrator == plain.orchestrator and changed.trainer.optim == plain.trainer.optim
-
-
 @pytest.mark.docs
 def test_the_settings_of_dpo_can_be_used(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
     make_base(tmp_path / "base", ())
@@ -119,12 +78,6 @@ def test_the_settings_of_dpo_can_be_used(tmp_path: Path, run_command: Callable[.
         "--output-dir", tmp_path / "run", "--dry-run",
     )  # fmt: skip
     assert code == 0, err
-
-
-def test_gsm8k_is_scored_by_what_stands_behind_the_last_mark() -> None:
-    assert gsm8k.row("Two and two?", "2+2=4\n#### 1,004")["answer"] == "1004"
-    answers = {"#### 7 #### 1,004.": 1.0, "####1004": 1.0, "1004": 0.0, "#### 100": 0.0, "#### 1004 #### 5": 0.0}
-    assert {text: gsm8k.score(text, "1004") for text in answers} == answers
 
 
 def test_the_committed_runs_are_those_of_the_page_and_learned_unless_they_are_controls() -> None:
@@ -143,18 +96,6 @@ def test_the_committed_lengths_are_those_of_the_page() -> None:
         (before,) = (one for one in judged if one.length == length and one.variant == "start")
         after = [one for one in judged if one.length == length and one.variant == "grpo"]
         assert len(after) == 3 and all(one.numbers["pass@1"].low > before.numbers["pass@1"].high for one in after)
-
-
-def curve(algorithm: str, seed: int, rewards: list[float], *, first_step: int = 1) -> Curve:
-    points = {first_step + place: {"reward/mean": reward} for place, reward in enumerate(rewards)}
-    return Curve(algorithm, seed, points)
-
-
-def test_the_table_has_mean_and_sample_std_over_seeds() -> None:
-    curves = [curve("dpo", 0, [0.1, 0.4], first_step=0), curve("dpo", 1, [0.3, 0.5], first_step=0)]
-    shown = summary(curves).splitlines()[1].split()
-    # 0.1 and 0.3: std sqrt(2 * 0.1²); 0.4 and 0.5: sqrt(2 * 0.05²); rises 0.3 and 0.2.
-    assert " ".join(shown) == "DPO 2 0.200 ± 0.141 0.450 ± 0.071 0.250 ± 0.071 0.200"
 
 
 def test_the_committed_curves_rise_for_every_seed_and_are_those_of_the_docs() -> None:

@@ -1,7 +1,5 @@
 """The project's papers: what forges, citers, containers and language models read."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -10,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from holdfast.cli import COMMANDS
 from tests.conftest import ROOT
@@ -39,25 +36,6 @@ def test_the_file_for_language_models_has_its_form_and_every_page() -> None:
     assert not [line for line in below if line and not re.fullmatch(r"## .+|- \[[^\]]+\]\([^)]+\): .+", line)]
     named = {(ROOT / link).resolve() for link in links(ROOT / "llms.txt")}
     assert not [page.name for page in PAGES if page not in named]
-
-
-def test_the_citation_says_what_the_package_says() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation.keys() >= {"cff-version", "message", "title", "authors"}, "what the format asks for"
-    assert citation["cff-version"] == "1.2.0" and citation["type"] in ("software", "dataset")
-    assert all(author.keys() & {"name", "family-names", "alias"} for author in citation["authors"])
-    stated = project()
-    assert (citation["title"], citation["version"]) == (stated["name"], stated["version"])
-    assert (citation["license"], citation["abstract"]) == (stated["license"], stated["description"])
-
-
-def test_the_changes_name_the_version_of_the_package() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert project()["version"] in text
-    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
-    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
-    for heading in re.findall(r"^## (.+)$", text, re.MULTILINE):
-        assert re.fullmatch(r"\[Unreleased\]|\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)

@@ -1,7 +1,5 @@
 """The site is built without a warning, has what the code has, and asks nobody for anything."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Remote checkpoints, the part that every store has in common: on a directory, through fsspec."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json
@@ -250,8 +248,6 @@ def test_what_may_pass(error: Exception, passes: bool) -> None:
 
 
 class TestFetch:
-    """What a resume gets from the store."""
-
     @pytest.fixture
     def url(self, here: RunDir, remote: RemoteCheckpoints) -> str:
         for step in (1, 2, 3):
@@ -422,8 +418,6 @@ class _Slow(RemoteCheckpoints):
 
 
 class TestUploader:
-    """The thread behind the training."""
-
     def test_steps_arrive_and_old_ones_go(self, here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
         (place / "step_7/trainer").mkdir(parents=True)
         (place / "step_7/trainer/__0.distcp").write_bytes(b"torn")

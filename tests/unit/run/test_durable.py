@@ -1,14 +1,16 @@
-"""Writing durably: the old content or the new, whatever fails on the way."""
-
-from __future__ import annotations
+"""Writing durably, the old content or the new, whatever fails; and files whose damaged bytes are noticed."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
-from holdfast.run import atomic
+from holdfast.errors import CheckpointError
+from holdfast.run import atomic, checked
+from holdfast.run.settings import read_settings
 
 
 class Failing:
@@ -36,9 +38,7 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_failed_write_leaves_the_old_file_and_no_rest(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_only(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     atomic.write_file(path, b"old")
     with monkeypatch.context() as patch:
@@ -77,9 +77,7 @@ def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_directory_that_cannot_be_flushed_is_not_published(
-    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unflushed_directory_is_not_published(nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, final = atomic.temporary_sibling(tmp_path / "step_1"), tmp_path / "step_1"
     make_tree(temporary)
     with monkeypatch.context() as patch:
@@ -152,3 +150,52 @@ def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: p
     assert not atomic.is_visible(path)
     path.touch()
     assert atomic.is_visible(path) and not atomic.is_visible(path / "in a file")
+
+
+VALUES = {"run_id": "0a1b", "created_unix_s": 1795640000, "rewinds": [2, 4], "lr": 1e-05, "nested": {"none": None}}
+TEXT = 'seed = 3\n\n[optim]\nlr = 1e-05\nschedule = "cosine"\n'
+
+
+def _toml(data: bytes) -> object:
+    checked.check_toml(data)
+    return tomli.loads(data.decode())
+
+
+@pytest.mark.parametrize(
+    ("data", "read"), [(checked.encode(VALUES), checked.decode), (checked.with_first_line(TEXT), _toml)]
+)
+def test_a_file_of_which_a_byte_is_damaged_says_nothing_else(data: bytes, read: Callable[[bytes], object]) -> None:
+    """What says that there is a checksum may be damaged as well: then the file has none, and says the same."""
+    written, unnoticed = read(data), 0
+    for place in range(len(data)):
+        for bit in range(8):
+            damaged = data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+            try:
+                found = read(damaged)
+            except ValueError:
+                continue
+            unnoticed += 1
+            assert isinstance(found, dict) and isinstance(written, dict) and written.items() <= found.items()
+    assert unnoticed < 160
+
+
+def test_files_of_older_versions_and_of_people_are_taken_as_they_are() -> None:
+    assert checked.decode(b'{"run_id": "mine"}') == {"run_id": "mine"}
+    assert _toml(TEXT.encode()) == _toml(checked.with_first_line(TEXT))
+    behind = TEXT.encode() + b"# check fb7515c8f1bea856\n"
+    assert _toml(behind) == _toml(TEXT.encode())
+    with pytest.raises(ValueError, match="its checksum is wrong"):
+        _toml(behind.replace(b"3", b"4", 1))
+    with pytest.raises(ValueError, match="no object"):
+        checked.decode(b"[]")
+
+
+def test_settings_that_are_cut_anywhere_are_damaged(tmp_path: Path) -> None:
+    """At the end of a line, too, where what is left is TOML."""
+    path, data = tmp_path / "sft.toml", checked.with_first_line(TEXT)
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"sft.toml is damaged: "):
+            read_settings(path)
+    path.write_bytes(data)
+    assert read_settings(path) == tomli.loads(TEXT)

@@ -1,7 +1,5 @@
 """What files of models and data are taken for, by names, bytes and headers; how long sessions a model takes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A file that cannot be read is no damage: nothing is passed over, moved aside, made again or replaced for it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable
@@ -51,9 +49,7 @@ def test_an_error_of_reading_keeps_its_cause(three: RunDir) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT, errno.ENOTCONN])
-def test_no_older_step_is_taken_for_one_that_cannot_be_read(
-    three: RunDir, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_older_step_stands_for_one_unreadable(three: RunDir, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(path: Path) -> str:
         raise OSError(number, os.strerror(number), str(path))

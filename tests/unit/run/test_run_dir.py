@@ -1,7 +1,5 @@
 """The run directory: one owner, what a resume sets aside, and which step it goes on from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

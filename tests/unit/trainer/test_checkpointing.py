@@ -1,7 +1,5 @@
 """When the training programs save, and where: by steps, by minutes, at the end, and when a signal asks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -168,9 +166,7 @@ def test_every_commit_is_told_when_the_next_save_comes_before_the_next_poll(star
     loop.saver.close()
 
 
-def test_it_saves_when_minutes_have_passed_since_the_last_save(
-    start: Callable[..., Loop], clock: Clock, run_dir: RunDir
-) -> None:
+def test_it_saves_minutes_after_the_last_save(start: Callable[..., Loop], clock: Clock, run_dir: RunDir) -> None:
     loop = start(every_minutes=2.0, interval=5, save_async=False)
     for minutes in (1.0, 1.5, 1.0, 1.5, 1.5, 1.0):  # before steps 1 to 6
         clock.pass_minutes(minutes)
@@ -207,9 +203,7 @@ def test_a_signal_saves_the_step_that_is_done(save_async: bool, start: Callable[
 
 
 @pytest.mark.parametrize("committed", [None, 4])
-def test_what_is_saved_already_is_not_saved_again(
-    committed: int | None, start: Callable[..., Loop], run_dir: RunDir
-) -> None:
+def test_what_is_saved_is_not_saved_again(committed: int | None, start: Callable[..., Loop], run_dir: RunDir) -> None:
     """Before the first step there is nothing to save; after a resume it is saved."""
     loop = start(committed=committed)
     loop.stop.ask(signal.SIGTERM)
@@ -250,9 +244,7 @@ def test_a_step_whose_save_failed_is_saved_again_before_the_stop(
     assert run_dir.committed_steps() == [1]
 
 
-def test_the_grace_begins_with_the_signal(
-    start: Callable[..., Loop], clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grace_begins_at_the_signal(start: Callable[..., Loop], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(grace_s=30, interval=1)
     with held_writes(monkeypatch) as held:
         loop.step()
@@ -266,9 +258,7 @@ def test_the_grace_begins_with_the_signal(
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
-def test_a_last_save_that_fails_is_no_stop(
-    on_failure: str, start: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_is_no_stop(on_failure: str, start: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(on_failure=on_failure)
     loop.step()
 

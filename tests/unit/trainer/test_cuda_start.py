@@ -1,7 +1,5 @@
 """Ranks can use CUDA, and compute there what the settings say, whatever the process that forks them asks of torch."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -31,9 +29,7 @@ os.register_at_fork(after_in_child=tell)
 # This machine has no NVML, and of MIG names torch does not ask it: both ways it asks CUDA how many devices there are.
 @pytest.mark.launch
 @pytest.mark.parametrize("visible", [None, "MIG-5e1c0a2b-0000-0000-0000-000000000000"])
-def test_ranks_do_not_inherit_a_touched_cuda(
-    visible: str | None, tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
-) -> None:
+def test_ranks_inherit_no_cuda(visible: str | None, tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     output, told = tmp_path / "run", tmp_path / "told"
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     if visible is not None:
@@ -69,9 +65,7 @@ def test_numbers_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.launch
-def test_cublas_learns_before_cuda_starts_that_its_sums_are_to_repeat(
-    tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
-) -> None:
+def test_cublas_learns_early_that_sums_are_to_repeat(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     told = tmp_path / "told"
     tell = _TELL.format(path=str(told)).replace("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
     for name, flags in (("plain", ()), ("deterministic", ("--deterministic",))):

@@ -1,7 +1,5 @@
 """What a process waits for: how long it does, and that its error names phase, process and policy version in the end."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import subprocess
@@ -69,9 +67,7 @@ def test_weights_that_an_engine_does_not_take(tmp_path: Path) -> None:
     assert f"{engine.url} was given policy version 0 and reports version 1" in told
 
 
-def test_an_answer_takes_as_long_as_it_takes_while_its_server_is_well(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_takes_its_time_while_its_server_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine, run_dir = FakeEngine(), RunDir(tmp_path)
 
     async def answer_late(_: int) -> None:

@@ -1,28 +1,51 @@
-"""Every name in the tables of algorithms computes its formula: against a slow reference in float64, in random cases.
-
-The names are those of the tables of `holdfast.config.base`; one without a reference fails. And every name leads to its
-function, its help and its row in the documentation.
+"""Every name in the tables of algorithms computes its formula: against a slow reference in float64, in random cases. A
+name without a reference fails, and each leads to its function, its help and its row in the documentation.
 """
 
-from __future__ import annotations
-
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from docs_tools.listing import texts_of
 from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import PolicyLossConfig
 from holdfast.config.base import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, KlEstimator
 from holdfast.config.preference import PreferenceLossConfig
+from holdfast.protocol.rollouts import (
+    Batch,
+    Logprobs,
+    LossMask,
+    Rewards,
+    Rollout,
+    Sampling,
+    StepRewards,
+    TokenIds,
+    VersionSpan,
+)
+from holdfast.run.run_dir import REFERENCE_NAME
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference import losses as preference_losses
 from holdfast.trainer.rl import losses as policy_losses
 from holdfast.trainer.rl.advantages import built_in_function
+from tests.builders.advantage_settings import NEEDED
+from tests.builders.learner_runs import LearnerRun, start_learner
 from tests.builders.slow_advantages import check_advantage
 from tests.builders.slow_losses import check_policy_loss
 from tests.builders.slow_preferences import check_kl_estimate, check_preference_loss
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ModelFactory
+from tests.faults.run_states import differing
+from tests.runs.training import PAIRS
+from tests.unit.trainer.programs.in_process import end_state, train
 
 TABLES: dict[str, tuple[Iterable[str], Callable[[Any, int], None]]] = {
     "policy losses": (POLICY_LOSSES, check_policy_loss),
@@ -66,3 +89,147 @@ def test_every_name_has_a_function_help_and_a_row(names: str) -> None:
         assert f"`{name}`" in described
         if built_in.function is not None:
             assert callable(find(built_in.function))
+
+
+GROUPS, GROUP_SIZE, SAMPLED = 4, 8, 3
+GOOD = torch.arange(128) % 2 == 0
+"""A token of an answer is right if its id is even; the model takes one as often as the other at first."""
+STEPS, HALF = 12, 7
+
+
+def play(policy: Policy, step: int, *, imitated: bool = False, by_token: bool = False) -> Batch:
+    """Return a batch that the policy samples, or one that a teacher would: with right tokens alone. `by_token`: whether
+    every token has a reward of its own beside that of the whole.
+    """
+    generator = torch.Generator().manual_seed(step)
+    tasks = torch.arange(GROUPS).repeat_interleave(GROUP_SIZE)
+    ids = torch.stack([torch.full_like(tasks, 4), 5 + tasks], dim=1)
+    logprobs = []
+    with torch.no_grad():
+        for _ in range(SAMPLED):
+            logits = policy.hf_model(ids).logits[:, -1]
+            weights = GOOD.float().expand(len(ids), -1) if imitated else logits.softmax(-1)
+            drawn = torch.multinomial(weights, 1, generator=generator)
+            logprobs.append(logits.log_softmax(-1).gather(1, drawn))
+            ids = torch.cat([ids, drawn], dim=1)
+    right, sampled, places = GOOD[ids[:, 2:]].float(), torch.cat(logprobs, dim=1), TokenIds(range(2, 2 + SAMPLED))
+    rollouts = [
+        Rollout(
+            environment="letters", task_id=(step - 1) * GROUPS + number // GROUP_SIZE,
+            sample_index=number % GROUP_SIZE, token_ids=TokenIds(ids[number].tolist()),
+            loss_mask=LossMask([False] * 2 + [True] * SAMPLED),
+            logprobs=Logprobs([0.0] * 2 + sampled[number].tolist()), versions=[VersionSpan(step - 1, 2, 2 + SAMPLED)],
+            reward=float(right[number].mean()), metrics={"other": float(right[number, -1])}, sampling=Sampling(),
+            step_rewards=StepRewards(places, Rewards(right[number].tolist())) if by_token else None,
+        )
+        for number in range(len(ids))
+    ]  # fmt: skip
+    digest = "" if imitated else "d" * 32
+    return Batch(step=step, policy_version=step - 1, weights_digest=digest, rollouts=rollouts)
+
+
+def skill(policy: Policy) -> float:
+    """Return how many tokens that the policy samples are right."""
+    return float(np.mean([rollout.reward for rollout in play(policy, 999).rollouts]))
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a run came to: its metrics by step, and its skill before and after."""
+
+    lines: list[dict[str, float]]
+    before: float
+    after: float
+
+
+class Bench:
+    """Runs learners on what their own policies sample."""
+
+    def __init__(self, output: Path, make_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._output, self._rest = output, (make_model(), mesh, tokenizer)
+        self.other_model = str(make_model(seed=5))
+
+    def learn(self, settings: dict[str, Any], **kind: bool) -> Learned:
+        """Take all steps on such batches, and those behind the first half once more, from a checkpoint."""
+        settings = {"optim": {"lr": 1e-2}, "mismatch_limit": None} | settings
+
+        def step_of(run: LearnerRun, step: int) -> dict[str, float]:
+            return run.learn_from(play(run.session.policy, step, **kind))
+
+        output = Path(tempfile.mkdtemp(dir=self._output))
+        start = partial(start_learner, output, *self._rest, **settings)
+        run = start()
+        before = skill(run.session.policy)
+        lines = [step_of(run, step) for step in range(1, HALF + 1)]
+        run.save(HALF)
+        lines += [step_of(run, step) for step in range(HALF + 1, STEPS + 1)]
+        again = start(resume_step=HALF)
+        assert [step_of(again, step) for step in range(HALF + 1, STEPS + 1)] == lines[HALF:]
+        expected, found = run.tensors(), again.tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        return Learned(lines, before, skill(run.session.policy))
+
+
+@pytest.fixture(scope="module")
+def bench(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
+) -> Bench:
+    return Bench(tmp_path_factory.mktemp("runs"), tiny_model, mesh, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def free(bench: Bench) -> Learned:
+    """A run that is rewarded, measures its divergence from where it began, and does not pay for it."""
+    return bench.learn({"kl": {}})
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_learns(name: str, bench: Bench) -> None:
+    """Of each batch it takes four updates, so that what bounds ratios acts."""
+    constant = {"constant_tokens": SAMPLED} if POLICY_LOSSES[name].aggregation == "constant" else {}
+    settings = {"loss": {"type": name} | constant, "updates": {"epochs": 2, "minibatches": 2}}
+    learned = bench.learn(settings, imitated=name == "sft")
+    assert learned.after > learned.before + 0.25, learned
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_learns(name: str, bench: Bench) -> None:
+    """`distillation` comes nearer to its teacher; the others are rewarded for right tokens."""
+    settings, is_taught = {"advantage": name} | NEEDED.get(name, {}), name == "distillation"
+    settings |= {"kl": {"reference": bench.other_model}} if is_taught else {}
+    learned = bench.learn(settings, by_token=ADVANTAGES[name].takes == "step_rewards")
+    if is_taught:
+        assert learned.lines[-1]["distillation/kl"] < 0.5 * learned.lines[0]["distillation/kl"]
+    else:
+        assert learned.after > learned.before + 0.25, learned
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("name", get_args(KlEstimator))
+def test_every_kl_estimator_keeps_the_policy_near_its_reference(name: str, bench: Bench, free: Learned) -> None:
+    penalty = {"coef": 2.0, "estimator": name, "place": "reward" if name == "k1" else "loss"}
+    assert 0 < bench.learn({"kl": penalty}).lines[-1]["ref_kld"] < 0.5 * free.lines[-1]["ref_kld"]
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_preference_loss_learns(name: str, tmp_path: Path, tiny_model: ModelFactory, mesh: Mesh) -> None:
+    """The program itself, in this process: chosen answers gain on rejected ones."""
+    assert mesh.world_size == 1
+    rows = PAIRS.read_text().splitlines(keepends=True)[:32]
+    (tmp_path / "pairs.jsonl").write_text("".join(rows))
+    settings = {
+        "model": {"name": str(tiny_model())}, "loss": {"type": name}, "optim": {"lr": 3e-3}, "val_interval": STEPS,
+        "data": {"name": str(tmp_path / "pairs.jsonl"), "batch_size": 8, "seq_len": 40, "validation_fraction": 0.1},
+        "ckpt": {"interval": HALF},
+    }  # fmt: skip
+    run_dir = train("dpo", tmp_path / "run", settings, until=STEPS)
+    assert (run_dir.path / REFERENCE_NAME).exists() == PREFERENCE_LOSSES[name].has_reference
+    shutil.copytree(run_dir.path, tmp_path / "again")
+    again = train("dpo", tmp_path / "again", settings, until=STEPS, resume=HALF)
+    assert differing(end_state(again, last=STEPS), end_state(run_dir, last=STEPS)) == []
+    margins = [line["rewards/margins"] for line in end_state(run_dir, last=STEPS)["metrics"]]
+    assert min(margins[-3:]) > max(0.0, margins[0]), margins

@@ -1,10 +1,6 @@
 """Every family of models computes what plain transformers does, packed and unpacked, or is refused in one line.
-
-The page docs/models.md is the table of the outcomes:
-`UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py` writes it.
+`UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py` writes the table of docs/models.md.
 """
-
-from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path

@@ -1,12 +1,6 @@
-"""Between the micro-batches of a step nothing waits for the device.
-
-The steps run on torch's `meta` device, whose tensors have no numbers: whatever a step reads of one (`float`, `item`,
-`tolist`, a mask as an index, a copy to the CPU) fails at its line, as it would wait for a GPU. What is read once,
-behind all micro-batches, goes through `Sums.read`. The way to the device is watched as well: a plain copy of the CPU's
-memory to a GPU waits for everything before it, one by `to_device` does not.
+"""Between the micro-batches of a step nothing waits for the device: steps run on torch's `meta` device, where whatever
+reads a number fails at its line. A plain copy to a GPU waits for all before it, one by `to_device` does not.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

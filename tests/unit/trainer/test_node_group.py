@@ -1,7 +1,5 @@
 """The commands of one run on several nodes, as threads that meet over loopback, and the links of their ranks."""
 
-from __future__ import annotations
-
 import math
 import queue
 import subprocess
@@ -210,9 +208,7 @@ def test_a_directory_that_one_node_cannot_write_is_refused(nodes: Nodes, monkeyp
     waiting.cancel()
 
 
-def test_a_problem_that_is_heard_while_the_leader_counts_is_not_overlooked(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_problem_heard_while_the_leader_counts_is_not_lost(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader looks twice, at what differs and at who is ready; here the word comes between the two."""
     leader, other = nodes.group(), nodes.group()
     until(leader._present)
@@ -384,13 +380,7 @@ class Node:
             return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
         self.link = NodeLink(
-            connect,
-            rank=rank,
-            nodes=2,
-            stop=self.stop,
-            lose=self.lost.put,
-            silent_s=silent_s,
-            ending_s=ending_s,
+            connect, rank=rank, nodes=2, stop=self.stop, lose=self.lost.put, silent_s=silent_s, ending_s=ending_s
         )
 
 

@@ -1,7 +1,5 @@
 """AdamW, Muon against torch's own, clipping and the learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

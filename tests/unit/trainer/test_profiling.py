@@ -1,7 +1,5 @@
 """The phases of steps in the timeline, and profiles: which steps are recorded, and what cannot be written."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from collections.abc import Callable
@@ -114,9 +112,7 @@ def test_a_profile_that_cannot_be_written_is_warned_of_once_and_the_run_goes_on(
     assert not torch.autograd._profiler_enabled(), "it records on, for the rest of the run"
 
 
-def test_a_disk_that_takes_a_part_of_a_trace_leaves_none(
-    run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_takes_half_a_trace_has_none(run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     profiler = Profiler(ProfiledSteps(1, 2), run_dir, mesh, done=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     stopwatch = _train(profiler, range(1, 3))
@@ -166,9 +162,7 @@ def test_a_profiler_that_does_not_start_is_warned_of_once_and_not_tried_again(
     assert len(tries) == 1 and _left(run_dir) == []
 
 
-def test_another_rank_than_the_first_warns_in_the_log(
-    run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ranks_warn_in_the_log(run_dir: RunDir, mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     second = Mesh(rank=1, world_size=2, device=mesh.device, device_mesh=mesh.device_mesh)
     profiler = Profiler(ProfiledSteps(1, 5), run_dir, second, done=0)
     _train(profiler, range(1, 3))
@@ -180,9 +174,7 @@ def test_another_rank_than_the_first_warns_in_the_log(
     ]
 
 
-def test_many_phases_of_one_step_are_a_bounded_number_of_lines(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_phases_of_a_step_are_a_bounded_number_of_lines(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "_own", None)
     start_timeline(run_dir.logs(1), "trainer", step=0)
     stopwatch = Stopwatch()

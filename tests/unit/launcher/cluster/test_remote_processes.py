@@ -1,7 +1,5 @@
 """Processes as the launcher sees them: on this machine, and behind real agents, over pipes of this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -18,13 +16,7 @@ from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage
 from holdfast.launcher import supervise
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
-from holdfast.launcher.cluster.hosts import (
-    PipeWire,
-    RemoteHost,
-    RemoteProcess,
-    agent_command,
-    travelling,
-)
+from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, RemoteProcess, agent_command, travelling
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
@@ -213,9 +205,7 @@ def test_a_frozen_agent_that_clears_is_lost(wire: PipeWire, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("restored_signals")
-def test_who_is_stopped_on_a_mute_host_is_lost_and_runs_in_no_next_attempt(
-    wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_who_is_stopped_on_a_mute_host_is_lost(wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     process = started(wire, log)
     monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)

@@ -1,7 +1,5 @@
 """`--slurm`: the script, what it is made of, and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -40,7 +38,6 @@ def training_script(program: str, output_dir: Path, capsys: pytest.CaptureFixtur
 
 
 def check_shell(script: str) -> None:
-    """Have what reads shell scripts look for mistakes in one."""
     shellcheck = Path(sys.executable).with_name("shellcheck")
     found = subprocess.run([shellcheck, "--shell=bash", "-"], input=script, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
@@ -129,8 +126,7 @@ def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     model, data = Path("examples/reverse_text/model").absolute(), Path("examples/reverse_text/sft.jsonl").absolute()
     monkeypatch.chdir(tmp_path / "it's $HOME")
     config = parse_command_line(
-        SftConfig,
-        ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"],
+        SftConfig, ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"]
     )
     assert launch_training(config) == 0
     script = capsys.readouterr().out

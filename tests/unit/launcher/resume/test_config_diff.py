@@ -1,7 +1,5 @@
 """A resumed run says which settings are not those of before, and what follows from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -43,10 +41,7 @@ def test_settings_of_one_environment_are_named_with_its_place() -> None:
     )
     drift = compare_settings(settings_of(before), settings_of(after))
     assert drift.computing == ["environments[0].weight: 2.0 -> 3.0"]
-    assert drift.free == [
-        "environments[0].timeout_s: 5.0 -> 9.0",
-        "teacher.urls: ['http://here:1'] -> ['http://b:2']",
-    ]
+    assert drift.free == ["environments[0].timeout_s: 5.0 -> 9.0", "teacher.urls: ['http://here:1'] -> ['http://b:2']"]
 
 
 def test_every_free_setting_is_one() -> None:

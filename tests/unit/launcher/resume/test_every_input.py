@@ -1,9 +1,6 @@
-"""Every setting that may name an input of a run, and what is said when the input is another one at the next attempt.
-
-The settings are found by their types: a text or a path, at any depth. One without a row in `SETTINGS` fails.
+"""Every setting that may name an input of a run, found by its type, and what is said when the input is another one at
+the next attempt. A setting without a row in `SETTINGS` fails.
 """
-
-from __future__ import annotations
 
 import inspect
 import re
@@ -83,13 +80,13 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
     "CkptConfig.weights_only": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
-    "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_the_other_runs_checkpoint",),
+    "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_anothers_checkpoint",),
     "PreferenceLossConfig.reference_model": (
         "test_every_input.py::test_another_reference_of_dpo_is_said",
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
     "TeacherConfig.model": ("test_teacher.py::test_another_teacher_is_refused_on_resume",),
-    "EvaluateConfig.run": ("test_follow.py::test_elsewhere_a_step_that_was_trained_again_is_evaluated_again",),
+    "EvaluateConfig.run": ("test_follow.py::test_elsewhere_a_step_trained_again_is_evaluated_again",),
     **dict.fromkeys(
         (
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "PolicyLossConfig.args",
@@ -205,8 +202,7 @@ def said_of(path: Path, printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "file"),
-    [pytest.param(*way, id=f"{key}, {way[1]}") for key, ways in EXCHANGED.items() for way in ways],
+    ("settings", "file"), [pytest.param(*way, id=f"{key}, {way[1]}") for key, ways in EXCHANGED.items() for way in ways]
 )
 def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
     settings: dict[str, Any], file: str, place: Path, capsys: pytest.CaptureFixture[str]
@@ -225,9 +221,7 @@ def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
         assert run.published_batches() == kept
 
 
-def test_other_files_and_code_of_evaluations_are_said_and_cost_no_batch(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_and_code_of_evaluations_cost_no_batch(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"id": "own_code:Own", "name": "asked", "args": {"path": "ROWS"}}
     config = config_of(place, {"orchestrator": {"eval": {"environments": [asked], "interval": 1}}})
     assert config.orchestrator.eval is not None and config.orchestrator.eval.environments is not None

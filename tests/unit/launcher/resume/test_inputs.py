@@ -1,7 +1,5 @@
 """What a run computes with beside its settings: a change is said, and batches made with the others are made anew."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -28,7 +26,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def config_of(run: RunDir, data: Path, **ckpt: object) -> RlConfig:
+def run_config(run: RunDir, data: Path, **ckpt: object) -> RlConfig:
     config = rl(run, **ckpt)
     args = {"path": str(data), "levels": [{"more": str(data)}]}
     config.orchestrator.environments = [EnvironmentConfig(id="jsonl", name="mine", args=args)]
@@ -39,7 +37,7 @@ def config_of(run: RunDir, data: Path, **ckpt: object) -> RlConfig:
 def killed(tmp_path: Path, data: Path) -> RunDir:
     """An RL run with a checkpoint of step 2, whose journal went on to batch 4."""
     run = RunDir(tmp_path / "killed")
-    start_rl(config_of(run, data))
+    start_rl(run_config(run, data))
     add_checkpoint(run, 2, files=STATE)
     for step in (3, 4):
         add_batch(run, step, version=step - 2)
@@ -49,7 +47,7 @@ def killed(tmp_path: Path, data: Path) -> RunDir:
 def go_on(run: RunDir, data: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[int], list[str]]:
     """Return the batches that are kept, and what is said to have changed."""
     capsys.readouterr()
-    assert start_rl(config_of(run, data, resume_step="latest")).resume_step == 2
+    assert start_rl(run_config(run, data, resume_step="latest")).resume_step == 2
     said = [line.partition("from here on: ")[2] for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     return run.published_batches(), said
 
@@ -72,7 +70,7 @@ def test_added_or_gone_tokenizer_files(tmp_path: Path, data: Path, capsys: pytes
     model, run = tmp_path / "model", RunDir(tmp_path / "run")
     shutil.copytree(ROOT / "examples" / "reverse_text" / "model", model)
     (model / "generation_config.json").unlink(missing_ok=True)
-    config = config_of(run, data, resume_step="auto")
+    config = run_config(run, data, resume_step="auto")
     config.trainer.model.name = str(model)
     start_rl(config)
     for change in ((model / "generation_config.json").touch, (model / "chat_template.jinja").unlink):
@@ -109,7 +107,7 @@ def test_what_another_machine_has_otherwise_is_said_where_the_run_goes_on_from_a
     data.write_text("another row")
     for told in (1, 0):
         capsys.readouterr()
-        assert start_rl(config_of(empty, data, resume_step="auto", dir=store)).resume_step == 2
+        assert start_rl(run_config(empty, data, resume_step="auto", dir=store)).resume_step == 2
         assert capsys.readouterr().out.count("WARNING: changes what is computed from here on: ") == 2 * told, told
     empty.remove_run()
     assert not (empty.path / INPUTS_NAME).exists(), "--clean leaves it to no other run"

@@ -1,9 +1,6 @@
 """Where an attempt starts: its own checkpoints, another run's, other weights; and what is refused, with which words.
-
-The launcher knows checkpoints by their manifests and files, so files with any content will do here.
+The launcher knows checkpoints by their manifests, so files may hold anything here.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -113,9 +110,7 @@ def tree(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_fork_begins_with_the_other_runs_checkpoint(
-    other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     other.create(created_unix_s=1_700_000_000)
     before = tree(other.path)
     attempt = start(config_of(new, resume_dir=other.checkpoint(5)))

@@ -1,7 +1,5 @@
 """Several servers of one policy: who is asked, and what one costs that is lost, comes back, or never does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -26,7 +24,7 @@ from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, rollouts_of, run, serving
 
 STEPS = 6
-TWO_TURNS = [{"id": "tests.runs.two_turns:TwoTurns"}]
+TWO_TURNS = [{"id": "tests.runs.environments:TwoTurns"}]
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +96,7 @@ def test_the_engine_with_the_least_to_do_is_asked_but_for_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"environments": TWO_TURNS}], ids=["one turn", "two turns"])
-def test_a_lost_engine_costs_its_requests_and_comes_back_with_the_right_weights(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_a_lost_engine_costs_its_requests_and_comes_back_with_weights(tmp_path: Path, settings: dict[str, Any]) -> None:
     expected = rollouts_of(tmp_path / "alone", FakeEngine(), **settings)
     leaving, other = LeavingEngine(leaves_at=2), FakeEngine()
     asked_before = 0
@@ -175,9 +171,7 @@ def test_all_engines_may_be_away_for_a_while(tmp_path: Path, expected: object) -
     assert all(engine.boot_id == "second" for engine in engines)
 
 
-def test_engines_that_stay_away_end_the_run_and_one_alone_does_not(
-    tmp_path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_stay_away_end_the_run(tmp_path: Path, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = {"ready_timeout_s": 0.2, "timeout_s": 60}
     monkeypatch.setenv(EVENTS_ENV, str(tmp_path / "events.jsonl"))
     leaving, other = LeavingEngine(leaves_at=1), FakeEngine()
@@ -261,9 +255,7 @@ def test_weights_that_are_gone_when_an_engine_comes_back_are_not_missed(tmp_path
     assert missed and 1 not in leaving.pushed[len(taken_before) :]
 
 
-def test_weights_that_an_engine_could_not_take_any_more_end_nothing_when_newer_ones_are_pushed(
-    tmp_path: Path, expected: object
-) -> None:
+def test_weights_an_engine_could_not_take_end_nothing_when_newer_ones_come(tmp_path: Path, expected: object) -> None:
     """Nobody else is there at that moment, as the other engine is lost when it has taken the newer ones."""
     leaving, other = LeavingEngine(leaves_at=2), FakeEngine()
     begun: list[str] = []
@@ -306,11 +298,7 @@ def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
             there.on_generate = lambda _: in_flight.append(client.engines[1].in_flight)
             asked = [
                 GenerateRequest(
-                    token_ids=[5],
-                    seeds=list(range(size)),
-                    max_tokens=3,
-                    stop_token_ids=[3],
-                    weights_digest="served",
+                    token_ids=[5], seeds=list(range(size)), max_tokens=3, stop_token_ids=[3], weights_digest="served"
                 )
                 for size in sizes
             ]

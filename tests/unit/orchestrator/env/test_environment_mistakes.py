@@ -1,7 +1,5 @@
 """What environments do that they should not, and what they may do: one line that names it, and never our traceback."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import math
@@ -55,8 +53,6 @@ class Plain(Environment):
 
 
 class Scored(Plain):
-    """Gives what `what` names."""
-
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:
         rewards: dict[str, Any] = {"huge": 10**400, "text": "0.5"}
         metrics: dict[str, Any] = {
@@ -87,8 +83,6 @@ class Scored(Plain):
 
 
 class Tasks(Plain):
-    """Makes what `what` names."""
-
     def make_task(self, seed: TaskSeed) -> Any:
         prompts: dict[str, Any] = {
             "key": [{"role": "user", "contents": "x"}], "content": [{"role": "user", "content": 3}],
@@ -117,8 +111,6 @@ class Lacks(Environment):
 
 
 class Raises(Plain):
-    """Raises what `what` names, where it says."""
-
     def __init__(self, what: str) -> None:
         self.what, _, self.where = what.partition(" in ")
         self._raise("init")
@@ -155,8 +147,6 @@ class Raises(Plain):
 
 
 class Runs(Plain):
-    """Does to its session what it may not."""
-
     async def run(self, session: Session, task: Task) -> None:
         match self.what:
             case "gather":
@@ -203,8 +193,6 @@ class Mute:
 
 
 class MuteError(Exception):
-    """Says nothing of itself."""
-
     def __str__(self) -> str:
         raise KeyError("str")
 
@@ -422,9 +410,7 @@ def test_an_engine_that_fails_ends_the_run_though_the_environment_takes_it_for_a
     assert RunDir(tmp_path).published_batches() == []
 
 
-def test_a_full_disk_is_one_though_the_environment_takes_it_for_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_though_an_environment_swallows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append, kept = RecordLog.append, []
 
     def fill_up(log: RecordLog, payload: bytes) -> None:
@@ -501,9 +487,7 @@ def test_a_call_that_waits_is_named_with_its_place(tmp_path: Path, caplog: pytes
     assert re.search(expected, caplog.text), caplog.text
 
 
-def test_a_call_is_not_named_for_what_a_task_of_its_own_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_call_is_not_named_for_what_its_own_task_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     async def watched() -> None:
@@ -519,9 +503,7 @@ def test_a_call_is_not_named_for_what_a_task_of_its_own_blocks(
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, math.inf])
-def test_the_clock_of_a_call_stands_still_until_the_last_of_its_sessions_was_sampled(
-    tmp_path: Path, timeout_s: float
-) -> None:
+def test_the_clock_of_a_call_stands_still_until_its_last_session_was_sampled(tmp_path: Path, timeout_s: float) -> None:
     """And an answer that has come already starts it for nobody."""
     engine = FakeEngine(on_generate=lambda count: asyncio.sleep(1.3) if count == 5 else None)
     batch = run(tmp_path, Reflects, engine=engine, problems=1, timeout_s=timeout_s)

@@ -1,7 +1,5 @@
 """Tools: their schemas, calls in every format, sessions that stay token-exact, and failures that the policy is told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -167,7 +165,7 @@ def test_functions_that_are_no_tools_are_refused_with_the_reason() -> None:
     def odd(a: Environment) -> None:
         """Do."""
 
-    def unresolved(a: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa: F821, UP037
+    def unresolved(a: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa: F821
         """Do."""
 
     def misspelt(number: int) -> None:
@@ -179,7 +177,7 @@ def test_functions_that_are_no_tools_are_refused_with_the_reason() -> None:
 
     reasons = {
         silent: "'silent' has no docstring", untyped: "`a` has no annotation",
-        many: r"`\*numbers: 'int'` cannot be given",
+        many: r"`\*numbers: int` cannot be given",
         odd: "annotations are not all of kinds that JSON has", unresolved: "cannot be evaluated: name 'Nowhere'",
         misspelt: "describes `numbr`. Did you mean 'number'",
     }  # fmt: skip

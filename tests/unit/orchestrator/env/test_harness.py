@@ -1,7 +1,5 @@
 """Rollouts that a harness plays over HTTP: token for token those of a session, and refusals that say what is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
@@ -61,7 +59,6 @@ def session_of(turns: list[str], *, tokenizer: Tokenizer | None = None, **settin
 
 
 def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score]:
-    """Play a session by a script, and return its score."""
     environment = Scripted(script)
     environment.tool_parser = parser
 

@@ -1,7 +1,5 @@
 """What a judge is asked, how its reply is read, and the scorer `judge` of questions from a file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -112,7 +110,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
     assert "secret" not in str(caught.value)
 
 
-def test_a_key_that_is_not_there_and_a_field_that_is_none_are_told_at_the_start(
+def test_a_missing_key_and_an_unknown_field_are_told_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
@@ -194,9 +192,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(
 
 
 @pytest.mark.parametrize("key", ["sk-secret\n", "sk secret", "“sk-secret”"])
-def test_a_key_that_no_header_can_hold_is_refused_and_not_told(
-    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_no_header_can_hold_is_refused_untold(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", key)
     with pytest.raises(ConfigError, match=r"variable SOME_KEY holds spaces.*SOME_KEY=\$\(cat FILE\)") as caught:
         load(tmp_path / "q.jsonl", [{"prompt": "Why?"}], {"prompt": "{completion}", "api_key_env": "SOME_KEY"})

@@ -1,7 +1,5 @@
 """Tools of real MCP servers: what the policy sees of them, one session for each rollout, and servers that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -36,8 +34,6 @@ STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "m
 
 
 class Asks(Environment):
-    """No tools of its own."""
-
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", "go")])
 
@@ -57,9 +53,8 @@ async def play(
     before: Callable[[], object] = lambda: None,
     before_turn: Mapping[int, Callable[[], object]] | None = None,
 ) -> list[Session]:
-    """Play sessions at the same time, in which the policy says what is given.
-
-    `before` is called ahead of them, and one of `before_turn` ahead of the turn of that number, from 0.
+    """Play sessions at the same time, in which the policy says what is given. `before` is called ahead of them, and one
+    of `before_turn` ahead of the turn of that number, from 0.
     """
     tokenizer = tokenizer_of("hermes")
     environment = Asks()
@@ -96,9 +91,7 @@ def answers(session: Session) -> list[str]:
 
 
 @pytest.mark.launch
-def test_the_policy_sees_tools_of_a_server_and_every_rollout_has_it_to_itself(
-    ends: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rollout_sees_a_server_of_its_own(ends: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_SECRET", "s3cret")
     settings = settings_of({**STDIO, "env": ["MCP_SECRET"]})
     first = [call("add", a=2, b=3), call("note", text="a"), call("note", text="b"), call("process"), "done"]
@@ -234,9 +227,7 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
         ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: its tool 'note' is there already: .* mcp_servers.s1.tools"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_told_before_anything_is_sampled(
-    servers: list[dict[str, Any]], said: str
-) -> None:
+def test_a_server_that_cannot_be_used_is_told_before_sampling(servers: list[dict[str, Any]], said: str) -> None:
     tokenizer = tokenizer_of("hermes")
     with pytest.raises(ConfigError, match=said):
         tool_use_of(Asks(), settings_of(*servers), tokenizer)

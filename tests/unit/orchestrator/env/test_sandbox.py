@@ -1,7 +1,5 @@
 """Programs in the sandbox do what they like, and nothing of it is seen outside but what they print."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -333,9 +331,7 @@ def test_a_cancelled_program_is_gone() -> None:
     psutil.wait_procs(inside(os.getpid()), timeout=HANG_S)
 
 
-def test_a_sandbox_whose_map_of_users_was_not_written_to_its_end_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_sandbox_with_half_a_map_of_users_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The process that writes it is killed: it lives for a moment only."""
     script, writes = python_code._INSIDE.read_text(), "os._exit(_write_maps(parent, uid, gid))"
     assert writes in script
@@ -433,20 +429,6 @@ def test_a_function_that_is_right_for_some_inputs_earns_their_share(environment:
     half = f"right = {task.answer!r}\nexec(right)\nwhole = solve\ncalls = []\ndef solve(n):\n"
     half += "    calls.append(n)\n    return whole(n) if len(calls) <= 4 else None"
     assert scored(environment, task, half) == [(0.5, 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ({"min_steps": 3, "max_steps": 2}, "1 <= min_steps <= max_steps"),
-        ({"num_inputs": 0}, "num_inputs = 0; allowed are whole numbers from 1 on"),
-        ({"memory_mb": 8}, "memory_mb = 8; allowed are whole numbers from 64 on"),
-        ({"prompt": "Write code."}, "leaves out {steps}"),
-    ],
-)
-def test_arguments_that_fit_no_task_are_refused(args: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        PythonCode(**args)
 
 
 def test_files_memory_and_output_are_bounded() -> None:

@@ -1,7 +1,5 @@
 """Scorers that are functions of the user's or libraries, and the generators of reasoning-gym."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Environments of verifiers, played by a process of their own: what they earn, what goes wrong, and how it dies."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -117,9 +115,7 @@ NOBODY = Endpoint("http://127.0.0.1:9/v1", "key", None)  # pyright: ignore[repor
 """For tasks that ask nothing."""
 
 
-def test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_player_is_started_again_and_nobody_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["killed", *["falls"] * 4, "killed", "plays"]
     assert scored(plain(tmp_path, monkeypatch, *words), 1) == Score(float(len(words)), {"length": 1.0})
     monkeypatch.setattr(packages, "MOST_KILLED", 1)
@@ -128,9 +124,7 @@ def test_a_player_that_somebody_killed_is_started_again_and_nobody_is_blamed(
         plain(tmp_path / "again", monkeypatch, "killed")
 
 
-def test_a_player_that_could_not_be_started_again_is_started_by_the_next_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_player_that_cannot_start_is_started_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["plays", "exits", "other", "refuses", "plays", *["plays"] * 3]
     environment = plain(tmp_path, monkeypatch, *words)
     assert scored(environment, 1) == Score(1.0, {"length": 1.0})
@@ -153,9 +147,7 @@ def test_a_player_that_could_not_be_started_again_is_started_by_the_next_rollout
     environment._player.close()
 
 
-def test_who_leaves_a_player_that_starts_leaves_it_to_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_leaves_a_starting_player_leaves_it_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = plain(tmp_path, monkeypatch, "plays", "waits", "waits", "plays")
     player = environment._player
 
@@ -188,9 +180,7 @@ def test_who_leaves_a_player_that_starts_leaves_it_to_the_others(
     player.close()
 
 
-def test_a_rollout_that_is_cancelled_while_its_player_dies_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_cancelled_while_its_player_dies_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     player = plain(tmp_path, monkeypatch, "plays")._player
 
     async def both() -> None:

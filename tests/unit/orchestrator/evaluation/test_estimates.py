@@ -1,7 +1,5 @@
 """Estimates and intervals against values from elsewhere, and against what they promise."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Chats as tokens: equal to transformers for templates and tokenizers of every kind, with the right mask."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

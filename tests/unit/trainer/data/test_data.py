@@ -1,7 +1,5 @@
 """Supervised samples: formats and files, lengths, order, rows on several cores, and what is refused or told of them."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
@@ -470,9 +468,7 @@ def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_t
     assert "row 1 is not JSON" in refused(path, tokenizer, on_bad_row="drop"), "nothing else is there"
 
 
-def test_roles_that_no_template_knows_are_counted(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_roles_no_template_knows_count(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     chat = [USER, HELLO, {"role": "human", "content": "ab"}, {"role": "gpt", "content": "ba"}, USER, HELLO]
     load(write(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": [USER, HELLO]}] * 3), tokenizer)
     for role in ("human", "gpt"):

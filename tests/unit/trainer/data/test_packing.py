@@ -1,9 +1,6 @@
-"""Packing: the tensors of a forward pass, and plans of a step: every sample once, within budget, all ranks with work.
-
-That no loss or gradient depends on it: test_families, test_programs.
+"""Packing: tensors of a forward pass, and plans of a step. That no loss depends on it, test_families and test_programs
+say.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -128,12 +125,7 @@ def test_every_rank_gets_as_many_micro_batches_and_every_sample_is_trained_once(
 
     def plan_on(ranks: int) -> list[list[list[int]]]:
         return plan_rows(
-            lengths,
-            costs=costs,
-            arrangement=arrangement,
-            budget=budget,
-            rows_per_micro_batch=rows,
-            world_size=ranks,
+            lengths, costs=costs, arrangement=arrangement, budget=budget, rows_per_micro_batch=rows, world_size=ranks
         )
 
     plan = plan_on(world_size)

@@ -1,7 +1,5 @@
 """Tokenised data on disk: made once, named by what it depends on, whole or not there, and never in the way."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -192,9 +190,7 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_
     assert keys()[0] == plain and keys()[1] != today
 
 
-def test_a_template_that_writes_the_time_is_tokenised_anew_for_every_run(
-    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_templates_with_times_are_tokenised_each_run(config: SftDataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for text in ("{{ strftime_now('%d %b %Y') }}", "{{ strftime_now('%d %b %Y %H:%M') }}"):
         template = load_tokenizer("examples/reverse_text/base")
@@ -206,9 +202,7 @@ def test_a_template_that_writes_the_time_is_tokenised_anew_for_every_run(
     assert found[0] == found[1] and len(set(found[1:])) == 3
 
 
-def test_two_runs_that_start_at_once_end_with_one_cache(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_two_runs_started_at_once_have_one_cache(config: SftDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     expected = fingerprint_samples(load_samples(changed(config, cache_dir=""), tokenizer, seed=0)[0])
 
     def load() -> None:
@@ -266,10 +260,7 @@ def test_where_the_disk_cannot_take_it_a_run_does_without(
 
 @pytest.mark.parametrize(
     ("cache_dir", "home", "said"),
-    [
-        ("rows.jsonl/cache", None, "kept in "),
-        (None, "~nobody-of-this-name/cache", "kept in the home directory"),
-    ],
+    [("rows.jsonl/cache", None, "kept in "), (None, "~nobody-of-this-name/cache", "kept in the home directory")],
     ids=["no directory", "no home"],
 )
 def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
@@ -291,10 +282,7 @@ def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
 
 
 def test_rows_of_a_hub_are_kept_by_their_revision(
-    config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `datasets` finds them without a network (tests have none): what a revision left here, by its commit."""
     import datasets
@@ -369,9 +357,7 @@ def test_a_row_that_cannot_be_used_is_named_and_nothing_is_left(
     assert len(entries(config)) == 1
 
 
-def test_the_cache_lies_where_the_environment_says(
-    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_cache_lies_where_it_should(config: SftDataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
     assert cache_directory(SftDataConfig()) == tmp_path / "tokenised"
     monkeypatch.delenv("HOLDFAST_CACHE")
@@ -407,9 +393,7 @@ def test_a_file_with_other_columns_is_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_directory_that_another_run_takes_for_left_behind_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
-) -> None:
+def test_a_directory_taken_for_left_is_remade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
     """Between its making and its lock: removed by then, or locked by who is about to remove it."""
     real, held = token_cache._lock, list[int]()
 
@@ -433,9 +417,7 @@ def test_a_directory_that_another_run_takes_for_left_behind_is_made_again(
         os.close(held[0])
 
 
-def test_chunks_come_in_order_and_only_a_few_are_made_ahead_of_a_slow_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_come_in_order_and_few_are_ahead_of_a_slow_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizing, "_CHUNKS_UNDER_WAY", 3)
     made = tmp_path / "made"
     made.touch()

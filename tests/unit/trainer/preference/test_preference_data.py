@@ -1,7 +1,5 @@
 """Preference pairs and labelled answers: reading, refusing, planning; and a step, however it is split."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable
@@ -73,9 +71,7 @@ def trained(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def test_rows_of_text_have_a_fingerprint_that_tells_the_sides_apart(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_fingerprint_of_text_rows_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     pairs = load_pairs(settings(tmp_path, TEXTS), tokenizer)
     assert [trained(tokenizer, pair) for pair in pairs] == [("ba", "ab done"), ("edc", "c")]
     assert [pair.number for pair in pairs] == [0, 1]
@@ -87,9 +83,7 @@ def test_rows_of_text_have_a_fingerprint_that_tells_the_sides_apart(
     assert fingerprint_preferences(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
 
 
-def test_messages_and_whole_conversations_give_the_same_pairs(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_messages_and_conversations_give_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = [user("ab"), assistant("ba"), user("cd")]
     apart = {"prompt": prompt, "chosen": [assistant("dc")], "rejected": [assistant("cd")]}
     whole = {"chosen": [*prompt, assistant("dc")], "rejected": [*prompt, assistant("cd")]}
@@ -119,9 +113,7 @@ def test_margins_are_read_by_who_asks_for_them(
 
 
 @pytest.mark.parametrize("margin", [None, "1", True, float("nan"), float("inf")])
-def test_margins_that_are_no_numbers_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, margin: Any
-) -> None:
+def test_margins_must_be_numbers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, margin: Any) -> None:
     data = settings(tmp_path, [{**TEXTS[0], "margin": 1}, {**TEXTS[1], "margin": margin}])
     with pytest.raises(DataError, match="row 2: `margin` must be a number in every row"):
         load_pairs(data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS))
@@ -168,9 +160,7 @@ def _beside(config: DpoConfig, pairs: list[Pair], mesh: Mesh) -> ReferenceTable:
     return work.table
 
 
-def test_another_reference_says_what_its_own_weights_say(
-    tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path
-) -> None:
+def test_another_reference_says_its_weights_words(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
     name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
     data = {"seq_len": 16, "shuffle": False}
     of_policy = {"model": {"name": str(tiny_model())}, "data": data, "output_dir": tmp_path, "max_steps": 1}
@@ -470,9 +460,7 @@ def objective_of(
 
 
 @pytest.mark.parametrize("offset", [2.5, -2.5], ids=["above the reference", "below it, where z is 0"])
-def test_a_step_of_kto_is_what_transformers_logits_and_the_formula_give(
-    offset: float, policy: Policy, mesh: Mesh
-) -> None:
+def test_a_step_of_kto_is_what_logits_and_the_formula_give(offset: float, policy: Policy, mesh: Mesh) -> None:
     answers = ragged_answers(5)
     objective = objective_of(policy, mesh, answers, offset=offset)
     metrics = objective.accumulate_gradients(policy, answers)

@@ -1,9 +1,6 @@
-"""Losses of preferences and of reward models by hand, at their extremes, and refused.
-
-By their formulas: test_every_name_computes.
+"""Losses of preferences and of reward models by hand, at their extremes, and refused; by formula:
+test_every_name_computes.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -173,10 +170,7 @@ def test_very_wrong_pairs_have_a_finite_loss_and_gradient() -> None:
     assert loss_P.item() == pytest.approx(2e4) and chosen_P.grad is not None and chosen_P.grad.item() == -1
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"loss": {"center_coef": -0.1}}, {"val_interval": 3}],
-)
+@pytest.mark.parametrize("settings", [{"loss": {"center_coef": -0.1}}, {"val_interval": 3}])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"center_coef|val_interval"):
         RewardTrainingConfig.model_validate(settings)

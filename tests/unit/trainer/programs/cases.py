@@ -1,7 +1,5 @@
 """What is resumed in tests of programs: for every program and kind of state a case, with its settings."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +25,15 @@ RL: dict[str, Any] = {"mismatch_limit": float("inf")}
 
 @dataclass(frozen=True)
 class Case:
-    """A program with settings that give it a kind of state.
-
-    Attributes:
-        parts: the state beside that of every program, as `parts_of` names it.
-        settings: of the program, with names in capitals in the place of files.
-        model: fields of its configuration.
+    """A program with settings that give it a kind of state. `settings`: of the program, with names in capitals in the
+    place of files.
     """
 
     program: str
-    parts: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)  # the state beside that of every program, as `parts_of` names it
     settings: dict[str, Any] = field(default_factory=dict)
     kind: str = "qwen3"
-    model: dict[str, Any] = field(default_factory=lambda: DROPOUT)
+    model: dict[str, Any] = field(default_factory=lambda: DROPOUT)  # fields of its configuration
 
 
 _BATCHES = {"orchestrator.json"}

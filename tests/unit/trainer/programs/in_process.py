@@ -1,9 +1,4 @@
-"""Training programs in a process of the tests: the work of a command, without other processes.
-
-A process group is there; with several ranks all call `train`.
-"""
-
-from __future__ import annotations
+"""Training programs in a process of the tests, in whose process group all ranks call `train`."""
 
 import importlib
 import json
@@ -41,11 +36,9 @@ Resume = int | Literal["latest", "auto"] | None
 
 
 def train(program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None) -> RunDir:
-    """Train until the step `until`, which is saved, and return the directory of the run.
-
-    Args:
-        settings: of the program. Those of its checkpoints come on top of a save at the end.
-        resume: the committed step that new objects resume from; a number where there are several ranks.
+    """Train until the step `until`, which is saved, and return the directory of the run. `settings`: of the program.
+    Those of its checkpoints come on top of a save at the end. `resume`: the committed step that new objects resume
+    from; a number where there are several ranks.
     """
     run_prepared(prepared(program, output, settings, until=until, resume=resume))
     return RunDir(output)
@@ -96,9 +89,8 @@ def parts_of(checkpoint: Path) -> set[str]:
 
 
 def forget(checkpoint: Path, part: str) -> None:
-    """Damage a part of a committed checkpoint: a file or a value by its name, tensors by the begin of their names.
-
-    A digest becomes another one, tensors are halved, generators get the state of this process.
+    """Damage a part of a committed checkpoint: a file or a value by its name, tensors by the begin of their names. A
+    digest becomes another one, tensors are halved, generators get the state of this process.
     """
     values = _values(checkpoint)
     if part == "random_rank_0.json":

@@ -1,7 +1,5 @@
 """Programs that begin with what another run left: forks, warm starts, stores, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -52,7 +50,6 @@ def straight(sft: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 def column(run_dir: RunDir, name: str) -> list[float]:
-    """Return the values of a metric, step by step."""
     lines = run_dir.metrics.read_text().splitlines()
     return [json.loads(line)[name] for line in lines]
 
@@ -99,9 +96,7 @@ def test_a_schedule_with_its_own_end_goes_on_as_it_was(
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "weights"])
-def test_a_warm_start_takes_the_weights_and_nothing_else(
-    kind: str, straight: RunDir, sft: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_warm_start_takes_the_weights_only(kind: str, straight: RunDir, sft: dict[str, Any], tmp_path: Path) -> None:
     """It is the run that loads the published weights by the name of the model, from its first step on."""
     published = straight.weights_of(STEPS)
     source = {"checkpoint": straight.checkpoint(STEPS), "weights": published}[kind]
@@ -233,9 +228,7 @@ def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["sft, adapters", "reward-model, adapters"])
-def test_an_export_is_the_adapter_or_the_merged_model(
-    name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_exports_are_adapter_or_merged(name: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path) -> None:
     run_dir, base = programs.half(name), programs.settings(name)["model"]["name"]
     step, weights = run_dir.checkpoint(HALF), run_dir.weights_of(HALF)
     saved = [key for key in TensorReader(step / "trainer").saved if ".score." not in key]

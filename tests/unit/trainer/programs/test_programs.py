@@ -1,7 +1,5 @@
 """What programs do in some steps: they learn, however a step is divided it is the same, and broken numbers end them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -26,7 +24,6 @@ from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
 
 
 def column(run_dir: RunDir, name: str) -> list[float]:
-    """Return the values of a metric, step by step; steps without it are left out."""
     return [line[name] for line in read_metrics(run_dir.metrics) if name in line]
 
 
@@ -52,9 +49,7 @@ def test_numbers_that_break_stop_the_run_and_nothing_of_the_step_is_kept(program
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward-model", "rl"])
-def test_a_run_that_diverges_is_warned_of_once(
-    name: str, programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_divergence_warns_once(name: str, programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     run_dir = train(name, tmp_path / "run", programs.settings(name) | {"optim": {"lr": 1e3}}, until=7)
     norms = column(run_dir, "grad_norm")
@@ -108,9 +103,7 @@ def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(programs: Pr
     assert not (run_dir.path / REFERENCE_NAME).exists(), "--clean leaves it to no other run"
 
 
-def test_a_damaged_reference_is_made_again_by_the_weights_that_made_it(
-    programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_reference_is_remade(programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the checkpoint it is read in the run, and in both of them it is computed: by another model it is refused."""
     caplog.set_level(logging.INFO)
     output, settings = tmp_path / "run", programs.settings("dpo")
@@ -152,9 +145,7 @@ def test_what_a_reference_said_by_another_config_json_is_said_anew(programs: Pro
 
 
 @pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 2, "alpha": 8}}], ids=["whole", "adapters"])
-def test_the_reference_is_the_model_that_the_policy_begins_with(
-    adapters: dict[str, Any], programs: Programs, tmp_path: Path
-) -> None:
+def test_the_reference_is_the_policys_first_model(adapters: dict[str, Any], programs: Programs, tmp_path: Path) -> None:
     settings = programs.settings("dpo", dropout=False)
     model = settings["model"] | adapters
     run_dir = train("dpo", tmp_path / "run", settings | {"model": model, "optim": {"lr": 1e-2}}, until=3)

@@ -1,9 +1,4 @@
-"""The state of every program is complete: eight steps are five steps, and three more in new objects, bit for bit.
-
-Nothing is killed here. That a save is whole whenever its process dies is for tests/faults/test_kill_during_save.py.
-"""
-
-from __future__ import annotations
+"""The state of every program is complete: eight steps are five, and three more in new objects, bit for bit."""
 
 import typing
 from collections.abc import Iterator
@@ -61,17 +56,13 @@ def test_eight_steps_are_five_and_three_in_new_objects(name: str, programs: Prog
 
 
 @pytest.mark.parametrize(("name", "part"), DIFFERS)
-def test_a_run_that_has_lost_a_part_of_its_state_is_another(
-    name: str, part: str, programs: Programs, tmp_path: Path
-) -> None:
+def test_a_run_that_lost_a_part_of_its_state_differs(name: str, part: str, programs: Programs, tmp_path: Path) -> None:
     """Otherwise the test above could not notice that a checkpoint lacks it."""
     assert differing(programs.resumed(name, tmp_path / "resumed", without=part), programs.whole(name)) != []
 
 
 @pytest.mark.parametrize(("name", "part"), REFUSED)
-def test_a_run_with_another_part_of_its_state_is_refused(
-    name: str, part: str, programs: Programs, tmp_path: Path
-) -> None:
+def test_a_run_with_another_state_is_refused(name: str, part: str, programs: Programs, tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, TrainingError)):
         programs.resumed(name, tmp_path / "resumed", without=part)
 

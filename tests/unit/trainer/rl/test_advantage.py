@@ -1,7 +1,5 @@
 """Advantages by hand, of turns, of the user, and refused; by their formulas: test_every_name_computes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random
@@ -57,9 +55,8 @@ RAISE_THE_SUM = [name for name in REWARD_ADVANTAGES if name not in ("grpo_proces
 
 
 class Turns:
-    """A policy that answers, or asks on, in each of up to three turns of a token; the third one always answers.
-
-    The answer earns 1, and every turn `of_turn` beside it.
+    """A policy that answers, or asks on, in each of up to three turns of a token; the third one always answers. The
+    answer earns 1, and every turn `of_turn` beside it.
     """
 
     def __init__(self, of_turn: float) -> None:

@@ -1,9 +1,4 @@
-"""Steps on rollouts against transformers, however rows are packed.
-
-Each branch of a rollout is a sequence of its own to the models; all are one rollout to loss and advantage.
-"""
-
-from __future__ import annotations
+"""Steps on rollouts with branches, each a sequence of its own, against transformers, however rows are packed."""
 
 import math
 from collections.abc import Callable
@@ -138,7 +133,7 @@ def step(
 @pytest.mark.parametrize(
     ("name", "attention"), [*((name, "packed") for name in POLICY_LOSSES), ("grpo", "eager"), ("gspo", "eager")]
 )
-def test_loss_and_gradients_are_those_of_the_branches_read_alone(
+def test_loss_and_gradients_are_those_of_branches_alone(
     directory: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
 ) -> None:
     """In one row and in several; a rollout counts once, by all its sampled tokens. First tokens are computed once."""

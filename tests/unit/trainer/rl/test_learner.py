@@ -1,7 +1,5 @@
 """Steps of the RL learner on a tiny model: what is measured when, what the coefficient is, what is trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,9 +139,7 @@ def test_a_steered_bonus_acts_below_its_target(start: Start, target: float) -> N
 
 
 @pytest.mark.parametrize(("advantage", "share"), [("dr_grpo", 2 / 3), ("grpo_process", 1 / 3)])
-def test_groups_without_signal_are_counted_by_what_the_advantage_learns_from(
-    start: Start, advantage: str, share: float
-) -> None:
+def test_groups_without_signal_count_by_what_advantages_learn_from(start: Start, advantage: str, share: float) -> None:
     run, batch = start(advantage=advantage), make_batch(1)
     for number, rollout in enumerate(batch.rollouts[: 2 * GROUP_SIZE]):
         # All sums are equal; in the second group the turns earn them differently.
@@ -169,9 +165,7 @@ def test_the_reported_coefficient_is_the_one_that_the_step_was_penalised_with(st
     assert steered[0] == -0.2 and all(steered)
 
 
-def test_a_kl_term_of_the_loss_has_the_coefficient_of_before_the_step(
-    start: Start, seen: list[PolicyLossInput]
-) -> None:
+def test_a_kl_term_has_the_coefficient_of_before_the_step(start: Start, seen: list[PolicyLossInput]) -> None:
     run = start(kl={"coef": 5.0, "target": 0.01, "horizon": 20, "estimator": "k2"})
     run.learn(1)
     seen.clear()
@@ -203,8 +197,7 @@ def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> No
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"updates": {"epochs": 1, "minibatches": 2}}, {"advantage": "reinforce_pp"}, {"row_tokens": 16}],
+    "settings", [{}, {"updates": {"epochs": 1, "minibatches": 2}}, {"advantage": "reinforce_pp"}, {"row_tokens": 16}]
 )
 def test_masked_rollouts_count_for_the_advantages_of_the_others_without_being_trained(
     start: Start, seen: list[PolicyLossInput], settings: dict[str, Any]
@@ -250,9 +243,7 @@ def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantag
         assert math.isfinite(metrics["loss"]) and metrics["loss"] != 0.0
 
 
-def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counted_again(
-    start: Start, seen: list[PolicyLossInput]
-) -> None:
+def test_replayed_groups_have_advantages_of_their_own_and_count_once(start: Start, seen: list[PolicyLossInput]) -> None:
     run = start(replay={"groups": 2, "capacity": 3, "max_age": 1}, rewards={"scale": "running"}, advantage="dr_grpo")
     for step, replayed in ((1, 0), (2, 2), (3, 2)):
         seen.clear()
@@ -270,9 +261,7 @@ def test_replayed_groups_are_trained_with_advantages_of_their_own_and_not_counte
         )
 
 
-def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(
-    start: Start, seen: list[PolicyLossInput]
-) -> None:
+def test_log_probabilities_are_of_the_sampled_distribution(start: Start, seen: list[PolicyLossInput]) -> None:
     run = start(optim={"lr": 1e-12})
     run.learn(1)
     run.learn(1, sampling=Sampling(0.9, top_k=2))
@@ -283,9 +272,7 @@ def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(
         start(kl={}).learn(1, sampling=Sampling(0.9, top_k=2))
 
 
-def test_each_rollout_is_read_at_the_distribution_that_it_was_sampled_from(
-    start: Start, seen: list[PolicyLossInput]
-) -> None:
+def test_rollouts_are_read_at_the_distribution_they_were_sampled_by(start: Start, seen: list[PolicyLossInput]) -> None:
     """Of this batch and of those that are replayed, in the pass before the update and in the update."""
     samplings = [Sampling(0.9), Sampling(0.5), Sampling(1.3, top_p=0.8)]
     run = start(optim={"lr": 1e-12}, replay={"groups": GROUPS, "capacity": 9}, updates={"minibatches": 2})
@@ -314,9 +301,7 @@ def test_each_rollout_is_read_at_the_distribution_that_it_was_sampled_from(
     assert {rollout.sampling for rollout, _ in expected} == set(samplings)
 
 
-def test_what_a_teacher_sampled_is_imitated_by_the_whole_distribution(
-    start: Start, seen: list[PolicyLossInput]
-) -> None:
+def test_a_teachers_samples_are_imitated_by_the_whole_distribution(start: Start, seen: list[PolicyLossInput]) -> None:
     run = start(optim={"lr": 1e-12})
     for batch in (make_batch(1), make_batch(1, sampling=Sampling(0.9, top_k=2))):
         batch.weights_digest = ""
@@ -347,9 +332,7 @@ def test_a_teacher_is_added_to_the_advantages_of_rewards(
     assert divergence_N.abs().max() > 0.01
 
 
-def test_a_reference_and_a_critic_that_are_named_have_weights_beside_a_policy_that_has_none(
-    start: Start, tiny_model: Callable[..., Path]
-) -> None:
+def test_a_named_reference_and_critic_have_weights_of_their_own(start: Start, tiny_model: Callable[..., Path]) -> None:
     named, model = str(tiny_model(seed=5)), {"name": str(tiny_model()), "init": "random"}
     run = start(model=model, kl={"reference": named}, advantage="gae", critic={"name": named})
     assert run.parts.reference is not None and run.parts.critic is not None
@@ -363,8 +346,7 @@ FULL = {"divergence": "full", "coef": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
-    [({"kl": {}}, "kl.reference"), ({"advantage": "gae", "critic": {}}, "critic.name")],
+    ("settings", "key"), [({"kl": {}}, "kl.reference"), ({"advantage": "gae", "critic": {}}, "critic.name")]
 )
 def test_a_model_beside_the_policy_must_know_its_tokens(
     start: Start, tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, Any], key: str
@@ -377,9 +359,7 @@ def test_a_model_beside_the_policy_must_know_its_tokens(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policy_does_not_diverge_from_a_teacher_with_its_weights(
-    start: Start, tiny_model: Callable[..., Path], dtype: str
-) -> None:
+def test_a_teacher_of_equal_weights_diverges_nowhere(start: Start, tiny_model: Callable[..., Path], dtype: str) -> None:
     model, name = {"name": str(tiny_model()), "dtype": dtype, "logits_chunk_tokens": 7}, str(tiny_model())
     run = start(model=model, advantage="distillation", distillation=FULL, kl={"reference": name})
     first = run.learn(1)
@@ -456,9 +436,7 @@ def test_the_score_of_a_reward_model_is_weighed_against_the_rules(
     check_advantages(seen, rewards)
 
 
-def test_the_reward_is_the_weighted_sum_of_what_the_environment_gives(
-    start: Start, seen: list[PolicyLossInput]
-) -> None:
+def test_the_reward_is_the_weighted_sum_of_the_environments(start: Start, seen: list[PolicyLossInput]) -> None:
     def batch(**metrics: float) -> Batch:
         made = make_batch(1)
         for number, rollout in enumerate(made.rollouts):
@@ -554,9 +532,7 @@ def test_a_policy_that_is_never_trained_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_after_a_refresh_the_policy_diverges_from_nothing_exactly(
-    start: Start, tiny_model: Callable[..., Path], dtype: str
-) -> None:
+def test_after_a_refresh_the_divergence_is_nothing(start: Start, tiny_model: Callable[..., Path], dtype: str) -> None:
     settings: dict[str, Any] = {"kl": {"refresh_interval": 2}, "model": {"name": str(tiny_model()), "dtype": dtype}}
     run = start(**settings)
     lines = [run.learn(1)]

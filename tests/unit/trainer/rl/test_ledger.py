@@ -1,9 +1,4 @@
-"""The ledger: a batch that skips, repeats or cuts a task is refused, and so is a save that does not add up.
-
-And which batches stay after they are trained.
-"""
-
-from __future__ import annotations
+"""The ledger refuses batches that skip, repeat or cut a task, and saves that do not add up; which batches stay."""
 
 import re
 from collections.abc import Sequence
@@ -70,9 +65,7 @@ def test_a_batch_between_two_states_is_accepted() -> None:
         ((*GOOD, ("a", 8)), r"task 8 of environment 'a' has the samples \[0, 1, 0, 1\], expected 0 to 1 once each"),
     ],
 )
-def test_tasks_that_are_skipped_repeated_or_out_of_turn_are_refused(
-    tasks: tuple[tuple[str, int], ...], message: str
-) -> None:
+def test_tasks_skipped_repeated_or_out_of_turn_are_refused(tasks: tuple[tuple[str, int], ...], message: str) -> None:
     with pytest.raises(TrainingError, match=f"batch 7: .*{message}.*Nothing of this batch is trained"):
         check_tasks(make_batch(7, *tasks), before=BEFORE, after=AFTER)
 

@@ -1,9 +1,6 @@
-"""Policy losses by hand, at their bounds, split, and of the user; the KL term, and the coefficients that are steered.
-
-By their formulas: test_every_name_computes.
+"""Policy losses by hand, at their bounds, split, and of the user; the KL term and steered coefficients. By formula:
+test_every_name_computes.
 """
-
-from __future__ import annotations
 
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Rollouts as samples, minibatches, and what is measured in the same forward passes as it is trained in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -126,9 +124,7 @@ SHARES = replace(PACKED, shares=True, pair_cost=0.001)
         ((1, 1), 1, [2 * 56]),
     ],
 )
-def test_answers_share_their_prompt_as_far_as_ranks_stay_equally_busy(
-    sizes: tuple[int, ...], num_ranks: int, tokens: list[int]
-) -> None:
+def test_answers_share_prompts_while_ranks_stay_busy(sizes: tuple[int, ...], num_ranks: int, tokens: list[int]) -> None:
     samples = make_groups(sizes, prompt=36, answer=20)
     plan = plan_shared_prompts(samples, row_tokens=400, layout=SHARES, num_ranks=num_ranks)
     assert sorted(index for rank in plan for row in rank for index in row) == list(range(len(samples)))

@@ -1,29 +1,31 @@
-"""Fresh rollouts must have the log-probabilities that the trainer computes, before a step is taken on them."""
-
-from __future__ import annotations
+"""Log-probabilities of fresh rollouts and of the parity prompt are those that the trainer computes."""
 
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from holdfast.config import RlConfig
+from holdfast.config import RlConfig, TrainerConfig
 from holdfast.config.rl import hand_down_shared
+from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import TrainingError
+from holdfast.protocol.inference import TEXT, Canary
 from holdfast.protocol.rollouts import Batch, Logprobs, Rollout, Sampling, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
-from holdfast.trainer.model.policy import Policy, predict
-from holdfast.trainer.rl.mismatch import mismatch_limit
+from holdfast.trainer.model.policy import Policy, build_policy, predict
+from holdfast.trainer.rl.mismatch import measure_canary, mismatch_limit
 from holdfast.trainer.session import Stopwatch
 from tests.builders.learner_runs import start_learner
+from tests.conftest import ROOT
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]
@@ -95,9 +97,7 @@ def test_rollouts_of_another_model_end_the_run_before_the_step(learn: Learn, set
 
 
 @pytest.mark.parametrize("settings", [{}, SEVERAL, DROPOUT, DROPOUT | SEVERAL], ids=str)
-def test_the_models_own_rollouts_are_trained(
-    learn: Learn, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_models_own_rollouts_train(learn: Learn, settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     metrics = learn(off_by=0.0, **settings)
     assert ("is trained with dropout, or something else that is random" in caplog.text) == ("of_model" in settings)
@@ -119,9 +119,7 @@ def test_the_models_own_rollouts_are_trained(
     ],
     ids=str,
 )
-def test_older_rollouts_a_teachers_and_those_that_are_allowed_raise_no_alarm(
-    learn: Learn, accepted: dict[str, Any]
-) -> None:
+def test_older_rollouts_a_teachers_and_allowed_ones_raise_no_alarm(learn: Learn, accepted: dict[str, Any]) -> None:
     learn(off_by=-0.2, **accepted)
 
 
@@ -150,3 +148,49 @@ def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: 
     assert config.sampler_dtype == (engine or trainer)
     assert mismatch_limit(config) == limit
     assert mismatch_limit(config, is_truncated=True) == max(limit, 1e-3)
+
+
+MODEL = ROOT / "examples" / "reverse_text" / "model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({}, math.sqrt(2e-6)),
+        ({"sampler_dtype": "bfloat16"}, math.sqrt(0.1)),
+        ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
+        ({"mismatch_limit": 0.5}, 1.0),
+        ({"mismatch_limit": math.inf}, None),
+    ],
+)
+def test_allowed_follows_dtypes_and_the_setting(changes: dict[str, Any], allowed: float | None, mesh: Mesh) -> None:
+    config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
+    data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), mesh, config=config)
+    assert data is not None
+    assert msgspec.json.decode(data, type=Canary).allowed_nats == (allowed and pytest.approx(allowed))
+
+
+def test_the_trainer_measures_what_transformers_computes(mesh: Mesh) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    before = torch.get_rng_state()
+    data = measure_canary(policy, tokenizer, mesh, config=TrainerConfig())
+    assert data is not None
+    canary = msgspec.json.decode(data, type=Canary)
+    assert policy.training and torch.equal(torch.get_rng_state(), before), "training goes on as if nothing was measured"
+    assert canary.token_ids == tokenizer(TEXT, add_special_tokens=False)["input_ids"][: len(canary.token_ids)]
+    ids = torch.tensor([canary.token_ids])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(MODEL)(ids).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_one_token_says_nothing_of_what_follows_it(mesh: Mesh) -> None:
+    policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
+
+    def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [5]}
+
+    assert measure_canary(policy, tokenizer, mesh, config=TrainerConfig()) is None  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """The statistics of a step: against slow sums over tokens, however tokens are dealt to ranks; warnings and alerts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,7 +66,7 @@ def one_and_two(
 
 
 @pytest.mark.ranks
-def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
+def test_two_ranks_have_metrics_of_the_same_names(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
     one, two = one_and_two
@@ -80,9 +78,7 @@ def test_two_ranks_have_the_metrics_of_one_by_the_same_names(
 
 
 @pytest.mark.ranks
-def test_two_ranks_measure_the_bits_that_one_measures(
-    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
-) -> None:
+def test_two_ranks_measure_the_bits_that_one_measures(one_and_two: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     one, two = one_and_two
     for rank in two:
         for name in ("measured", "with_float32_head"):
@@ -91,7 +87,7 @@ def test_two_ranks_measure_the_bits_that_one_measures(
 
 
 @pytest.mark.ranks
-def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
+def test_two_ranks_share_the_tokenising_of_samples(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
     one, two = one_and_two
@@ -101,7 +97,7 @@ def test_two_ranks_share_the_tokenising_of_the_samples_beside_the_rollouts(
 
 
 @pytest.mark.ranks
-def test_two_ranks_learn_from_a_teacher_what_one_learns(
+def test_two_ranks_learn_of_a_teacher_as_one(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
     one, two = one_and_two
@@ -113,7 +109,7 @@ def test_two_ranks_learn_from_a_teacher_what_one_learns(
 
 
 @pytest.mark.ranks
-def test_muon_takes_the_same_steps_on_two_ranks_as_on_one(
+def test_muon_takes_the_same_steps_on_two_ranks(
     one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
     one, two = one_and_two
@@ -185,9 +181,7 @@ def steps_of(runs: Sequence[tuple[int, Mapping[str, float]]]) -> list[dict[str, 
         ([(6, {}), (6, {"groups/zero_variance": 1.0})], 9, "100 % of the groups have equal rewards, for 4 steps"),
     ],
 )
-def test_an_alert_is_told_at_its_step_and_once(
-    runs: list[tuple[int, Mapping[str, float]]], first: int, message: str
-) -> None:
+def test_an_alert_is_told_at_its_step(runs: list[tuple[int, Mapping[str, float]]], first: int, message: str) -> None:
     steps = steps_of(runs)
     alerts = Alerts(CONFIG)
     told = [alerts.check(metrics) for metrics in steps]

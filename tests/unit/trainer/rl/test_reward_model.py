@@ -1,7 +1,5 @@
 """The reward model of an RL run, and the moving average of the policy's weights."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,9 +42,7 @@ def policy_config(tiny_model: Models) -> TrainedModelConfig:
     return TrainedModelConfig(name=str(tiny_model("qwen3", weights=False)), init="random")
 
 
-def test_scores_are_those_of_transformers_however_rows_are_packed(
-    directory: Path, tiny_model: Models, mesh: Mesh
-) -> None:
+def test_scores_are_transformers_however_rows_are_packed(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     model = RewardModel(str(directory), policy_config(tiny_model), mesh)
     expected = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
