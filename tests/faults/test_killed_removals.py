@@ -119,7 +119,7 @@ REMOVALS: dict[str, str] = {
     "trainer/data/tokenizing.py make_cached": "test_token_cache.py",
     "trainer/export.py commit": OWN,
     "trainer/export.py new_directory": OWN,
-    "trainer/model/hf_files.py SafetensorsWriter.close": OWN,
+    "trainer/model/tensor_names.py SafetensorsWriter.close": OWN,
     "trainer/model/publish.py WeightPublisher._describe_model": OWN,
     "trainer/model/publish.py WeightPublisher.prune": "test_kill_during_save.py",
     "trainer/model/publish.py WeightPublisher.publish": "test_kill_during_save.py",
