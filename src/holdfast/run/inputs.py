@@ -152,8 +152,8 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
         return f"has no *.safetensors. {_what_to_give(path)}"
     if kind_of(path) is Kind.PICKLED:
         return "holds pickles, which may hold code and are never loaded: have transformers load and save the model"
-    without = "Set model.init = random to train from scratch" if is_trained else "Start with --model.load dummy to push them"
-    return f"has no *.safetensors. {without}."
+    advice = "Set model.init = random to train from scratch" if is_trained else "Start with --model.load dummy, push them"
+    return f"has no *.safetensors. {advice}."
 
 
 def _wrong_with_weights(path: Path) -> str | None:
