@@ -35,8 +35,7 @@ from holdfast.trainer.checkpoint.init_from import (
     local_part,
 )
 from holdfast.trainer.mesh import Mesh, RankGroup
-from holdfast.trainer.model.decoder import DecoderModel
-from holdfast.trainer.model.fsdp import apply_wrappers, reshard
+from holdfast.trainer.model.decoder import DecoderModel, apply_wrappers, reshard
 from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.structure import base_tensors, takes_positions, use_attention

@@ -35,8 +35,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import naming_failures
-from holdfast.trainer.model.decoder import DecoderModel
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import DecoderModel, reshard
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.structure import decoder_of, other_attention
 from holdfast.trainer.model.value_model import ScalarModel
