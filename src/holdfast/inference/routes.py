@@ -116,12 +116,7 @@ def build_application(
 
 
 class Routes:
-    """Handlers of the project's routes.
-
-    Args:
-        model_name: what `/weights` calls the model.
-        health_timeout_s: an engine that answers a probe later is failing.
-    """
+    """Handlers of the project's routes. An engine that needs longer for a probe than `health_timeout_s` is failing."""
 
     def __init__(
         self,

@@ -82,13 +82,9 @@ def describe(directory: Path) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Export:
-    """What to write of a checkpoint, and how.
+    """What to write of a verified checkpoint: by default in the dtype of published weights, in files of 4 GiB.
 
     Attributes:
-        step_directory: a committed checkpoint, verified by the caller.
-        target: the directory to publish; it must not exist.
-        dtype: of the floating-point tensors; None: as the run publishes its weights.
-        max_file_bytes: of a file with several tensors; None: 4 GiB.
         base: with LoRA, the weights to merge the adapter into; None: write the adapter only.
     """
 

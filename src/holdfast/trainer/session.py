@@ -313,11 +313,7 @@ _SPANS_OF_A_NAME = 2
 
 
 class Stopwatch:
-    """Seconds spent in named phases since the last `take`, and spans of the phases for the timeline.
-
-    Args:
-        profiler: gets steps and phases; its own time counts to no step.
-    """
+    """Seconds in named phases since the last `take`, and spans for the timeline, without the time of the profiler."""
 
     def __init__(self, profiler: Profiler | None = None) -> None:
         self._profiler = profiler

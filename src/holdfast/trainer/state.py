@@ -42,12 +42,7 @@ class Progress(msgspec.Struct):
 
 
 class TrainState(State):
-    """Policy, optimizer, counters and further parts of one run.
-
-    Args:
-        parts: further state by name, such as a critic or running moments. Tensors are saved as `NAME.*`, values below
-            `NAME`.
-    """
+    """Policy, optimizer, counters, and further parts by name. Tensors of a part are saved as `NAME.*`."""
 
     def __init__(
         self,

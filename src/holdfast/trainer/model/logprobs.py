@@ -150,13 +150,7 @@ def plain_head(
 
 @dataclass(frozen=True)
 class Reading:
-    """What to compute from the logits that predict a target.
-
-    Attributes:
-        sampling: the distribution that the targets were sampled from: of all targets, or by target.
-        entropy: whether to compute entropies, which takes as much memory as the logits.
-        entropy_gradient: whether to compute entropies with a gradient.
-    """
+    """What to compute from the logits that predict a target, besides its log-probability under `sampling`."""
 
     sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
     entropy: bool = False

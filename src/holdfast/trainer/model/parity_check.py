@@ -67,11 +67,7 @@ _BOUNDS: dict[DType, _Bounds] = {"float32": _Bounds(1e-4, 1e-5), "bfloat16": _Bo
 
 
 def was_checked(config: TrainingCommand) -> bool:
-    """Whether the models of a run passed the check at an earlier start.
-
-    A resumed run continues with weights that training has made of the checked weights. Its models are checked again
-    only if its checkpoint was saved with other settings, ranks or versions of the libraries.
-    """
+    """Whether the models passed at an earlier start with the same settings, ranks and versions of the libraries."""
     step = config.ckpt.resume_step if config.ckpt else None
     if not isinstance(step, int):
         return False
