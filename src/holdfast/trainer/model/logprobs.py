@@ -154,7 +154,7 @@ class Reading:
 
     sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
     entropy: bool = False
-    entropy_gradient: bool = False
+    entropy_gradient: bool = False  # entropy with a gradient, which keeps as much memory as the logits
 
     def of(self, tokens: slice | Tensor) -> Reading:
         """Return the same for some of the targets."""
