@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from holdfast.trainer.checkpoint.state import State
-from holdfast.trainer.model.build import Trained, trained_parameters, trained_tensors
+from holdfast.trainer.model.build import trained_parameters, trained_tensors
+from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.optimizer import initial_moments
 
 _log = logging.getLogger("trainer")
@@ -46,7 +47,7 @@ class TrainState(State):
 
     def __init__(
         self,
-        policy: Trained,
+        policy: DecoderModel,
         optimizer: torch.optim.Optimizer,
         progress: Progress,
         parts: Mapping[str, State] | None = None,
@@ -86,7 +87,7 @@ class TrainState(State):
 class ModelState(State):
     """The tensors of a model and of its optimizer: `model.*`, `optim.*`."""
 
-    def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: DecoderModel, optimizer: torch.optim.Optimizer) -> None:
         self._hf_model = model.hf_model
         self._optimizer = optimizer
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -42,12 +42,6 @@ from holdfast.trainer.model.structure import base_tensors, takes_positions, use_
 from holdfast.trainer.model.tensor_names import TensorLayout, weight_files
 
 _log = logging.getLogger("trainer")
-
-
-class Trained(Protocol):
-    """A module around a transformers model whose parameters and persistent buffers are its state."""
-
-    hf_model: PreTrainedModel
 
 
 def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
