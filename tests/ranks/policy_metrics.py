@@ -18,8 +18,7 @@ from holdfast.trainer.data.rows import Rows
 from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
-from holdfast.trainer.model.decoder import freeze
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import freeze, reshard
 from holdfast.trainer.model.logprobs import PLAIN
 from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.policy import build_policy, predict

@@ -24,9 +24,9 @@ from starlette.routing import Route
 from holdfast.config import InferenceConfig
 from holdfast.config.base import is_loopback
 from holdfast.errors import ConfigError, DataError, InferenceError, ReadError, is_storage_failure
+from holdfast.inference import Preflight
 from holdfast.inference import main as program
 from holdfast.inference.access import Ownership
-from holdfast.inference.main import Preflight
 from holdfast.inference.routes import Routes, build_application
 from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.process.child import is_ignored

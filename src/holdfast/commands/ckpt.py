@@ -1,6 +1,6 @@
 """The command `ckpt`: parses the command line, runs one action, prints its report and returns an exit code.
 
-`ls` lives here. `commands.ckpt_dirs` has `verify` and `show`; `commands.ckpt_export` has `export`, `promote`, `import`
+`ls` lives here. `commands.ckpt_dirs` has `verify` and `show`; `commands.ckpt_export` has `export`, `promote`
 and `prune`. No action imports torch before an action needs tensors.
 """
 

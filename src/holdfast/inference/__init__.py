@@ -9,3 +9,24 @@
 
 No other package imports vLLM.
 """
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """The results of the checks.
+
+    Attributes:
+        sock: bound to the configured address, not listening yet.
+        admin_token: the token that the admin routes ask for; None: no token, only this machine can reach them.
+    """
+
+    sock: socket.socket
+    admin_token: str | None
+    model_dir: Path
+    tokenizer_dir: Path

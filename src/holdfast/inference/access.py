@@ -54,13 +54,7 @@ def asks_the_model(method: str, path: str) -> bool:
 
 
 class Gate:
-    """Refuses requests by their first line, headers and length, and passes the others to `app`.
-
-    Args:
-        local: the server is for this machine only.
-        admin_token: the token that admin routes ask for; None: no token.
-        most_body_bytes: a longer body is refused.
-    """
+    """Refuses requests by their first line, headers and length; `local`: the server is for this machine only."""
 
     def __init__(self, app: ASGIApp, *, local: bool, admin_token: str | None, most_body_bytes: int) -> None:
         self._app = app
@@ -152,13 +146,7 @@ class RequestError(Exception):
 
 
 class Ownership:
-    """The owner of one server.
-
-    Args:
-        lease_s: how long a silent run owns the server.
-        reserved: the run that the server was started for; None: the server is for any run.
-        clock: seconds in which this process was not frozen.
-    """
+    """The owner of one server, for a lease, or for good if the server was started for the run `reserved`."""
 
     def __init__(self, lease_s: float, *, reserved: Owner | None = None, clock: Callable[[], float] = awake_s) -> None:
         self._lease_s = lease_s

@@ -252,11 +252,7 @@ async def build_vllm_app(engine: AsyncLLM, args: Namespace) -> FastAPI:
 
 
 def _wait_for_exit_codes() -> None:
-    """Have vLLM name the exit code of an engine that dies while it starts.
-
-    vLLM looks when the process has closed its files, a moment before the kernel has the exit code. So a killed engine
-    looks like an engine that cannot start.
-    """
+    """Have vLLM wait for the exit code of an engine that dies at its start: else a kill looks like a bad model."""
     manager = engine_utils.CoreEngineProcManager
     finished_processes = manager.finished_procs
 

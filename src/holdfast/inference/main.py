@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config import InferenceConfig
@@ -23,6 +22,7 @@ from holdfast.config.inference import ServerConfig
 from holdfast.config.load import read_toml
 from holdfast.config.resolved import choose_for_engine
 from holdfast.errors import ConfigError, DataError
+from holdfast.inference import Preflight
 from holdfast.process.child import (
     allow_many_connections,
     available_cores,
@@ -134,21 +134,6 @@ def set_environment(config: InferenceConfig, device: DeviceType) -> None:
     if config.engine.eager and device == "cpu":
         # vLLM's sampler would compile one small function at the first request, for 12 s.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """The results of the checks.
-
-    Attributes:
-        sock: bound to the configured address, not listening yet.
-        admin_token: the token that the admin routes ask for; None: no token, only this machine can reach them.
-    """
-
-    sock: socket.socket
-    admin_token: str | None
-    model_dir: Path
-    tokenizer_dir: Path
 
 
 def check(config: InferenceConfig, *, is_alone: bool) -> Preflight:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -110,23 +109,14 @@ def build_application(
 ) -> ASGIApp:
     """Return the whole application: the project's routes before vLLM's, and the gate before both; see `Gate`."""
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with vllm_app.router.lifespan_context(vllm_app):
-            yield
-
-    app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lifespan)
+    lifespan = vllm_app.router.lifespan_context
+    app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lambda _: lifespan(vllm_app))  # type: ignore[arg-type]
     gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=routes.most_body_bytes)
     return PolicyVersionMiddleware(gated, engine_weights=engine_weights, metrics=metrics, ownership=routes.ownership)
 
 
 class Routes:
-    """Handlers of the project's routes.
-
-    Args:
-        model_name: what `/weights` calls the model.
-        health_timeout_s: an engine that answers a probe later is failing.
-    """
+    """Handlers of the project's routes. An engine that needs longer for a probe than `health_timeout_s` is failing."""
 
     def __init__(
         self,

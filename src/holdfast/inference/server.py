@@ -18,7 +18,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -31,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from holdfast.config import InferenceConfig
 from holdfast.config.base import is_loopback
 from holdfast.errors import ConfigError, InferenceError, ReadError, is_storage_failure
+from holdfast.inference import Preflight
 from holdfast.inference.access import Ownership
 from holdfast.inference.engine import (
     VllmSampler,
@@ -46,9 +47,6 @@ from holdfast.process.child import is_ignored
 from holdfast.process.events import report
 from holdfast.protocol.inference import Owner
 from holdfast.run.manifest import file_digest
-
-if TYPE_CHECKING:
-    from holdfast.inference.main import Preflight
 
 ENGINE_DIED_EXIT_CODE = 75
 # vLLM's name of an engine process that a signal ended.

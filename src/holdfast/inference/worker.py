@@ -160,11 +160,7 @@ class PolicyWorker:
         return _loaded_digest
 
     def stage_weights(self, location: str, version: int) -> StageResult | None:
-        """Read and check the weights of `version` at `location`, while the model stays as it is.
-
-        A thread reads them, so that the engine continues. If that takes long, the result is None: `staged_weights` has
-        it later.
-        """
+        """Read and check the weights of `version` in a thread; None if that takes long: see `staged_weights`."""
         if self._staging is not None:
             self._staging.exception()  # wait for an update that was given up
         self._staging = Future()
@@ -230,11 +226,7 @@ def _engine_dtype(model_config: ModelConfig) -> torch.dtype:
 
 
 def _refuse_unset_weights(model: torch.nn.Module, loaded: set[str] | None, directory: Path) -> None:
-    """Refuse a model if vLLM has weights that no file set: they would be random memory.
-
-    Args:
-        loaded: names of the parameters that were set; None if the model's code does not say.
-    """
+    """Refuse a model if no file set some weights, which are random memory then; `loaded`: names that were set."""
     if loaded is None:
         return
     unset = sorted(name for name, parameter in model.named_parameters() if parameter.numel() and name not in loaded)

@@ -152,8 +152,9 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
         return f"has no *.safetensors. {_what_to_give(path)}"
     if kind_of(path) is Kind.PICKLED:
         return "holds pickles, which may hold code and are never loaded: have transformers load and save the model"
-    without = "Set model.init = random to train from scratch" if is_trained else "With model.load = dummy, push weights"
-    return f"has no *.safetensors. {without}."
+    if is_trained:
+        return "has no *.safetensors. Set model.init = random to train from scratch."
+    return "has no *.safetensors. Start with --model.load dummy, and push them."
 
 
 def _wrong_with_weights(path: Path) -> str | None:

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,13 +82,9 @@ def describe(directory: Path) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Export:
-    """What to write of a checkpoint, and how.
+    """What to write of a verified checkpoint: by default in the dtype of published weights, in files of 4 GiB.
 
     Attributes:
-        step_directory: a committed checkpoint, verified by the caller.
-        target: the directory to publish; it must not exist.
-        dtype: of the floating-point tensors; None: as the run publishes its weights.
-        max_file_bytes: of a file with several tensors; None: 4 GiB.
         base: with LoRA, the weights to merge the adapter into; None: write the adapter only.
     """
 
@@ -109,10 +105,6 @@ class Written:
     parameters: int
     files: int
     bytes: int
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
@@ -185,21 +177,6 @@ def commit(directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch
 _MODEL = "model."
 
 
-def export_adapter(request: Export, reader: TensorReader) -> Written:
-    """Write the adapter of a committed checkpoint, or merge it into `request.base`.
-
-    Raises:
-        ConfigError: options that do not fit an adapter.
-        CheckpointError: the adapter was trained on other weights than `request.base`.
-        SaveError: the storage failed; nothing is left behind.
-    """
-    names = [name for name in reader.saved if name.startswith(_MODEL)]
-    factors = {name.removeprefix(_MODEL): reader.read(name) for name in names}
-    if request.base is None:
-        return _write_alone(request, factors)
-    return _write_merged(request, request.base, factors)
-
-
 def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
     if request.dtype is not None or request.max_file_bytes is not None:
         raise ConfigError(
@@ -218,7 +195,7 @@ def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
 
 def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -> Written:
     """Hold the whole base in float32, and compare it with the base of the adapter before writing."""
-    step, target = request.step_directory, request.target
+    step = request.step_directory
     adapter = step / MODEL_DIR / ADAPTER_DIR
     scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
     base, layout = _base(base_name, scores=HEAD in factors)
@@ -229,24 +206,35 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
             f"of '{trained_on.name}' ({trained_on.digest})"
         )
     matrices, heads = adapted_matrices(factors), [name for name in factors if name == HEAD]
-    dtype = published_dtype(request, torch.float32)
-    with new_directory(target) as directory:
-        copy_description(step, directory)
+
+    def whole(name: str) -> Tensor:
+        if name == HEAD:
+            return factors[HEAD]
+        if name not in matrices:
+            return base[name]
+        a_RI, b_OR = (factors[factor] for factor in matrices[name])
+        return merged(base[name], a_RI, b_OR, scale=scale)
+
+    tensors = layout.to_files((name, whole(name)) for name in [*base, *heads])
+    return _write_whole(request, tensors, published_dtype(request, torch.float32), factors)
+
+
+def _write_whole(
+    request: Export,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    factors: Mapping[str, Tensor] | None = None,
+) -> Written:
+    """Write tensors of files, and the adapter of `factors` beside them."""
+    with new_directory(request.target) as directory:
+        copy_description(request.step_directory, directory)
         set_dtype(directory / "config.json", dtype)
-        save_factors(factors, directory / ADAPTER_DIR)
+        if factors is not None:
+            save_factors(factors, directory / ADAPTER_DIR)
         writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
-
-        def whole(name: str) -> Tensor:
-            if name == HEAD:
-                return factors[HEAD]
-            if name not in matrices:
-                return base[name]
-            a_RI, b_OR = (factors[factor] for factor in matrices[name])
-            return merged(base[name], a_RI, b_OR, scale=scale)
-
-        for name, tensor in layout.to_files((name, whole(name)) for name in [*base, *heads]):
-            writer.add(name, _in_dtype(tensor, dtype).contiguous())
-        return commit(directory, target, writer, dtype, manifest.read_manifest(step))
+        for name, tensor in tensors:
+            writer.add(name, tensor.to(dtype=dtype if tensor.is_floating_point() else None).contiguous())
+        return commit(directory, request.target, writer, dtype, manifest.read_manifest(request.step_directory))
 
 
 def _base(name: str, *, scores: bool) -> tuple[dict[str, Tensor], TensorLayout]:
@@ -264,7 +252,8 @@ def export(request: Export) -> Written:
     """Write the model of a committed checkpoint, which the caller has verified.
 
     Raises:
-        CheckpointError: it holds no model.
+        CheckpointError: it holds no model, or its adapter was trained on other weights than `request.base`.
+        ConfigError: options that do not fit an adapter.
         SaveError: the storage failed; nothing is left behind.
     """
     step = request.step_directory
@@ -275,7 +264,8 @@ def export(request: Export) -> Written:
             f"{step} holds no tensors named 'model.*'; it has {', '.join(list(reader.saved)[:3])} ..."
         )
     if adapted_matrices(names):
-        return export_adapter(request, reader)
+        factors = {name.removeprefix(_MODEL): reader.read(name) for name in names}
+        return _write_merged(request, request.base, factors) if request.base else _write_alone(request, factors)
     if request.base is not None:
         raise CheckpointError(f"{step} holds whole weights, not a LoRA adapter: leave out --base")
     if not (step / MODEL_DIR / "config.json").exists():
@@ -283,22 +273,8 @@ def export(request: Export) -> Written:
             f"{step} has no {MODEL_DIR}/config.json, as a training program writes it: load the weights into your model "
             "(holdfast.load_weights_only), and save that"
         )
-    dtype = published_dtype(request, reader.saved[names[0]].properties.dtype)
-    source = manifest.read_manifest(step)
-    with new_directory(request.target) as directory:
-        copy_description(step, directory)
-        set_dtype(directory / "config.json", dtype)
-        writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
-        tensors = ((name.removeprefix(_MODEL), reader.read(name)) for name in names)
-        layout = _layout_of(step)
-        for name, tensor in layout.to_files(tensors) if layout is not None else tensors:
-            writer.add(name, _in_dtype(tensor, dtype).contiguous())
-        return commit(directory, request.target, writer, dtype, source)
-
-
-def _layout_of(step: Path) -> TensorLayout | None:
-    """Return the layout of files that the checkpoint names; None: as in memory."""
-    if not (step / MODEL_DIR / NAMES_NAME).exists():
-        return None
-    described = str(step / MODEL_DIR)
-    return TensorLayout(meta_model(described), names_in_files(described))
+    tensors = ((name.removeprefix(_MODEL), reader.read(name)) for name in names)
+    if (step / MODEL_DIR / NAMES_NAME).exists():  # files have other tensors than memory
+        described = str(step / MODEL_DIR)
+        tensors = TensorLayout(meta_model(described), names_in_files(described)).to_files(tensors)
+    return _write_whole(request, tensors, published_dtype(request, reader.saved[names[0]].properties.dtype))

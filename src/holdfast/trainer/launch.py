@@ -90,9 +90,7 @@ class NodeLink:
     """Exchanges heartbeats and requests to stop with the other nodes while the ranks run.
 
     Args:
-        connect: opens the store of the rendezvous, torch's TCPStore; may wait.
-        rank: of this node; node 0 hosts the store.
-        stop: the request of this node's ranks.
+        connect: opens the store of the rendezvous, which node 0 hosts; may wait.
         lose: called by the link's thread with the reason, if another node is lost.
     """
 
@@ -207,11 +205,7 @@ def _run_rank(module: ModuleType, config: Any) -> None:
 
 @contextmanager
 def _without_gpus() -> Iterator[None]:
-    """Hide all GPUs from torch within the block.
-
-    `LaunchConfig` counts GPUs. Without NVML (MIG, some containers) torch asks CUDA, which forked ranks could not use
-    afterwards.
-    """
+    """Hide GPUs from `LaunchConfig`, which may count them by CUDA; forked ranks could not use CUDA then."""
     visible = os.environ.get(VISIBLE_DEVICES_ENV)
     os.environ[VISIBLE_DEVICES_ENV] = ""
     try:

@@ -238,11 +238,7 @@ def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: tor
 
 
 class RankGroup:
-    """A gloo group of all ranks, also without torch.distributed. The constructor is collective.
-
-    Args:
-        timeout_s: deadline of a collective; unset: torch's default.
-    """
+    """A gloo group of all ranks, also without torch.distributed. The constructor is collective."""
 
     def __init__(self, *, timeout_s: float | None = None) -> None:
         self.rank, self.world_size = rank_and_world_size()

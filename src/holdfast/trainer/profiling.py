@@ -64,11 +64,7 @@ class Profiler:
             self._end_of(self._last)
 
     def stop(self, done: int, *, is_agreed: bool) -> None:
-        """Write the profile so far, because the run ends after step `done`.
-
-        Args:
-            is_agreed: whether all ranks stop after this step, so that collectives are possible.
-        """
+        """Write the profile up to step `done`; `is_agreed`: all ranks stop here, so that collectives are possible."""
         is_empty = is_agreed and done < self._first
         if self._first <= self._step <= self._last and not self._is_over and not is_empty:
             self._end_of(max(done, self._first), is_agreed=is_agreed)

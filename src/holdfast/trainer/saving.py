@@ -38,12 +38,7 @@ class GraceOver(SaveError):
 
 
 class Saver:
-    """Drives a `Checkpointer` between the steps. All methods are collective.
-
-    Args:
-        config: None if checkpoints are off: then nothing is saved and signals act as usual.
-        committed: the step that the run was resumed from; None for a fresh start.
-    """
+    """Drives a `Checkpointer` between the steps, unless `config` is None. All methods are collective."""
 
     def __init__(
         self,
@@ -209,12 +204,7 @@ def make_checkpointer(
     metrics: MetricsWriter | None,
     updated_by: Sequence[torch.optim.Optimizer],
 ) -> Checkpointer:
-    """Return the checkpointer of a run as its `ckpt` section says. Collective.
-
-    Args:
-        metrics: on rank 0, flushed before a commit: a committed step has its line of metrics.
-        updated_by: all optimizers that change the state.
-    """
+    """Return the checkpointer of a run, which flushes `metrics` before each commit. Collective."""
     ckpt = config.ckpt
     return Checkpointer(
         run_dir.checkpoints,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from holdfast.trainer.checkpoint.state import State
-from holdfast.trainer.model.build import Trained, trained_parameters, trained_tensors
+from holdfast.trainer.model.build import trained_parameters, trained_tensors
+from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.optimizer import initial_moments
 
 _log = logging.getLogger("trainer")
@@ -42,16 +43,11 @@ class Progress(msgspec.Struct):
 
 
 class TrainState(State):
-    """Policy, optimizer, counters and further parts of one run.
-
-    Args:
-        parts: further state by name, such as a critic or running moments. Tensors are saved as `NAME.*`, values below
-            `NAME`.
-    """
+    """Policy, optimizer, counters, and further parts by name. Tensors of a part are saved as `NAME.*`."""
 
     def __init__(
         self,
-        policy: Trained,
+        policy: DecoderModel,
         optimizer: torch.optim.Optimizer,
         progress: Progress,
         parts: Mapping[str, State] | None = None,
@@ -91,7 +87,7 @@ class TrainState(State):
 class ModelState(State):
     """The tensors of a model and of its optimizer: `model.*`, `optim.*`."""
 
-    def __init__(self, model: Trained, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: DecoderModel, optimizer: torch.optim.Optimizer) -> None:
         self._hf_model = model.hf_model
         self._optimizer = optimizer
 

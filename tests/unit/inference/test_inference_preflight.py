@@ -75,7 +75,7 @@ def test_a_model_directory_must_be_complete(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no config.json"):
         resolve_model(_config(name=str(model)))
     (model / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(DataError, match=r"model\.load = dummy"):
+    with pytest.raises(DataError, match="--model.load dummy"):
         resolve_model(_config(name=str(model)))
     with pytest.raises(DataError, match="has no tokenizer"):
         resolve_model(_config(name=str(model), load="dummy"))

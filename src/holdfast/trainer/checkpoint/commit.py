@@ -47,12 +47,7 @@ Attachment = bytes | Callable[[], bytes]
 
 @dataclass(frozen=True)
 class Identity:
-    """What a manifest says about the run.
-
-    Attributes:
-        data, config: fingerprints. The model's fingerprint is computed from its tensors.
-        files: content of files that are the same in every checkpoint, by path in the checkpoint.
-    """
+    """What a manifest says about the run: fingerprints of data and config, and `files` of every checkpoint."""
 
     run_id: str = ""
     program: str = ""
@@ -63,13 +58,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a save needs besides tensors, as it was when the save was asked for.
-
-    Attributes:
-        values: the state's plain values as JSON.
-        random_state: generators of this rank as JSON.
-        attachments: content of further files, by path in the checkpoint.
-    """
+    """What a save needs besides tensors: plain values and generators of this rank as JSON, metrics, files by path."""
 
     step: int
     values: bytes
@@ -116,18 +105,10 @@ class Storage:
         return True
 
     def poll(self) -> None:
-        """Do nothing, or raise a failure since the last call that is not tried again.
-
-        Raises:
-            CheckpointError: which step, where, and why.
-        """
+        """Raise CheckpointError after a failure since the last call that is not tried again."""
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all published steps are kept.
-
-        Raises:
-            CheckpointError: some steps are on this machine only.
-        """
+        """Wait until all published steps are kept. Raise CheckpointError if some are on this machine only."""
 
 
 class ObjectStorage(Storage):

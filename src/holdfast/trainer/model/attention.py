@@ -50,7 +50,7 @@ def _flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_borders: Tensor,
+    borders: Tensor,
     key_borders: Tensor,
     longest: int,
     *,
@@ -58,7 +58,7 @@ def _flash(
     window_size: tuple[int, int],
 ) -> Tensor:
     groups = _GROUPS if query.shape[1] != key.shape[1] else {}
-    lengths = (query_borders, key_borders, longest, longest)
+    lengths = (borders, key_borders, longest, longest)
     attended = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **groups)
     return cast(Tensor, attended)
 
@@ -69,7 +69,7 @@ class Kernel:
 
     Attributes:
         attend: attention (T, H, D) of queries (T, H, D) to keys and values (E, K, D) within samples, which have borders
-            in both; the last query of a sample sees its last key. `window_size` as in FlashAttention: tokens before and
+            in both. The last query of a sample sees its last key. `window_size` as in FlashAttention: tokens before and
             after that are seen, -1 for all.
         largest_head: most numbers of a head.
         is_usable: whether the GPU with this index has what the kernel needs.
@@ -104,8 +104,8 @@ def attend_by_kernel(
 
     Args:
         query, key, value: (B, H or K, L, D); with `packed_index`, B is 1 and L the tokens of a packed row.
-        packed_index: its borders lie on the tensors' device; None: every row is one sample.
-        sliding_window: tokens that a token sees, its own among them.
+        packed_index: None if every row is one sample.
+        sliding_window: tokens that a token sees, itself included.
     """
     batch, heads, length, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -118,7 +118,7 @@ def attend_by_kernel(
         borders, key_borders = packed_index.cu_seqlens, packed_index.cu_seqlens_seen
         if packed_index.seen_E is not None:
             key, value = (tensor.index_select(2, packed_index.seen_E) for tensor in (key, value))
-    # Zeros add nothing to a score, and nothing to a value.
+    # Padding with zeros changes neither scores nor values.
     width = -(-max(head_dim, value_dim) // _HEAD_STEP) * _HEAD_STEP
 
     def flat(tensor: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def packed_attention(
 def _attend_padded(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
 ) -> Tensor:
-    """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of batches."""
+    """Return (1, T, H, D): attention over the samples of a packed row, which `attend` gets as (S, H, L, D)."""
     own = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
     sizes = [gather_SL.numel() for gather_SL in index.gather_SL]
 
@@ -341,7 +341,7 @@ def _causal_scores(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return what `_causal` does, from scores that exist as a tensor: (B, H, queries, keys)."""
+    """Compute attention like `_causal`, with the scores (B, H, queries, keys) as a tensor."""
     queries, keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -35,20 +35,13 @@ from holdfast.trainer.checkpoint.init_from import (
     local_part,
 )
 from holdfast.trainer.mesh import Mesh, RankGroup
-from holdfast.trainer.model.decoder import DecoderModel
-from holdfast.trainer.model.fsdp import apply_wrappers, reshard
+from holdfast.trainer.model.decoder import DecoderModel, apply_wrappers, reshard
 from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.structure import base_tensors, takes_positions, use_attention
 from holdfast.trainer.model.tensor_names import TensorLayout, weight_files
 
 _log = logging.getLogger("trainer")
-
-
-class Trained(Protocol):
-    """A module around a transformers model whose parameters and persistent buffers are its state."""
-
-    hf_model: PreTrainedModel
 
 
 def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:

@@ -150,17 +150,11 @@ def plain_head(
 
 @dataclass(frozen=True)
 class Reading:
-    """What to compute from the logits that predict a target.
-
-    Attributes:
-        sampling: the distribution that the targets were sampled from: of all targets, or by target.
-        entropy: whether to compute entropies, which takes as much memory as the logits.
-        entropy_gradient: whether to compute entropies with a gradient.
-    """
+    """What to compute from the logits that predict a target, besides its log-probability under `sampling`."""
 
     sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
     entropy: bool = False
-    entropy_gradient: bool = False
+    entropy_gradient: bool = False  # entropy with a gradient, which keeps as much memory as the logits
 
     def of(self, tokens: slice | Tensor) -> Reading:
         """Return the same for some of the targets."""

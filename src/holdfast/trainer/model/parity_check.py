@@ -35,8 +35,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import SHORT, MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import naming_failures
-from holdfast.trainer.model.decoder import DecoderModel
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import DecoderModel, reshard
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.structure import decoder_of, other_attention
 from holdfast.trainer.model.value_model import ScalarModel
@@ -68,11 +67,7 @@ _BOUNDS: dict[DType, _Bounds] = {"float32": _Bounds(1e-4, 1e-5), "bfloat16": _Bo
 
 
 def was_checked(config: TrainingCommand) -> bool:
-    """Whether the models of a run passed the check at an earlier start.
-
-    A resumed run continues with weights that training has made of the checked weights. Its models are checked again
-    only if its checkpoint was saved with other settings, ranks or versions of the libraries.
-    """
+    """Whether the models passed at an earlier start with the same settings, ranks and versions of the libraries."""
     step = config.ckpt.resume_step if config.ckpt else None
     if not isinstance(step, int):
         return False
@@ -235,7 +230,7 @@ def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
 
 
 def _answers(model: Policy | ScalarModel, sample: Sample, device: torch.device, *, share: bool) -> Tensor:
-    """Return what the trainer computes of two answers to one prompt: the end of the sample, and its reverse."""
+    """Return the trainer's results for two answers to one prompt: the end of the sample, and its reverse."""
     start = max(len(sample.token_ids) // 2, len(sample.token_ids) - _SHORT)
     prompt, answer = sample.token_ids[:start], sample.token_ids[start:]
     mask = np.arange(len(sample.token_ids)) >= start
@@ -278,9 +273,9 @@ def _undisturbed(model: DecoderModel, device: torch.device) -> Iterator[None]:
 
 
 def _samples(model: DecoderModel) -> list[Sample]:
-    """Return two samples of one length, one that is longer than the model's windows, and one whose prompt is.
+    """Return two samples of one length, a sample longer than the model's windows, and a sample whose prompt is longer.
 
-    The last is also longer than prompts that are computed again for each answer. The model's positions limit all four.
+    That prompt is also longer than prompts that are computed again for each answer. The model's positions limit all.
     """
     config = model.hf_model.config
     text = config.get_text_config()

@@ -17,7 +17,7 @@ from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.build import Trained
+from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.lora import Adapters, whole_tensors
 from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout
 
@@ -28,7 +28,7 @@ class WeightPublisher:
     def __init__(
         self,
         run_dir: RunDir,
-        policy: Trained,
+        policy: DecoderModel,
         tokenizer: PreTrainedTokenizerBase,
         mesh: Mesh,
         *,

@@ -48,7 +48,7 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch, to_device
 from holdfast.trainer.data.samples import SampleOrder, refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.lora import digest_of
 from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy, predict

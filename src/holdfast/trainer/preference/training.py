@@ -22,7 +22,7 @@ from holdfast.process.events import Counted, report
 from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.data.samples import SampleOrder
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.value_model import ScalarModel

@@ -17,7 +17,7 @@ from holdfast.process.events import Counted, report
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.policy import Policy, build_policy, plan_samples, predict, supervised_step
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics

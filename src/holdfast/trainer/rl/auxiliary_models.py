@@ -23,8 +23,7 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.build import is_classifier, load_model_config
-from holdfast.trainer.model.decoder import freeze
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import freeze, reshard
 from holdfast.trainer.model.lora import digest_of
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.value_model import build_scalar_model, predict_values, score_samples

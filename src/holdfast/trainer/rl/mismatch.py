@@ -27,7 +27,7 @@ from holdfast.protocol.inference import MAX_TOKENS, TEXT, Canary
 from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.parity_check import is_random_in_training
 from holdfast.trainer.model.policy import Policy, predict

@@ -25,7 +25,7 @@ from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.policy import Policy, predict
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters

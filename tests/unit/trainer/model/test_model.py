@@ -24,7 +24,7 @@ from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
-from holdfast.trainer.model.fsdp import reshard
+from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import Policy, build_policy, predict

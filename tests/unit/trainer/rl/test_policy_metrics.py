@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from holdfast.config.view import AlertsConfig
-from holdfast.trainer.divergence import DivergenceWatch, finding_of
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.metrics import Alerts, PolicyStatistics
+from holdfast.trainer.session import DivergenceWatch, finding_of
 from tests.forking.commands import shared_commands
 from tests.ranks.policy_metrics import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 
