@@ -248,14 +248,12 @@ def _phases(run: RunData, process: str, runs: Sequence[RunData], number: int) ->
     if usual > 0 and (highest := means[-1].max()) > 4 * usual:  # a few long steps would press the others flat
         figure["layout"]["yaxis"]["range"] = [0, 1.5 * usual]
         notes.append(f"some bars are higher than the chart, the highest {highest:.3g} s")
-    is_single = len(runs) == 1
-    title = f"Phases of a {'step: trainer' if process == 'trainer' else 'batch: orchestrator'}"
-    return Chart(
-        f"phases_{process}" if is_single else f"phases_{process}_{number}",
-        title if is_single else f"{title}, {run.name}",
-        figure,
-        "; ".join(notes),
-    )
+    title = _titled(f"Phases of a {'step: trainer' if process == 'trainer' else 'batch: orchestrator'}", run, runs)
+    return Chart(f"phases_{process}_{number}", title, figure, "; ".join(notes))
+
+
+def _titled(title: str, run: RunData, runs: Sequence[RunData]) -> str:
+    return title if len(runs) == 1 else f"{title}, {run.name}"
 
 
 def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -294,7 +292,7 @@ class _Block(NamedTuple):
     text: str
 
 
-def timeline_of(run: RunData, *, key: str, title: str) -> Chart | None:
+def timeline_of(run: RunData, runs: Sequence[RunData], number: int) -> Chart | None:
     """Return what every process of a run did when; None if nothing was recorded."""
     blocks = sorted([*_spans(run.spans), *_starts(run)], key=lambda block: block.begin)
     if not blocks:
@@ -321,7 +319,8 @@ def timeline_of(run: RunData, *, key: str, title: str) -> Chart | None:
         "showlegend": True,
         **_marked(marks, begin * _MS, end * _MS),
     }
-    return Chart(key, title, {"data": traces, "layout": layout}, "; ".join(notes), is_timeline=True)
+    figure = {"data": traces, "layout": layout}
+    return Chart(f"timeline_{number}", _titled("Timeline", run, runs), figure, "; ".join(notes), is_timeline=True)
 
 
 def _rank(lane: str) -> int:
