@@ -6,6 +6,7 @@ import fnmatch
 import html
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -260,21 +261,21 @@ def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return a chart for each environment: its estimates over the evaluated versions, with their intervals."""
     traces: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
-        found: dict[str, dict[str, list[tuple[int, Estimate]]]] = {}
-        for version, summary in sorted((version, one) for version, one in run.summaries.items() if version is not None):
-            for environment, one in summary.environments.items():
-                for name, estimate in one.estimates.items():
-                    found.setdefault(environment, {}).setdefault(name, []).append((version, estimate))
-        for environment, estimates in found.items():
-            for position, (name, values) in enumerate(estimates.items()):
-                x, y = np.array([float(v) for v, _ in values]), np.array([e.value for _, e in values])
-                low = np.array([e.value if e.low is None else e.low for _, e in values])
-                high = np.array([e.value if e.high is None else e.high for _, e in values])
-                title = name if len(runs) == 1 else f"{run.name}: {name}"
-                trace = _line(title, x, y, runs, number, position)
-                ends = {"array": _numbers(high - y), "arrayminus": _numbers(y - low), "color": trace["line"]["color"]}
-                trace["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **ends}
-                traces.setdefault(environment, []).append(trace)
+        found: dict[tuple[str, str], list[tuple[int, Estimate]]] = {}
+        for version, environment, _, name, estimate in run.estimates:
+            if version is not None:
+                found.setdefault((environment, name), []).append((version, estimate))
+        positions = Counter[str]()
+        for (environment, name), values in found.items():
+            x, y = np.array([float(v) for v, _ in values]), np.array([e.value for _, e in values])
+            low = np.array([e.value if e.low is None else e.low for _, e in values])
+            high = np.array([e.value if e.high is None else e.high for _, e in values])
+            title = name if len(runs) == 1 else f"{run.name}: {name}"
+            trace = _line(title, x, y, runs, number, positions[environment])
+            positions[environment] += 1
+            ends = {"array": _numbers(high - y), "arrayminus": _numbers(y - low), "color": trace["line"]["color"]}
+            trace["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **ends}
+            traces.setdefault(environment, []).append(trace)
     return [
         Chart(f"evaluation_{number}", f"Held-out tasks: {environment}", _figure(found, "mean over tasks", runs),
               "bars are confidence intervals")

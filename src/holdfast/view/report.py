@@ -213,12 +213,10 @@ def _tables(runs: Sequence[RunData]) -> list[Table]:
     ]
     num_alerts = sum(len(run.alarms) for run in runs)
     estimates = [
-        (run.name, "-" if version is None else str(version), environment, str(one.num_tasks), name,
-         _number(estimate.value), f"{_number(estimate.low)} to {_number(estimate.high)}")
+        (run.name, "-" if version is None else str(version), environment, str(num_tasks), name, _number(one.value),
+         f"{_number(one.low)} to {_number(one.high)}")
         for run in runs
-        for version, summary in run.summaries.items()
-        for environment, one in summary.environments.items()
-        for name, estimate in one.estimates.items()
+        for version, environment, num_tasks, name, one in run.estimates
     ]  # fmt: skip
     return [
         _settings_diff(runs),
