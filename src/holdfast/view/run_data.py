@@ -162,7 +162,7 @@ def read_run(path: Path) -> RunData:
         max_steps=observed.state.max_steps,
         metrics=metrics,
         attempts=_attempts(events, spans, notes),
-        alarms=sorted(filter(None, (alarm_of(event) for _, event in events)), key=lambda alarm: alarm.unix_s),
+        alarms=sorted(observed.state.alarms, key=lambda alarm: alarm.unix_s),
         starts=_starts(events, spans),
         spans=spans,
         settings=settings,
