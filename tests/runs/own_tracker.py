@@ -1,7 +1,6 @@
 """Trackers as a user writes them: one keeps lines in a file, one is out of order while a file says so."""
 
 import os
-import time
 from collections.abc import Mapping
 
 from holdfast import TrackedRun, Tracker
@@ -34,19 +33,6 @@ class OutOfOrder(InFile):
             os._exit(1)
         if os.environ.get("TRACKER_FAILS") == "raise":
             raise ConnectionError("the service is away")
-        return super().begin(run, after=after)
-
-
-class FailsOnce(InFile):
-    """Fails in its first `begin`, as soon as the file `fail` is there; `began` says that it waits for that."""
-
-    def begin(self, run: TrackedRun, *, after: int) -> int:
-        """Wait and fail, but not twice."""
-        if not (run.directory / "began").exists():
-            (run.directory / "began").touch()
-            while not (run.directory / "fail").exists():
-                time.sleep(0.01)
-            raise ConnectionError("the service was away for a moment")
         return super().begin(run, after=after)
 
 

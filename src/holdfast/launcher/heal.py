@@ -7,7 +7,7 @@ What a death costs:
 - trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
   checkpoint; batches in the journal and finished generations are used again.
 - the evaluations of `sft` and `dpo`: started again, and left out when that is in vain; training goes on.
-- a tracker or the live page: started again, and left out when that is in vain.
+- a tracker or the live page: started again, after delays that grow.
 - a storage that cannot be written: the process that says so is started again when there may be room.
 """
 

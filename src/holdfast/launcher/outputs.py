@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Process
-from holdfast.launcher.plan import Plan, Restarts
+from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_in_child
 from holdfast.launcher.supervise import error_message
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
@@ -25,8 +25,12 @@ from holdfast.process.imports import module_command
 from holdfast.view.sending import label_of
 from holdfast.view.tracker import BUILT_IN, check_tracker
 
-_MAX_RESTARTS, _WINDOW_S = 3, 600.0
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 300.0
+_SILENT_FAILURES = 3
+"""So many kills in a row are worth no warning."""
 _STOPPING_S = 10.0
+_REFUSED = 2
+"""Exit code of a mistake that another start would only repeat."""
 
 
 def check_outputs(config: TrainingCommand) -> None:
@@ -68,6 +72,7 @@ class _SideProcess:
 
     Attributes:
         starts_at: when it is started, in monotonic seconds; None: not again.
+        failures: that followed each other within `_LAST_DELAY_S`.
     """
 
     name: str
@@ -76,6 +81,8 @@ class _SideProcess:
     log: Path
     process: Process | None = None
     starts_at: float | None = 0.0
+    failures: int = 0
+    has_warned: bool = False
 
 
 class SideProcesses:
@@ -84,7 +91,6 @@ class SideProcesses:
     def __init__(self, plan: Plan) -> None:
         run, config = plan.attempt.run_dir.path, plan.trainer
         self._logs = plan.attempt.run_dir.logs(plan.attempt.number)
-        self._restarts = Restarts(_MAX_RESTARTS, _WINDOW_S)
         self._waits_s = config.tracking.finish_timeout_s if config.tracking else _STOPPING_S
         self._processes: list[_SideProcess] = []
         if plan.node:
@@ -108,33 +114,39 @@ class SideProcesses:
         self.end()
 
     def look(self, say: Callable[[str], None]) -> None:
-        """Start the processes that are due, and start again or give up those that have died."""
+        """Start the processes that are due; a process that has died is due after a delay, which grows."""
         for side in self._processes:
             if side.process is not None and side.process.poll() is not None:
-                code = self._take(side)  # also after 0: a scheduler may signal every process
-                if side.starts_at is None:
-                    reason = error_message(side.log) or f"its process ended with {code}"
-                    say(f"WARNING: {side.name} is not started again: {reason}. {side.remedy}")
+                self._take(side, say)
             if side.process is None and side.starts_at is not None and time.monotonic() >= side.starts_at:
                 self._start(side, say)
 
-    def _take(self, side: _SideProcess) -> int:
-        """Clear away a process that has ended, and decide when it is started again; return its exit code."""
-        assert side.process is not None
-        code = side.process.returncode
+    def _take(self, side: _SideProcess, say: Callable[[str], None]) -> None:
+        """Clear away a process that has ended, and decide when it is started again."""
+        assert side.process is not None and side.starts_at is not None
+        code, now = side.process.returncode, time.monotonic()
         side.process.kill()  # what it has started
         side.process = None
-        delay_s = self._restarts.delay_s(side.name, code)
-        side.starts_at = None if delay_s is None else time.monotonic() + delay_s
-        return code
+        side.failures = side.failures + 1 if now - side.starts_at < _LAST_DELAY_S else 1
+        # Also after 0: a scheduler may signal every process.
+        side.starts_at = None if code == _REFUSED else now + min(_LAST_DELAY_S, _FIRST_DELAY_S * 2**side.failures)
+        if code == _REFUSED or (not side.has_warned and (code > 0 or side.failures > _SILENT_FAILURES)):
+            side.has_warned = True
+            then = "" if code == _REFUSED else "It is tried again. "
+            say(f"WARNING: {side.name}: {self._reason(side, code)}. {then}Training continues. {side.remedy}")
+
+    @staticmethod
+    def _reason(side: _SideProcess, code: int) -> str:
+        return error_message(side.log) or f"its process ended with {code}"
 
     def _start(self, side: _SideProcess, say: Callable[[str], None]) -> None:
-        side.starts_at = None
         environment = {EVENTS_ENV: str(self._logs / "events.jsonl"), PROCESS_ENV: side.name, HEARTBEAT_ENV: ""}
         try:
             with held_back(signal.SIGTERM):
                 side.process = THIS_MACHINE.start(side.argv, side.log, environment)
+            side.starts_at = time.monotonic()
         except OSError as error:
+            side.starts_at = None
             say(f"WARNING: {side.name} cannot be started: {error}. {side.remedy}")
 
     def stop_waiting(self) -> None:
@@ -142,7 +154,7 @@ class SideProcesses:
         self._waits_s = min(self._waits_s, _STOPPING_S)
 
     def end(self) -> None:
-        """Have every tracker take the rest; warn of one that has not in time. A tracker that crashes is tried again."""
+        """Have every tracker take the rest, with one more try if it fails; warn of one that has not in time."""
         deadline = time.monotonic() + self._waits_s
         for side in self._processes:
             if side.process is None and side.starts_at is not None:  # it was to be started again
@@ -150,17 +162,18 @@ class SideProcesses:
             if side.process is not None:
                 side.process.signal(signal.SIGTERM)
         for side in self._processes:
-            while side.process is not None:
-                code = side.process.wait(max(0.0, deadline - time.monotonic()))
-                if code is None:
-                    side.process.kill()
-                    print(f"WARNING: {side.name} has not finished in time. {side.remedy}", flush=True)
+            for is_last in (False, True):
+                if side.process is None:
                     break
-                self._take(side)
-                if code and side.starts_at is not None and time.monotonic() < deadline:
-                    self._start(side, print)
-                    if side.process is not None:
-                        side.process.signal(signal.SIGTERM)
-                elif code:
-                    print(f"WARNING: {side.name} ended with {code}. {side.remedy}", flush=True)
+                code = side.process.wait(max(0.0, deadline - time.monotonic()))
+                side.process.kill()
+                if code in (0, _REFUSED, None) or is_last:
+                    why = "it has not finished in time" if code is None else self._reason(side, code)
+                    if code != 0:
+                        print(f"WARNING: {side.name}: {why}. {side.remedy}", flush=True)
+                    break
+                side.process = None
+                self._start(side, print)
+                if side.process is not None:
+                    side.process.signal(signal.SIGTERM)
         self._processes = []

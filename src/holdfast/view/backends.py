@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ class TensorBoard(Tracker):
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
         """Begin a new file after `after`; the first one if there is none: the files stay on their machine."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        events, summaries, tensors, types = map(_names, (event_pb2, summary_pb2, tensor_pb2, types_pb2))
+        names = (f"tensorboard.compat.proto.{name}_pb2" for name in ("event", "summary", "tensor", "types"))
+        events, summaries, tensors, types = map(import_module, names)
         self._event, self._summary = events.Event, summaries.Summary
         directory = run.directory / "tensorboard" / f"history_{run.history}"
         if not directory.exists():
@@ -74,11 +75,6 @@ class TensorBoard(Tracker):
     def close(self) -> None:
         self.flush()
         self._file.close()
-
-
-def _names(module: Any) -> Any:
-    """Return a module of protocol buffers, whose names no type checker knows."""
-    return module
 
 
 class WandB(Tracker):

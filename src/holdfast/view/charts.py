@@ -6,6 +6,7 @@ import fnmatch
 import html
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -248,35 +249,33 @@ def _phases(run: RunData, process: str, runs: Sequence[RunData], number: int) ->
     if usual > 0 and (highest := means[-1].max()) > 4 * usual:  # a few long steps would press the others flat
         figure["layout"]["yaxis"]["range"] = [0, 1.5 * usual]
         notes.append(f"some bars are higher than the chart, the highest {highest:.3g} s")
-    is_single = len(runs) == 1
-    title = f"Phases of a {'step: trainer' if process == 'trainer' else 'batch: orchestrator'}"
-    return Chart(
-        f"phases_{process}" if is_single else f"phases_{process}_{number}",
-        title if is_single else f"{title}, {run.name}",
-        figure,
-        "; ".join(notes),
-    )
+    title = _titled(f"Phases of a {'step: trainer' if process == 'trainer' else 'batch: orchestrator'}", run, runs)
+    return Chart(f"phases_{process}_{number}", title, figure, "; ".join(notes))
+
+
+def _titled(title: str, run: RunData, runs: Sequence[RunData]) -> str:
+    return title if len(runs) == 1 else f"{title}, {run.name}"
 
 
 def evaluation_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return a chart for each environment: its estimates over the evaluated versions, with their intervals."""
     traces: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
-        found: dict[str, dict[str, list[tuple[int, Estimate]]]] = {}
-        for version, summary in sorted((version, one) for version, one in run.summaries.items() if version is not None):
-            for environment, one in summary.environments.items():
-                for name, estimate in one.estimates.items():
-                    found.setdefault(environment, {}).setdefault(name, []).append((version, estimate))
-        for environment, estimates in found.items():
-            for position, (name, values) in enumerate(estimates.items()):
-                x, y = np.array([float(v) for v, _ in values]), np.array([e.value for _, e in values])
-                low = np.array([e.value if e.low is None else e.low for _, e in values])
-                high = np.array([e.value if e.high is None else e.high for _, e in values])
-                title = name if len(runs) == 1 else f"{run.name}: {name}"
-                trace = _line(title, x, y, runs, number, position)
-                ends = {"array": _numbers(high - y), "arrayminus": _numbers(y - low), "color": trace["line"]["color"]}
-                trace["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **ends}
-                traces.setdefault(environment, []).append(trace)
+        found: dict[tuple[str, str], list[tuple[int, Estimate]]] = {}
+        for version, environment, _, name, estimate in run.estimates:
+            if version is not None:
+                found.setdefault((environment, name), []).append((version, estimate))
+        positions = Counter[str]()
+        for (environment, name), values in found.items():
+            x, y = np.array([float(v) for v, _ in values]), np.array([e.value for _, e in values])
+            low = np.array([e.value if e.low is None else e.low for _, e in values])
+            high = np.array([e.value if e.high is None else e.high for _, e in values])
+            title = name if len(runs) == 1 else f"{run.name}: {name}"
+            trace = _line(title, x, y, runs, number, positions[environment])
+            positions[environment] += 1
+            ends = {"array": _numbers(high - y), "arrayminus": _numbers(y - low), "color": trace["line"]["color"]}
+            trace["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **ends}
+            traces.setdefault(environment, []).append(trace)
     return [
         Chart(f"evaluation_{number}", f"Held-out tasks: {environment}", _figure(found, "mean over tasks", runs),
               "bars are confidence intervals")
@@ -294,7 +293,7 @@ class _Block(NamedTuple):
     text: str
 
 
-def timeline_of(run: RunData, *, key: str, title: str) -> Chart | None:
+def timeline_of(run: RunData, runs: Sequence[RunData], number: int) -> Chart | None:
     """Return what every process of a run did when; None if nothing was recorded."""
     blocks = sorted([*_spans(run.spans), *_starts(run)], key=lambda block: block.begin)
     if not blocks:
@@ -321,7 +320,8 @@ def timeline_of(run: RunData, *, key: str, title: str) -> Chart | None:
         "showlegend": True,
         **_marked(marks, begin * _MS, end * _MS),
     }
-    return Chart(key, title, {"data": traces, "layout": layout}, "; ".join(notes), is_timeline=True)
+    figure = {"data": traces, "layout": layout}
+    return Chart(f"timeline_{number}", _titled("Timeline", run, runs), figure, "; ".join(notes), is_timeline=True)
 
 
 def _rank(lane: str) -> int:

@@ -120,13 +120,19 @@ class EventLog:
     def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
         if time.monotonic() - self._looked >= _LOOK_FOR_ATTEMPTS_S:
             self._looked = time.monotonic()
-            new = set(attempts_with_logs(self._run_dir)) - self._seen
+            new = self._attempts() - self._seen
             if not new:  # the earlier attempts have been read
                 self._tails = {number: self._tails[number] for number in sorted(self._tails)[-_LIVE_ATTEMPTS:]}
             for number in new:
                 self._add(number)
         for number in sorted(self._tails):
             yield from ((number, event) for event in self._tails[number])
+
+    def _attempts(self) -> set[int]:
+        with suppress(OSError):
+            paths = (self._run_dir.path / "logs").iterdir()
+            return {int(match[1]) for path in paths if (match := _ATTEMPT.fullmatch(path.name))}
+        return set()
 
     def _add(self, attempt: int) -> None:
         self._seen.add(attempt)
@@ -194,9 +200,8 @@ class Follower:
             self.state.forget_steps()
 
     def _new_events(self) -> Iterator[Phase | Alarm]:
-        for number, event in self._events.new():
-            if (said := self.state.take_event(event, attempt=number)) is not None:
-                yield said
+        events = (self.state.take_event(event, attempt=number) for number, event in self._events.new())
+        return (event for event in events if event is not None)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -210,14 +215,6 @@ def no_run(path: Path) -> ConfigError:
     return ConfigError(
         f"{path} holds no run: it has no run.json (from {Path.cwd()}). Name the output directory of one."
     )
-
-
-def attempts_with_logs(run_dir: RunDir) -> Iterator[int]:
-    """Yield the numbers of the attempts that have logs, in no order."""
-    with suppress(OSError):
-        for path in list((run_dir.path / "logs").iterdir()):
-            if match := _ATTEMPT.fullmatch(path.name):
-                yield int(match[1])
 
 
 def _is_after(event: Phase | Alarm, step: int) -> bool:

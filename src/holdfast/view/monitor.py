@@ -22,7 +22,7 @@ from holdfast.view.state import duration
 from holdfast.view.tables import Grid, age, print_parts
 
 _VALUES = {"reward/mean": "reward", "val/loss": "val loss", "loss": "loss"}
-_MAX_ALARMS = 3
+_MAX_ALARMS, _MAX_PRINTED = 3, 100
 
 
 def run_lines(run: ObservedRun, *, now: float) -> list[str]:
@@ -79,7 +79,7 @@ def _alarm_lines(run: ObservedRun) -> list[str]:
     lines = [
         f"{alarm.kind.upper()}{'' if alarm.step is None else f' step {alarm.step}'}: {alarm.text}" for alarm in kept
     ]
-    more = run.state.num_alarms.total() - len(kept)
+    more = len(run.state.alarms) - len(kept)
     return [*lines, f"and {more} more"] if more else lines
 
 
@@ -102,7 +102,7 @@ def _row(run: ObservedRun, now: float) -> list[str]:
         bottleneck.part if bottleneck is not None else "",
         saved,
         str(state.restarts or ""),
-        str(state.num_alarms["alert"] or ""),
+        str(sum(alarm.kind == "alert" for alarm in state.alarms) or ""),
     ]
 
 
@@ -125,7 +125,7 @@ def document_of(run: ObservedRun) -> dict[str, Any]:
         "bottleneck": None if state.bottleneck is None else asdict(state.bottleneck),
         "phases": {phase.process: phase.name for phase in state.phases.values()},
         "checkpoint": checkpoints if is_running else {**checkpoints, "saving": None},
-        "alerts": [asdict(alarm) for alarm in state.alarms],
+        "alerts": [asdict(alarm) for alarm in state.alarms[-_MAX_PRINTED:]],
     }
 
 

@@ -189,11 +189,7 @@ def _facts(runs: Sequence[RunData]) -> Table:
 
 
 def _sections(runs: Sequence[RunData]) -> list[ReportSection]:
-    is_single = len(runs) == 1
-    timelines = [
-        timeline_of(run, key=f"timeline_{number}", title="Timeline" if is_single else f"Timeline: {run.name}")
-        for number, run in enumerate(runs)
-    ]
+    timelines = [timeline_of(run, runs, number) for number, run in enumerate(runs)]
     is_resumed = any(run.later_attempts for run in runs)
     note = "Dotted lines: a later attempt of the run resumed from this step." if is_resumed else ""
     other_charts, num_left_out = others(runs, (*LEARNING, *SPEED))
@@ -202,7 +198,7 @@ def _sections(runs: Sequence[RunData]) -> list[ReportSection]:
         ReportSection("learning", "Learning", charts_of(LEARNING, runs), note=note),
         ReportSection("evaluations", "Evaluations", evaluation_charts(runs)),
         ReportSection("timeline", "Timeline", [one for one in timelines if one is not None], is_wide=True),
-        ReportSection("phases", "Phases", phase_charts(runs), is_wide=is_single),
+        ReportSection("phases", "Phases", phase_charts(runs), is_wide=len(runs) == 1),
         ReportSection("speed", "Speed", charts_of(SPEED, runs)),
         ReportSection("others", "Other metrics", other_charts, is_folded=True, note=left_out),
     ]
@@ -217,12 +213,10 @@ def _tables(runs: Sequence[RunData]) -> list[Table]:
     ]
     num_alerts = sum(len(run.alarms) for run in runs)
     estimates = [
-        (run.name, "-" if version is None else str(version), environment, str(one.num_tasks), name,
-         _number(estimate.value), f"{_number(estimate.low)} to {_number(estimate.high)}")
+        (run.name, "-" if version is None else str(version), environment, str(num_tasks), name, _number(one.value),
+         f"{_number(one.low)} to {_number(one.high)}")
         for run in runs
-        for version, summary in run.summaries.items()
-        for environment, one in summary.environments.items()
-        for name, estimate in one.estimates.items()
+        for version, environment, num_tasks, name, one in run.estimates
     ]  # fmt: skip
     return [
         _settings_diff(runs),
@@ -320,7 +314,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="report",
         allow_abbrev=False,
-        description="Curves, timeline, evaluations, checkpoints and rollouts of runs, as one HTML file.",
+        description="Curves, timeline, evaluations and rollouts of runs, as one HTML file.",
         epilog="A report changes and disturbs no run. See docs/console.md.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output directories; several are overlaid")

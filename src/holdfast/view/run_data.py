@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast.config import PROGRAMS
 from holdfast.errors import CheckpointError, ConfigError, DataError
-from holdfast.orchestrator.evaluation.statistics import Summary, summary_in
+from holdfast.orchestrator.evaluation.statistics import Estimate, summary_in
 from holdfast.run.atomic import is_gone
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings, without_secrets
@@ -95,7 +95,7 @@ class RunData:
         max_steps: of the newest attempt; None if not known.
         starts: by attempt and process, the Unix times of its first word and of the end of its start.
         settings: of the newest attempt, by file, without secrets.
-        summaries: by version; those of `evaluate` are of version None.
+        estimates: version (None for `evaluate`), environment, number of tasks, name and value; by version.
         notes: files that could not be read, and other remarks.
     """
 
@@ -110,7 +110,7 @@ class RunData:
     starts: dict[tuple[int, str], tuple[float, float]]
     spans: list[Span]
     settings: dict[str, dict[str, Any]]
-    summaries: dict[int | None, Summary]
+    estimates: list[tuple[int | None, str, int, str, Estimate]]
     notes: list[str]
 
     @property
@@ -162,11 +162,11 @@ def read_run(path: Path) -> RunData:
         max_steps=observed.state.max_steps,
         metrics=metrics,
         attempts=_attempts(events, spans, notes),
-        alarms=sorted(filter(None, (alarm_of(event) for _, event in events)), key=lambda alarm: alarm.unix_s),
+        alarms=sorted(observed.state.alarms, key=lambda alarm: alarm.unix_s),
         starts=_starts(events, spans),
         spans=spans,
         settings=settings,
-        summaries=dict(_read_summaries(run_dir, notes)),
+        estimates=list(_read_estimates(run_dir, notes)),
         notes=notes,
     )
 
@@ -210,7 +210,7 @@ def _starts(events: Events, spans: list[Span]) -> dict[tuple[int, str], tuple[fl
     return starts
 
 
-def _read_summaries(run_dir: RunDir, notes: list[str]) -> Iterator[tuple[int | None, Summary]]:
+def _read_estimates(run_dir: RunDir, notes: list[str]) -> Iterator[tuple[int | None, str, int, str, Estimate]]:
     places: list[tuple[int | None, Path]] = [(None, run_dir.path)]
     paths = (path for path in numbered_paths(run_dir.evaluations) if path.name.startswith("step_"))
     places += [(int(path.name.removeprefix("step_")), path) for path in paths]
@@ -218,7 +218,11 @@ def _read_summaries(run_dir: RunDir, notes: list[str]) -> Iterator[tuple[int | N
         if not (path / SUMMARY_NAME).is_file():
             continue
         try:
-            yield version, summary_in(path)
+            summary = summary_in(path)
         except (DataError, OSError) as error:
             if not is_gone(path):  # else a resume has just set it aside
                 notes.append(f"an evaluation is left out: {error}")
+            continue
+        for environment, found in summary.environments.items():
+            for name, estimate in found.estimates.items():
+                yield version, environment, found.num_tasks, name, estimate

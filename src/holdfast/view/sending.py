@@ -146,7 +146,7 @@ class Sending:
             ended = evaluations.ended(self._cursor.evaluated)
             before, is_changed = self.step, False
             for alarm in filter(None, (alarm_of(event) for _, event in events.new())):
-                if alarm.process != self._name and alarm.unix_s > alerted_unix_s:
+                if alarm.unix_s > alerted_unix_s:
                     self._tracker.alert(alarm.kind, alarm.text, step=alarm.step)
                     self._cursor.alerted_unix_s = max(self._cursor.alerted_unix_s, alarm.unix_s)
                     is_changed = True

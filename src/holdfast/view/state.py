@@ -6,7 +6,7 @@ The console, `monitor` and the report show this state; `holdfast.view.follow` re
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ _RECENT_STEPS = 50
 _BOTTLENECK_STEPS = 10
 _MAX_OF_MEDIAN = 5.0
 """A step that waited for the start of an engine says nothing about the steps to come."""
-_MAX_ALARMS = 100
 _LEAST_SHARE = 0.1
 """Below this share of a step a wait is not worth a change."""
 _TRAINING = ("training", "waiting for batches")
@@ -162,8 +161,6 @@ class RunState:
         first_step: the step that the newest attempt resumed from.
         attempt: the newest attempt that has said anything.
         restarts: of processes by the launcher, in all attempts whose logs are there.
-        alarms: the last ones; alerts stay longer than warnings.
-        num_alarms: all of them, by kind.
         begun_unix_s: when the newest attempt said its first word.
         stepped_unix_s: when the last step ended.
         ended: the last word of the launcher of the newest attempt: exit code, step and error.
@@ -180,7 +177,6 @@ class RunState:
     metrics: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     alarms: list[Alarm] = field(default_factory=list)
-    num_alarms: Counter[str] = field(default_factory=Counter)
     ended: dict[str, Any] | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
@@ -238,7 +234,7 @@ class RunState:
         if process == LAUNCHER:
             return None
         if (alarm := alarm_of(event)) is not None:
-            self._keep(alarm)
+            self.alarms.append(alarm)
             return alarm
         phase, before = Phase(process, name, unix_s, details), self.phases.get(process)
         if phase.counts and before is not None and before.name == name:
@@ -248,13 +244,6 @@ class RunState:
         elif name != "checkpoint saved":  # the process continues what it did
             self.phases[process] = phase
         return phase
-
-    def _keep(self, alarm: Alarm) -> None:
-        self.num_alarms[alarm.kind] += 1
-        if len(self.alarms) >= _MAX_ALARMS:
-            kinds = [each.kind for each in self.alarms]
-            del self.alarms[kinds.index("warning") if "warning" in kinds else 0]
-        self.alarms.append(alarm)
 
     def starting(self) -> list[Phase]:
         """Return the phases of processes that have not begun their work, or began again since the last step."""

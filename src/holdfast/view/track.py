@@ -22,7 +22,6 @@ from holdfast.config import PROGRAMS
 from holdfast.config.view import TRACKERS, TrackingConfig
 from holdfast.errors import ConfigError
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
-from holdfast.process.events import append
 from holdfast.process.imports import check_name
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
 from holdfast.run.run_dir import RunDir
@@ -32,7 +31,6 @@ from holdfast.view.sending import Sending, TrackerFailed
 from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _log = logging.getLogger("holdfast")
-_FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
 _MAX_HOME_BYTES = 107 - 48 - 8
 """Of a Unix socket's path, less what W&B appends and eight random characters."""
 
@@ -114,34 +112,22 @@ def use_scratch() -> None:
     os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
 
 
-def send_until_told(run_dir: RunDir, name: str, config: TrackingConfig) -> int:
-    """Send until SIGTERM, and begin again if a tracker fails; return 0 if it has everything, else 3.
+def _send(run_dir: RunDir, name: str, config: TrackingConfig) -> None:
+    """Send until SIGTERM.
 
-    The last try begins after SIGTERM.
+    Raises:
+        TrackerFailed: the launcher starts this process again.
     """
     with EndSignals(signal.SIGTERM) as stop:
         # The launcher alone says when the run is over: a scheduler may signal every process.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # held back by the launcher until now
-        sending = Sending(run_dir, name, config)
-        delay_s, has_warned = _FIRST_RETRY_S, False
-        while True:
-            is_last = stop.is_asked
-            try:
-                sending.send(lambda: stop.is_asked, stop.wait)
-                return 0
-            except TrackerFailed as failure:
-                _log.warning("%s", failure, exc_info=failure.__cause__)
-                if not has_warned:
-                    # Into the log of the attempt that is running now: this process outlives the attempt it began in.
-                    text = f"WARNING: {failure}. It is tried again; training continues"
-                    append(run_dir.newest_logs() / "events.jsonl", name, text)
-                    has_warned = True
-                if is_last:
-                    return failure.exit_code
-            stop.wait(delay_s)
-            delay_s = min(_LAST_RETRY_S, delay_s * 2)
+        try:
+            Sending(run_dir, name, config).send(lambda: stop.is_asked, stop.wait)
+        except TrackerFailed as failure:
+            _log.warning("%s", failure, exc_info=failure.__cause__)
+            raise
 
 
 def _be_process(argv: Sequence[str]) -> None:
@@ -153,7 +139,7 @@ def _be_process(argv: Sequence[str]) -> None:
     set_up_logging("tracking")
     if name in BUILT_IN:  # a user's own tracker may want to keep its files
         use_scratch()
-    sys.exit(send_until_told(RunDir(Path(run)), name, TrackingConfig.model_validate_json(settings)))
+    _send(RunDir(Path(run)), name, TrackingConfig.model_validate_json(settings))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
 
 
 def test_a_long_timeline_shows_its_last_spans(tmp_path: Path) -> None:
-    chart = timeline_of(read_run(make_run(tmp_path / "run", steps=2000).path), key="timeline", title="Timeline")
+    run = read_run(make_run(tmp_path / "run", steps=2000).path)
+    chart = timeline_of(run, [run], 0)
     assert chart is not None and f"the last {MAX_BLOCKS:,} of " in chart.note
     assert sum(len(trace["x"]) for trace in chart.figure["data"]) == MAX_BLOCKS
 

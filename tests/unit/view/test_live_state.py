@@ -252,10 +252,9 @@ def test_the_newest_alarm_is_in_sight_whatever_came_before(run_dir: RunDir) -> N
         return [line for line in run_lines(shown, now=200.0) if line.startswith(("ALERT", "WARNING", "and"))]
 
     assert said() == ["ALERT: 3", "ALERT: 4", "WARNING: 149", "and 147 more"]
-    assert len(state.alarms) == 100 and state.num_alarms == {"alert": 5, "warning": 145}
     for number in range(150, 260):
         take(f"ALERT: {number}", float(number))
-    assert said() == ["ALERT: 257", "ALERT: 258", "ALERT: 259", "and 257 more"] and len(state.alarms) == 100
+    assert said() == ["ALERT: 257", "ALERT: 258", "ALERT: 259", "and 257 more"]
 
 
 def test_an_alarm_is_one_line_that_no_terminal_acts_on() -> None:

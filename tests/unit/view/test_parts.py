@@ -6,7 +6,6 @@ import fcntl
 import importlib.util
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +20,9 @@ from holdfast.errors import ConfigError, RunDirError
 from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.scratch import scratch_name
 from holdfast.run.settings import without_secrets
-from holdfast.view.follow import Follower, Tail
+from holdfast.view.follow import Tail
 from holdfast.view.sending import Evaluations, Sending, TrackerFailed, new_steps, take_cursor
 from holdfast.view.track import main as track
 from holdfast.view.tracker import TrackedRun, check_tracker, load_tracker
@@ -143,38 +141,6 @@ def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> Non
     assert Evaluations(run.run_dir, 1).ended([]) == {}
 
 
-@pytest.mark.launch
-def test_a_failure_is_a_warning_of_the_live_view(run: TrackedDirectory) -> None:
-    name = "tests.runs.own_tracker:OutOfOrder"
-    run.settings(2, "seed = 3\n")
-    events = run.run_dir.logs(2) / "events.jsonl"  # of the attempt that goes on, whichever it began in
-    events.parent.mkdir(parents=True)
-    began_in = run.run_dir.logs(1) / "events.jsonl"
-    run.environment |= {"TRACKER_FAILS": "raise", EVENTS_ENV: str(began_in), PROCESS_ENV: name}
-    process = run.start(name)
-    wait_until(lambda: events.exists() or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(HANG_S) == 3
-    follower = Follower(run.run_dir)
-    follower.catch_up()
-    (alarm,) = follower.state.alarms
-    assert (alarm.kind, alarm.process) == ("warning", name) and "the service is away" in alarm.text
-    assert follower.state.phases == {}
-
-
-@pytest.mark.launch
-def test_a_tracker_that_fails_while_the_run_ends_has_one_more_try(run: TrackedDirectory) -> None:
-    name = "tests.runs.own_tracker:FailsOnce"
-    run.train(1, 2)
-    process = run.start(name)
-    wait_until(lambda: (run.run_dir.path / "began").exists() or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    (run.run_dir.path / "fail").touch()
-    assert process.wait(HANG_S) == 0
-    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
-    assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
-
-
 def _beside(run: TrackedDirectory, tracker: str) -> SideProcesses:
     settings = {"output_dir": str(run.run_dir.path), "tracking": {"backends": [tracker]}}
     return SideProcesses(Plan(Attempt(run.run_dir, 1, None), {}, SftConfig.model_validate(settings), []))
@@ -188,6 +154,29 @@ def test_a_tracker_that_dies_late_is_started_again(run: TrackedDirectory, capfd:
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["begin", "step", "step", "begin"]
     assert capfd.readouterr().out == "", "it has everything"
+
+
+@pytest.mark.launch
+def test_a_tracker_that_fails_is_tried_again_after_one_warning(
+    run: TrackedDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tests.runs.own_tracker:OutOfOrder"
+    monkeypatch.setenv("TRACKER_FAILS", "raise")
+    run.train(1, 2)
+    with _beside(run, name) as beside:
+        beside.look(print)
+        (side,) = beside._processes
+
+        def has_failed() -> bool:
+            beside.look(print)
+            return side.failures == 2
+
+        wait_until(has_failed)
+        monkeypatch.setenv("TRACKER_FAILS", "")
+    (warning,) = capfd.readouterr().out.splitlines()
+    assert warning.startswith(f"WARNING: {name}: {name}: ConnectionError: the service is away. It is tried again. ")
+    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
+    assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
 
 
 def test_a_tracker_that_cannot_start_is_told(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:

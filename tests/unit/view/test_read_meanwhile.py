@@ -42,7 +42,7 @@ def _report(path: Path) -> dict[str, Any]:
     run = read_run(path)
     samples, (_, *notes) = sample_rollouts(run)  # the first one names where a tokenizer was looked for
     columns = {name: run.metrics.values[name].tolist() for name in ("reward/mean", "loss")}
-    parts = ("attempts", "alarms", "spans", "summaries", "settings", "max_steps")
+    parts = ("attempts", "alarms", "spans", "estimates", "settings", "max_steps")
     found = {part: getattr(run, part) for part in parts}
     lines = zip(run.metrics.steps.tolist(), *columns.values(), strict=True)
     return found | {"metrics": list(lines), "samples": samples, "notes": [*run.notes, *notes]}

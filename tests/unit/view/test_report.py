@@ -58,7 +58,7 @@ def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCo
     assert curve["name"] == "reward/mean" and curve["x"] == list(range(1, 25)) and None not in curve["y"]
     assert [shape["x0"] for shape in reward["layout"]["shapes"]] == [4, 8, 12, 16, 20]
     assert [label["text"] for label in reward["layout"]["annotations"]] == ["2", "3", "4", "5", "6"]
-    assert {"kl", "phases_trainer", "phases_orchestrator"} <= figures.keys()
+    assert {"kl", "phases_trainer_0", "phases_orchestrator_0"} <= figures.keys()
     lanes = figures["timeline_0"]
     assert len(lanes["layout"]["shapes"]) == 5 and lanes["layout"]["xaxis"]["type"] == "date"
     assert set(lanes["layout"]["yaxis"]["categoryarray"]) == {
@@ -84,7 +84,7 @@ def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: Ru
     figures = figures_of(run_dir.path / "report.html")
     assert figures["kl"]["data"][0]["x"] == [1, 2, *range(4, 13)]
     assert figures["lr"]["layout"]["yaxis"]["range"] == [0.0, 2e-4]
-    stack = {one["name"]: one["y"] for one in figures["phases_trainer"]["data"]}
+    stack = {one["name"]: one["y"] for one in figures["phases_trainer_0"]["data"]}
     assert stack["forward_backward"][1] == 1.0 and stack["wait_for_batch"][1] == 0.5 and stack["other"][1] == 0.5
 
 
@@ -143,7 +143,7 @@ def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path
     run_dir.metrics.write_text("".join(f"{json.dumps({'step': step, **names})}\n" for step in (1, 2)))
     made(run_command, run_dir.path)
     figures, shown = figures_of(run_dir.path / "report.html"), text_of(run_dir.path / "report.html")
-    assert {"loss", "accuracy", "phases_trainer"} <= set(figures) and "timeline_0" not in figures
+    assert {"loss", "accuracy", "phases_trainer_0"} <= set(figures) and "timeline_0" not in figures
     assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>stopped</td>" in shown
 
 

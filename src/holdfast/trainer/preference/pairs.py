@@ -350,7 +350,7 @@ def plan_of_all(
     shared = [_shared_tokens(pair) if shares else 0 for pair in pairs]
     return plan_rows(
         [sum(lengths) - saved for lengths, saved in zip(both, shared, strict=True)],
-        costs=[sum(map(layout.cost, lengths)) - layout.cost(saved) for lengths, saved in zip(both, shared, strict=True)],
+        costs=[sum(map(layout.cost, (a, b))) - layout.cost(saved) for (a, b), saved in zip(both, shared, strict=True)],
         arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
         rows_per_micro_batch=config.micro_batch_size,
