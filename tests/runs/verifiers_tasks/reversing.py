@@ -1,4 +1,4 @@
-"""Letters to be reversed, in two turns, as an environment of verifiers, whose interpreter may lack the tests' packages."""
+"""Letters to be reversed, in two turns, as an environment of verifiers; its interpreter may lack what tests have."""
 
 from __future__ import annotations
 
