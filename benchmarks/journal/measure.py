@@ -11,7 +11,7 @@ import msgspec
 from holdfast import Completion
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator import batch_maker, pipeline
-from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.generation_log import GenerationLog, Header
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import Batch, Sampling
 from holdfast.run import atomic, manifest
@@ -57,8 +57,8 @@ class Measured(msgspec.Struct):
 class _NoLog(GenerationLog):
     """Keeps nothing."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    def __init__(self, _: RunDir, step: int, *, weights_digest: str, stop_token_ids: list[int], **__: object) -> None:
+        self.header = Header(0, step, weights_digest, stop_token_ids)
 
     def find(self, token_ids: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int) -> Completion | None:
         """Find nothing."""

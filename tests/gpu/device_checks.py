@@ -31,7 +31,7 @@ from tests.models.families import FAMILIES, random_samples, reference_outcome, t
 def attention(place: Place, dtype: torch.dtype, window: int | None) -> None:
     """The kernel for samples of any length: values, gradients, time and memory, beside the padded batch."""
     heads, kv_heads, dim, total = (4, 2, 8, 48) if place.is_toy else (32, 8, 128, 32768)
-    lengths = _ragged(total)
+    sequences = _sharing(_ragged(total))
     device = torch.device(place.device)
     generator = torch.Generator().manual_seed(0)
 
@@ -41,7 +41,7 @@ def attention(place: Place, dtype: torch.dtype, window: int | None) -> None:
 
     given = random(heads), random(kv_heads), random(kv_heads)
     upstream = torch.randn(1, total, heads, dim, generator=generator).to(device, dtype)
-    index = PackedIndex.from_lengths(lengths, device=device)
+    index = PackedIndex.from_sequences(sequences, device=device)
 
     def run() -> tuple[Tensor, ...]:
         out, _ = packed_attention(nn.Identity(), *given, None, sliding_window=window, packed_index=index)
@@ -59,7 +59,7 @@ def attention(place: Place, dtype: torch.dtype, window: int | None) -> None:
     with _without_kernel(place.device):
         found["padded"] = run()
         _measure(place, f"padded batch, {what}", run)
-    expected = _plain(given, upstream, lengths, window)
+    expected = _plain(given, upstream, sequences, window)
     bound = 1e-4 if dtype == torch.float32 else 0.02
     for name, tensors in found.items():
         for part, ours, plain in zip(("values", "dQ", "dK", "dV"), tensors, expected, strict=True):
@@ -79,16 +79,29 @@ def _ragged(total: int) -> list[int]:
     return lengths
 
 
-def _plain(given: Sequence[Tensor], upstream: Tensor, lengths: list[int], window: int | None) -> list[Tensor]:
+def _sharing(lengths: list[int]) -> list[np.ndarray]:
+    """Return the tokens of sequences of these many own tokens; every third begins with half of another."""
+    sequences = list[np.ndarray]()
+    for number, own in enumerate(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])):
+        prefix = sequences[-1][: (len(sequences[-1]) + 1) // 2] if number % 3 == 1 else own[:0]
+        sequences.append(np.concatenate([prefix, own]))
+    return sequences
+
+
+def _plain(given: Sequence[Tensor], upstream: Tensor, sequences: list[np.ndarray], window: int | None) -> list[Tensor]:
     """Return values and gradients of attention sample by sample in float32."""
     queries, keys, values = (tensor.detach().float().requires_grad_() for tensor in given)
-    outs = []
-    parts = zip(queries.split(lengths, 2), keys.split(lengths, 2), values.split(lengths, 2), strict=True)
-    for query, key, value in parts:
-        place = torch.arange(query.shape[2], device=query.device)
+    outs, used = [], 0
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence).to(queries.device)
+        place = torch.arange(len(tokens), device=queries.device)
         distance = place[:, None] - place[None, :]
-        seen = (distance >= 0) & (distance < (window or query.shape[2]))
-        outs.append(F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True))
+        seen = (distance >= 0) & (distance < (window or len(tokens)))
+        query, key, value = (tensor.index_select(2, tokens) for tensor in (queries, keys, values))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        own = int(tokens[-1]) + 1 - used
+        outs.append(out[:, :, -own:])
+        used += own
     out = torch.cat(outs, 2).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, (queries, keys, values), upstream.float())]
 

@@ -14,9 +14,10 @@ class PerSample:
     def __call__(
         self,
         query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        borders: Tensor,
+        key_EKD: Tensor,
+        value_EKD: Tensor,
+        query_borders: Tensor,
+        key_borders: Tensor,
         longest: int,
         *,
         scale: float,
@@ -24,16 +25,18 @@ class PerSample:
     ) -> Tensor:
         self.calls += 1
         self.windows.add(window_size)
-        lengths = borders.diff().tolist()
-        assert borders.dtype == torch.int32 and borders.ndim == 1 and borders[0] == 0
-        assert borders[-1] == query_THD.shape[0] == key_TKD.shape[0] == value_TKD.shape[0]
-        assert query_THD.shape[-1] == key_TKD.shape[-1] == value_TKD.shape[-1]
-        assert query_THD.shape[-1] % 8 == 0 and query_THD.shape[1] % key_TKD.shape[1] == 0
-        assert longest == max(lengths) and min(lengths) > 0
-        assert all(tensor.stride(-1) == 1 for tensor in (query_THD, key_TKD, value_TKD))
+        for borders, tokens in ((query_borders, query_THD), (key_borders, key_EKD), (key_borders, value_EKD)):
+            assert borders.dtype == torch.int32 and borders.ndim == 1 and borders[0] == 0
+            assert borders[-1] == len(tokens) and borders.diff().min() > 0
+        queries, keys = query_borders.diff().tolist(), key_borders.diff().tolist()
+        assert all(own <= seen for own, seen in zip(queries, keys, strict=True))
+        assert query_THD.shape[-1] == key_EKD.shape[-1] == value_EKD.shape[-1]
+        assert query_THD.shape[-1] % 8 == 0 and query_THD.shape[1] % key_EKD.shape[1] == 0
+        assert longest == max(keys)
+        assert all(tensor.stride(-1) == 1 for tensor in (query_THD, key_EKD, value_EKD))
         before, behind = window_size
         assert behind == 0
-        parts = zip(query_THD.split(lengths), key_TKD.split(lengths), value_TKD.split(lengths), strict=True)
+        parts = zip(query_THD.split(queries), key_EKD.split(keys), value_EKD.split(keys), strict=True)
         return torch.cat([self._attend(*part, scale, before) for part in parts])
 
     @staticmethod
@@ -41,7 +44,7 @@ class PerSample:
         group = query_LHD.shape[1] // key_LKD.shape[1]
         key_LHD, value_LHD = (tensor.repeat_interleave(group, 1) for tensor in (key_LKD, value_LKD))
         scores_HLL = torch.einsum("ihd,jhd->hij", query_LHD, key_LHD) * scale
-        place = torch.arange(query_LHD.shape[0])
-        distance = place[:, None] - place[None, :]
+        place = torch.arange(len(key_LKD))
+        distance = place[-len(query_LHD) :, None] - place[None, :]
         seen = distance >= 0 if before < 0 else (distance >= 0) & (distance <= before)
         return torch.einsum("hij,jhd->ihd", scores_HLL.masked_fill(~seen, -torch.inf).softmax(-1), value_LHD)

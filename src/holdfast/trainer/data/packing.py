@@ -6,10 +6,11 @@ as few rounds as the token budget allows, and balances the cost of samples over 
 
 Samples may share a prompt: answers of one group that lie one behind the other in a packed row. The prompt's tokens lie
 in the row once, before the first answer. Each answer attends to the prompt and to itself, and its positions go on from
-the prompt's, so it is computed as in a row of its own.
+the prompt's, so it is computed as in a row of its own. The branches of an episode share their first tokens likewise.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded batch
-of its sequences: S sequences, L tokens of the longest; E tokens of all sequences of a row, shared ones once for each.
+of its sequences: S sequences, L tokens of the longest, P tokens of the prompt that all of them share; E tokens of all
+sequences of a row, shared tokens once for each sequence.
 """
 
 from __future__ import annotations
@@ -26,31 +27,37 @@ from torch import Tensor
 
 from holdfast.trainer.data.rows import Sample as Sample
 
-_SHORT = 64
-"""Tokens up to which samples share a padded batch, however short they are: a call would cost more than the padding."""
+SHORT = 64
+"""Tokens up to which samples share a padded batch, however short they are, and are queries again with a prompt that
+they share: a call would cost more than the padding."""
 _FILLED = 0.75
 """The least share of its row that a longer sample fills: a higher one means more calls, a lower one more padding."""
 
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """How the tokens of a packed row lie in padded batches, each of sequences of about the same length.
+    """Where the sequences of a packed row lie, and how they become padded batches of about the same length.
+
+    A sequence has tokens of its own, which attend. It may begin with tokens of an earlier sequence, which its own
+    tokens see.
 
     Attributes:
-        gather_SL: of each padded batch, for each of its places, the token of the row (0 for padding).
+        gather_SL: of each padded batch, for each of its places, the token of the row that attends (0 for padding).
+        prefix_P: of each padded batch, the tokens that all of its sequences see before those; empty if there are none.
         scatter_T: for each token of the row, its place in the padded batches, flattened one after the other.
-        cu_seqlens: borders of the sequences one behind the other, one more than there are sequences, int32.
-        max_len: the longest sequence.
-        tokens_E: the tokens of the row that these sequences hold; None: all tokens, once and in order.
-        places_T: for each token of the row, a place in `tokens_E`; None where that is.
+        cu_seqlens: borders of the sequences' own tokens in the row, one more than there are sequences, int32.
+        max_len: tokens of the longest sequence.
+        seen_E: the tokens that each sequence sees, one sequence behind the other; None: only its own.
+        cu_seqlens_seen: borders of the sequences in `seen_E`, int32; equal to `cu_seqlens` if that is None.
     """
 
     gather_SL: tuple[Tensor, ...]
+    prefix_P: tuple[Tensor, ...]
     scatter_T: Tensor
     cu_seqlens: Tensor
     max_len: int
-    tokens_E: Tensor | None = None
-    places_T: Tensor | None = None
+    seen_E: Tensor | None
+    cu_seqlens_seen: Tensor
 
     @classmethod
     def from_lengths(cls, lengths: list[int], *, device: torch.device) -> PackedIndex:
@@ -60,33 +67,43 @@ class PackedIndex:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[np.ndarray], *, device: torch.device) -> PackedIndex:
-        """Return the index of a row whose sequences hold these tokens of it; those at the beginning may be shared.
+        """Return the index of a row whose sequences hold these tokens of it.
 
-        A shared token sees the same in every sequence. What attention says of it is taken from one of them.
+        The first tokens of a sequence may be those of an earlier sequence; the others follow in the row's order.
         """
         lengths = [len(tokens) for tokens in sequences]
-        tokens_E = np.concatenate(sequences)
-        length = int(tokens_E.max()) + 1
-        gather_SL, scatter_T, places = [], np.empty(length, dtype=np.int64), 0
-        for members in _by_length(lengths):
-            lengths_S = np.array([lengths[member] for member in members])
-            valid_SL = np.arange(lengths_S.max()) < lengths_S[:, None]
-            tokens_SL = np.zeros(valid_SL.shape, dtype=np.int64)
-            tokens_SL[valid_SL] = np.concatenate([sequences[member] for member in members])
-            scatter_T[tokens_SL[valid_SL]] = places + np.flatnonzero(valid_SL)
-            gather_SL.append(to_device(torch.from_numpy(tokens_SL), device))
-            places += valid_SL.size
-        is_shared = len(tokens_E) > length
-        places_T = np.empty(length, dtype=np.int64)
-        if is_shared:
-            places_T[tokens_E] = np.arange(len(tokens_E))
+        borders = [0, *(int(tokens[-1]) + 1 for tokens in sequences)]
+        prefixes = [length - own for length, own in zip(lengths, np.diff(borders), strict=True)]
+        is_shared = any(prefixes)
+        prefixes = [prefix if prefix > SHORT else 0 for prefix in prefixes]
+        by_prefix: dict[bytes, list[int]] = {}
+        for member, tokens in enumerate(sequences):
+            by_prefix.setdefault(tokens[: prefixes[member]].tobytes(), []).append(member)
+        gather_SL, prefix_P, scatter_T, places = [], [], np.empty(borders[-1], dtype=np.int64), 0
+        for prefix, sharing in by_prefix.items():
+            attending = [sequences[member][prefixes[member] :] for member in sharing]
+            for batch in _by_length([len(tokens) for tokens in attending]):
+                lengths_S = np.array([len(attending[place]) for place in batch])
+                valid_SL = np.arange(lengths_S.max()) < lengths_S[:, None]
+                tokens_SL = np.zeros(valid_SL.shape, dtype=np.int64)
+                tokens_SL[valid_SL] = np.concatenate([attending[place] for place in batch])
+                scatter_T[tokens_SL[valid_SL]] = places + np.flatnonzero(valid_SL)
+                gather_SL.append(to_device(torch.from_numpy(tokens_SL), device))
+                prefix_P.append(to_device(torch.from_numpy(np.frombuffer(prefix, dtype=np.int64).copy()), device))
+                places += valid_SL.size
+
+        def on_device(borders: Sequence[int]) -> Tensor:
+            return to_device(torch.tensor(borders, dtype=torch.int32), device)
+
+        cu_seqlens = on_device(borders)
         return cls(
             gather_SL=tuple(gather_SL),
+            prefix_P=tuple(prefix_P),
             scatter_T=to_device(torch.from_numpy(scatter_T), device),
-            cu_seqlens=to_device(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)), device),
+            cu_seqlens=cu_seqlens,
             max_len=max(lengths),
-            tokens_E=to_device(torch.from_numpy(tokens_E), device) if is_shared else None,
-            places_T=to_device(torch.from_numpy(places_T), device) if is_shared else None,
+            seen_E=to_device(torch.from_numpy(np.concatenate(sequences)), device) if is_shared else None,
+            cu_seqlens_seen=on_device(np.cumsum([0, *lengths]).tolist()) if is_shared else cu_seqlens,
         )
 
 
@@ -95,7 +112,7 @@ def _by_length(lengths: Sequence[int]) -> list[list[int]]:
     batches: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and (longest <= _SHORT or lengths[index] >= _FILLED * longest):
+        if batches and (longest <= SHORT or lengths[index] >= _FILLED * longest):
             batches[-1].append(index)
         else:
             batches.append([index])
@@ -141,7 +158,7 @@ def build_micro_batch(
     """Return the micro-batch of these samples; with no samples, one that trains on nothing.
 
     Args:
-        share: whether neighbours with the same prompt share its tokens, in a packed row.
+        share: whether neighbours with the same prompt share its tokens, in a packed row, and branches their first.
     """
     if not indices:
         return _empty(samples[0], pack, device)
@@ -189,15 +206,16 @@ def _sequences(samples: Sequence[Sample], *, pack: bool, share: bool) -> list[np
         lengths = [length for sample in samples for length in sample.lengths]
         return [np.arange(length) + row * max(lengths) for row, length in enumerate(lengths)]
     found: list[np.ndarray] = []
-    used, before = 0, b""
+    used, before, prompt_places = 0, b"", np.arange(0)
     for sample in samples:
         prompt = sample.shared_prompt if share else b""
-        kept = found[-1][: sample.prompt_length] if prompt and prompt == before else np.arange(0)
-        for length in sample.lengths:
-            tokens = np.concatenate([kept, np.arange(used, used + length - len(kept))])
+        kept = prompt_places if prompt and prompt == before else np.arange(0)
+        for number, length in enumerate(sample.lengths):
+            if share and number:
+                kept = found[-1][: sample.stems[number]]
+            found.append(np.concatenate([kept, np.arange(used, used + length - len(kept))]))
             used += length - len(kept)
-            found.append(tokens)
-        before = prompt
+        before, prompt_places = prompt, found[-len(sample.starts)][: sample.prompt_length]
     return found
 
 

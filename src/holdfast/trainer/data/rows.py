@@ -14,6 +14,7 @@ import mmap
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,13 +72,24 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first target, which other samples may share; 0 of several sequences, or without targets."""
-        return int(self.targets[0]) if len(self.starts) == 1 and self.loss_mask[1:].any() else 0
+        """Tokens before the first target, which other samples may share; 0 if its first sequence has no target."""
+        first = self.targets[:1]
+        return int(first[0]) if len(first) and first[0] < self.lengths[0] else 0
 
     @property
     def shared_prompt(self) -> bytes:
         """Those tokens, to compare with those of other samples; empty where there are none."""
         return self.token_ids[: self.prompt_length].tobytes()
+
+    @cached_property
+    def stems(self) -> tuple[int, ...]:
+        """For each of its sequences, how many first tokens it has in common with the one before; never all of them."""
+        found = [0]
+        for before, tokens in pairwise(np.split(self.token_ids, self.starts[1:])):
+            most = min(len(before), len(tokens) - 1)
+            differs = np.flatnonzero(before[:most] != tokens[:most])
+            found.append(int(differs[0]) if len(differs) else most)
+        return tuple(found)
 
     def cut(self, length: int) -> Sample:
         """Return its first `length` tokens."""

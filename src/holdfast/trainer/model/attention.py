@@ -9,12 +9,16 @@ On a CPU, or if the kernel lacks a feature (the log says which), queries, keys a
 samples of similar length. Causal attention runs over each batch. No mask is needed: the padding comes after the valid
 tokens, which never see it. The result equals attention over each sample alone.
 
+Samples that share a prompt have only their own tokens as queries; their keys are the prompt's and their own. A padded
+batch of them has one prompt, and a mask that all of its samples share.
+
 Some models need more. Soft caps of the scores (Gemma 2, https://arxiv.org/abs/2408.00118) and learned sinks (gpt-oss,
 https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unknown arguments are refused;
 `holdfast.trainer.model.packing_check` makes sure that no such model comes here.
 
-Shape legend: T tokens of a row, S samples of a padded batch, L the longest of them, H heads, K heads of keys and
-values, D head dimension, B rows of an unpacked batch.
+Shape legend: T tokens of a row, E tokens that its samples see (`PackedIndex.seen_E`), S samples of a padded batch, L
+the longest of them, P tokens of a shared prompt, H heads, K heads of keys and values, D head dimension, B rows of an
+unpacked batch.
 """
 
 from __future__ import annotations
@@ -44,14 +48,18 @@ _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signat
 
 
 class Attend(Protocol):
-    """Attention of queries (T, H, D) to keys and values (T, K, D), within samples whose borders are `borders`."""
+    """Attention of queries (T, H, D) to keys and values (E, K, D), within samples that have borders in both.
+
+    The last query of a sample sees its last key.
+    """
 
     def __call__(
         self,
         query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        borders: Tensor,
+        key_EKD: Tensor,
+        value_EKD: Tensor,
+        query_borders: Tensor,
+        key_borders: Tensor,
         longest: int,
         *,
         scale: float,
@@ -61,21 +69,22 @@ class Attend(Protocol):
 
 def _flash(
     query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    borders: Tensor,
+    key_EKD: Tensor,
+    value_EKD: Tensor,
+    query_borders: Tensor,
+    key_borders: Tensor,
     longest: int,
     *,
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    groups = _GROUPS if query_THD.shape[1] != key_TKD.shape[1] else {}
+    groups = _GROUPS if query_THD.shape[1] != key_EKD.shape[1] else {}
     attended = varlen_attn(
         query_THD,
-        key_TKD,
-        value_TKD,
-        borders,
-        borders,
+        key_EKD,
+        value_EKD,
+        query_borders,
+        key_borders,
         longest,
         longest,
         scale=scale,
@@ -150,28 +159,33 @@ def attend_by_kernel(
     key: Tensor,
     value: Tensor,
     *,
-    borders: Tensor | None,
-    longest: int,
+    packed_index: PackedIndex | None,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
     """Return causal attention within samples, (B, L, H, D).
 
     Args:
-        query, key, value: (B, H or K, L, D); with `borders`, B is 1 and L the tokens of a packed row.
-        borders: S + 1 borders of the samples, int32, on their device; None: every row is one sample.
-        longest: tokens of the longest sample.
+        query, key, value: (B, H or K, L, D); with `packed_index`, B is 1 and L the tokens of a packed row.
+        packed_index: its borders lie on the tensors' device; None: every row is one sample.
         sliding_window: tokens that a token sees, its own among them.
     """
     batch, heads, length, head_dim = query.shape
     value_dim = value.shape[-1]
-    if borders is None:
+    if packed_index is None:
+        longest = length
         borders = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        key_borders = borders
+    else:
+        longest = packed_index.max_len
+        borders, key_borders = packed_index.cu_seqlens, packed_index.cu_seqlens_seen
+        if packed_index.seen_E is not None:
+            key, value = (tensor.index_select(2, packed_index.seen_E) for tensor in (key, value))
     # Zeros add nothing to a score, and nothing to a value.
     width = -(-max(head_dim, value_dim) // _HEAD_STEP) * _HEAD_STEP
 
     def flat(tensor: Tensor) -> Tensor:
-        rows = tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], tensor.shape[-1])
+        rows = tensor.transpose(1, 2).flatten(0, 1)
         return F.pad(rows, (0, width - rows.shape[-1])) if rows.shape[-1] < width else rows
 
     # A window counts the token itself, the kernel only those before it. (-1, 0) is plain causal attention.
@@ -181,6 +195,7 @@ def attend_by_kernel(
         flat(key),
         flat(value),
         borders,
+        key_borders,
         longest,
         scale=head_dim**-0.5 if scaling is None else scaling,
         window_size=(before, 0),
@@ -271,17 +286,10 @@ def packed_attention(
         return row_slice.own_tokens(attended), None
     kernel = _kernel_for(module, query, key, value, dropout=dropout, softcap=softcap, has_sinks=s_aux is not None)
     if kernel is not None:
-        borders = None if packed_index is None else packed_index.cu_seqlens
-        longest = query.shape[2] if packed_index is None else packed_index.max_len
-        window = sliding_window
-        shared = None if packed_index is None else packed_index.tokens_E
-        if shared is not None:
-            query, key, value = (tensor.index_select(2, shared) for tensor in (query, key, value))
         attended = attend_by_kernel(
-            kernel, query, key, value, borders=borders, longest=longest, scaling=scaling, sliding_window=window
+            kernel, query, key, value, packed_index=packed_index, scaling=scaling, sliding_window=sliding_window
         )
-        places = None if packed_index is None else packed_index.places_T
-        return attended if places is None else attended.index_select(1, places), None
+        return attended, None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if softcap is None and s_aux is None:
@@ -307,18 +315,24 @@ def _attend_padded(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
 ) -> Tensor:
     """Return (1, T, H, D): what `attend` makes of the samples of a packed row, as rows (S, H, L, D) of batches."""
-    places = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
+    own = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
+    sizes = [gather_SL.numel() for gather_SL in index.gather_SL]
 
-    def unpack(packed: Tensor) -> list[Tensor]:
-        flat = packed[0].transpose(0, 1).index_select(0, places)
-        parts = flat.split([gather_SL.numel() for gather_SL in index.gather_SL])
-        return [
-            part.view(*gather_SL.shape, *part.shape[1:]).transpose(1, 2)
-            for part, gather_SL in zip(parts, index.gather_SL, strict=True)
-        ]
+    def batches(packed: Tensor, *, with_prefix: bool) -> list[Tensor]:
+        tokens_THD = packed[0].transpose(0, 1)
+        parts = tokens_THD.index_select(0, own).split(sizes)
+        found = []
+        for part, gather_SL, prefix_P in zip(parts, index.gather_SL, index.prefix_P, strict=True):
+            batch_SLHD = part.view(*gather_SL.shape, *part.shape[1:])
+            if with_prefix and prefix_P.numel():
+                prefix_PHD = tokens_THD.index_select(0, prefix_P)
+                batch_SLHD = torch.cat([prefix_PHD.expand(len(gather_SL), *prefix_PHD.shape), batch_SLHD], dim=1)
+            found.append(batch_SLHD.transpose(1, 2))
+        return found
 
-    batches = zip(unpack(query), unpack(key), unpack(value), strict=True)
-    attended = [attend(*batch).transpose(1, 2).flatten(0, 1) for batch in batches]
+    rows = zip(batches(query, with_prefix=False), batches(key, with_prefix=True), batches(value, with_prefix=True),
+               strict=True)  # fmt: skip
+    attended = [attend(*batch).transpose(1, 2).flatten(0, 1) for batch in rows]
     return torch.cat(attended).index_select(0, index.scatter_T).unsqueeze(0)
 
 
@@ -362,11 +376,11 @@ def _kernel_for(
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, sliding_window: int | None
 ) -> Tensor:
-    length = query.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
     mask = None
-    # No mask where the window holds all: SDPA has faster kernels for is_causal.
-    if sliding_window is not None and length > sliding_window:
-        mask = _seen(length, sliding_window, query.device)
+    # No mask if the window holds all tokens and there is no prefix: SDPA has faster kernels for is_causal.
+    if keys > queries or (sliding_window is not None and keys > sliding_window):
+        mask = _seen(queries, keys, sliding_window, query.device)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -379,10 +393,10 @@ def _causal(
     )
 
 
-def _seen(length: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """Return which of L tokens sees which, (L, L)."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < (sliding_window or length))
+def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """Return which query sees which key, (queries, keys); the last query is the last key's token."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < (sliding_window or keys))
 
 
 def _causal_scores(
@@ -396,19 +410,19 @@ def _causal_scores(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return what `_causal` does, from scores that exist as a tensor: (B, H, L, L)."""
-    length, group = query.shape[2], query.shape[1] // key.shape[1]
+    """Return what `_causal` does, from scores that exist as a tensor: (B, H, queries, keys)."""
+    queries, keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     # finfo.min rather than -inf, as in transformers' own masks.
-    scores = scores.masked_fill(~_seen(length, sliding_window, query.device), torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~_seen(queries, keys, sliding_window, query.device), torch.finfo(scores.dtype).min)
     if sinks_H is not None:
-        sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+        sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, queries, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     # In float32 and back, as transformers' eager attention. The sink takes its share and is dropped.
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :keys]
     return F.dropout(weights, dropout) @ value
 
 

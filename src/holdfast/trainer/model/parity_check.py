@@ -35,7 +35,8 @@ from holdfast.errors import DataError
 from holdfast.process.events import report
 from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch
+from holdfast.trainer.data import packing
+from holdfast.trainer.data.packing import SHORT, MicroBatch, Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import naming_failures
 from holdfast.trainer.model.decoder import DecoderModel
@@ -105,7 +106,7 @@ def digest_of_check(model: Policy | ScalarModel, mesh: Mesh, **settings: object)
     hf_model = model.hf_model
     classes = {base for module in hf_model.modules() for base in type(module).__mro__}
     files = {getattr(sys.modules.get(one.__module__), "__file__", None) for one in classes}
-    files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
+    files |= {packing.__file__, *(str(path) for path in Path(__file__).parent.glob("*.py"))}
     layout = model.layout
     depends = {
         **settings,
@@ -168,7 +169,7 @@ def check_model(
         if _has_sdpa_of_its_own(model.hf_model):
             by_sdpa = _plain(model, samples[0], mesh.device, attention="sdpa")
         shared, unshared = (
-            [_answers(model, samples[2], mesh.device, share=one) for one in (True, False)] if share else [alone, alone]
+            [_answers(model, samples[3], mesh.device, share=one) for one in (True, False)] if share else [alone, alone]
         )
     if before != [parameter._version for parameter in model.parameters()]:
         raise DataError(
@@ -286,10 +287,10 @@ def _own(model: Policy | ScalarModel, micro: MicroBatch) -> Tensor:
 
 
 def _answers(model: Policy | ScalarModel, sample: Sample, device: torch.device, *, share: bool) -> Tensor:
-    """Return what the trainer computes of two answers to one prompt: the second half of the sample, and its reverse."""
-    half = len(sample.token_ids) // 2
-    prompt, answer = sample.token_ids[:half], sample.token_ids[half:]
-    mask = np.arange(len(sample.token_ids)) >= half
+    """Return what the trainer computes of two answers to one prompt: the end of the sample, and its reverse."""
+    start = max(len(sample.token_ids) // 2, len(sample.token_ids) - _SHORT)
+    prompt, answer = sample.token_ids[:start], sample.token_ids[start:]
+    mask = np.arange(len(sample.token_ids)) >= start
     pair = [Sample(np.concatenate([prompt, one]), mask) for one in (answer, answer[::-1])]
     return _own(model, build_micro_batch(pair, [0, 1], pack=True, share=share, device=device))
 
@@ -328,8 +329,11 @@ def _undisturbed(model: DecoderModel, device: torch.device) -> Iterator[None]:
         model.train(was_training)
 
 
-def _samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
-    """Return two samples of one length, and one that is longer, where it may be, than the windows of the model."""
+def _samples(config: PreTrainedConfig) -> list[Sample]:
+    """Return two samples of one length, one that is longer than the model's windows, and one whose prompt is.
+
+    The last is also longer than prompts that are computed again for each answer. The model's positions limit all four.
+    """
     text = config.get_text_config()
     numbers = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}
     windows = [value for name, value in numbers.items() if "window" in name or "chunk" in name]
@@ -342,6 +346,7 @@ def _samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
     ids = np.setdiff1d(np.arange(text.vocab_size), sorted(special))
     ids = ids if len(ids) > 1 else np.arange(text.vocab_size)
     generator = np.random.default_rng(0)
-    lengths = [max(2, min(length, limit)) for length in (_SHORT, _SHORT, longest)]
+    shared = max(longest, SHORT) + _SHORT + 1
+    lengths = [max(2, min(length, limit)) for length in (_SHORT, _SHORT, longest, shared)]
     drawn = [generator.choice(ids, length).astype(np.int32) for length in lengths]
-    return tuple(Sample(tokens, np.ones(len(tokens), dtype=bool)) for tokens in drawn)  # type: ignore[return-value]
+    return [Sample(tokens, np.ones(len(tokens), dtype=bool)) for tokens in drawn]

@@ -244,13 +244,14 @@ def _room(samples: Sequence[Sample], part: list[int]) -> int:
 
 
 def _shared_tokens(samples: Sequence[Sample], part: list[int]) -> int:
-    prompt = samples[part[0]].prompt_length
-    return prompt + sum(len(samples[index].token_ids) - prompt for index in part)
+    tokens = sum(len(samples[index].token_ids) - sum(samples[index].stems) for index in part)
+    return tokens - (len(part) - 1) * samples[part[0]].prompt_length
 
 
 def _shared_cost(samples: Sequence[Sample], part: list[int], layout: Layout) -> float:
-    # Attention is computed for every sequence by itself, with the prompt in each; the rest of a layer once for a token.
-    pairs = sum(length * length for index in part for length in samples[index].lengths)
+    stems = [stem for index in part for stem in samples[index].stems]
+    shared = [*stems, *[samples[part[0]].prompt_length] * (len(part) - 1)]  # attends to itself once
+    pairs = sum(length**2 for index in part for length in samples[index].lengths) - sum(stem**2 for stem in shared)
     return _shared_tokens(samples, part) + layout.pair_cost * pairs
 
 

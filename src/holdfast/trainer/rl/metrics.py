@@ -176,7 +176,8 @@ class Alerts:
             return None
         return (
             f"entropy fell to {entropy:.3g} nats from {self._first_entropy:.3g} at the first step: the policy hardly "
-            "explores any more. Raise loss.clip_high, lower optim.lr, or add a KL penalty"
+            "explores any more. That is normal if the reward is high and a prompt has one good answer. If not, raise "
+            "loss.clip_high, lower optim.lr, or add a KL penalty"
         )
 
     def _rewards_are_equal(self, metrics: Mapping[str, float | None]) -> str | None:

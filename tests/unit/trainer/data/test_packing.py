@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.trainer.data import packing
 from holdfast.trainer.data.packing import (
     Arrangement,
     Sample,
@@ -47,8 +48,9 @@ def test_a_packed_micro_batch_by_hand() -> None:
     assert micro.packed_index is not None and micro.packed_index.cu_seqlens.tolist() == [0, 3, 7]
 
 
-def test_answers_that_share_a_prompt_by_hand() -> None:
+def test_answers_that_share_a_prompt_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """11 12 is the prompt of three answers; the last sample has another, and so has the one that comes before it."""
+    monkeypatch.setattr(packing, "SHORT", 1)  # as if the prompt were long, and that of the last sample short
     answers = [[13, 14], [15], [16, 17, 18]]
     samples = [sample([11, 12, *answer], [False, False] + [True] * len(answer)) for answer in answers]
     samples += [SAMPLES[2], sample([31, 34], [False, True])]
@@ -60,12 +62,15 @@ def test_answers_that_share_a_prompt_by_hand() -> None:
     assert micro.sample_index_N.tolist() == [0, 0, 2, 2, 2, 1, 3, 4]
     assert micro.per_token["advantage"].tolist() == [token / 8 for token in micro.target_ids_N.tolist()]
     index = micro.packed_index
-    assert index is not None and index.tokens_E is not None and index.places_T is not None
-    assert index.tokens_E.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1, 7, 8, 9, 10, 8, 11]
-    assert index.cu_seqlens.tolist() == [0, 4, 9, 12, 15, 17] and index.max_len == 5
-    assert index.tokens_E[index.places_T].tolist() == list(range(12))
-    (gathered,) = index.gather_SL
-    assert gathered.flatten()[index.scatter_T].tolist() == list(range(12))
+    assert index is not None and index.seen_E is not None and index.max_len == 5
+    assert index.cu_seqlens.tolist() == [0, 4, 7, 8, 11, 12]
+    assert index.seen_E.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 1, 7, 8, 9, 10, 8, 11]
+    assert index.cu_seqlens_seen.tolist() == [0, 4, 9, 12, 15, 17]
+    assert [prefix_P.tolist() for prefix_P in index.prefix_P] == [[], [], [0, 1], [0, 1]]
+    rows = [gather_SL.tolist() for gather_SL in index.gather_SL]
+    assert rows == [[[0, 1, 2, 3], [8, 9, 10, 0]], [[8, 11]], [[4, 5, 6]], [[7]]], "a short prompt attends again"
+    gathered = torch.cat([gather_SL.flatten() for gather_SL in index.gather_SL])
+    assert gathered[index.scatter_T].tolist() == list(range(12))
     apart = build_micro_batch(samples, [0, 3, 1], pack=True, share=True, device=CPU)
     assert apart.input_ids_BL.tolist() == [[11, 12, 13, 14, 31, 32, 33, 11, 12, 15]], "only neighbours share"
 

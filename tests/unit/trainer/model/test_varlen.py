@@ -133,6 +133,42 @@ def test_the_kernel_gives_what_the_padded_batch_gives(
     torch.testing.assert_close(found, expected)
 
 
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 90), st.lists(st.integers(1, 90), min_size=1, max_size=4)), min_size=1),
+    kv_heads=st.sampled_from([4, 2]),
+    window=st.sampled_from([None, 1, 3, 70]),
+)
+@settings(max_examples=30)
+def test_answers_that_share_a_prompt_attend_as_in_rows_of_their_own(
+    groups: list[tuple[int, list[int]]], kv_heads: int, window: int | None
+) -> None:
+    """By padded batches and by the kernel; each group is a prompt's length and those of its answers."""
+    sequences, places, used = list[np.ndarray](), list[np.ndarray](), 0
+    for prompt, answers in groups[:4]:
+        for number, answer in enumerate(answers):
+            kept = np.arange(0) if number == 0 else sequences[-1][:prompt]
+            sequences.append(np.concatenate([kept, np.arange(used, used + prompt + answer - len(kept))]))
+            places.append(np.arange(len(kept), prompt + answer))
+            used += len(places[-1])
+    generator = torch.Generator().manual_seed(used)
+    query, key, value = (
+        torch.randn(1, heads, used, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    )
+    index = PackedIndex.from_sequences(sequences, device=CPU)
+    apart = [
+        by_hand(query[0, :, tokens], key[0, :, tokens], value[0, :, tokens], window)[:, own].transpose(0, 1)
+        for tokens, own in zip(sequences, places, strict=True)
+    ]
+    upstream = torch.randn((1, used, 4, 8), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = torch.cat(apart)[None]
+    gradients = torch.autograd.grad((expected * upstream).sum(), (query, key, value))
+    torch.testing.assert_close(attend(query, key, value, window, index), (expected, gradients))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "cpu", Kernel(PerSample(), frozenset({torch.float64}), 64))
+        torch.testing.assert_close(attend(query, key, value, window, index), (expected, gradients))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_of_one_sample_each_need_no_index(window: int | None, kernel: PerSample) -> None:
     query, key = (torch.randn(3, heads, 7, 8, requires_grad=True) for heads in (4, 2))
@@ -164,8 +200,8 @@ def test_a_way_out_is_named_once_with_its_reason(kernel: PerSample, said: list[s
 def test_choosing_breaks_no_compiled_graph(
     dtypes: set[torch.dtype] | None, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    def plain(query_THD: Tensor, _key: Tensor, value_TKD: Tensor, *_: object, **__: object) -> Tensor:
-        return query_THD + value_TKD
+    def plain(query_THD: Tensor, _: Tensor, value_EKD: Tensor, *_others: object, **__: object) -> Tensor:
+        return query_THD + value_EKD
 
     if dtypes is not None:
         monkeypatch.setitem(KERNELS, "cpu", Kernel(plain, frozenset(dtypes), 64))
@@ -191,13 +227,17 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=without_marks, id="compiled")])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_kernel_of_torch_takes_what_it_is_given(kv_heads: int, is_compiled: bool, capability: list[int]) -> None:
+@pytest.mark.parametrize("shared", [0, 3])
+def test_the_kernel_of_torch_takes_what_it_is_given(
+    shared: int, kv_heads: int, is_compiled: bool, capability: list[int]
+) -> None:
     """On the `meta` device, where torch checks the call and computes shapes alone, also of the gradients."""
     assert capability == [9, 0]
     meta = torch.device("meta")
     query, key = (torch.empty(1, heads, 9, 10, dtype=torch.bfloat16, device=meta) for heads in (4, kv_heads))
     value = torch.empty(1, kv_heads, 9, 6, dtype=torch.bfloat16, device=meta, requires_grad=True)
-    index = PackedIndex.from_lengths([5, 4], device=meta)
+    sequences = [np.arange(5), np.concatenate([np.arange(shared), np.arange(5, 9)])]
+    index = PackedIndex.from_sequences(sequences, device=meta)
 
     def run(value: Tensor) -> Tensor:
         return packed_attention(nn.Identity(), query, key, value, None, sliding_window=3, packed_index=index)[0]
@@ -214,7 +254,7 @@ def test_graphs_are_whole_in_code_without_marks() -> None:
     plain = {name: value for name, value in os.environ.items() if name != MARKS}
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-k", "compiled", __file__]
     done = subprocess.run(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout
 
 
 def test_older_gpus_have_no_kernel(capability: list[int], said: list[str]) -> None:

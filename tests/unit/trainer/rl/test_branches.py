@@ -16,6 +16,7 @@ from holdfast.config.base import POLICY_LOSSES
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Batch, LossMask, Rewards, Rollout, Sampling, StepRewards, TokenIds, VersionSpan
+from holdfast.trainer.data import packing
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.logprobs import Reading
@@ -33,12 +34,13 @@ from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part
 
 # Tokens of each branch, by rollout: (prompt, sampled) of its turns, one after the other.
-ROLLOUTS = ([[3, 4], [6, 2, 2, 5]], [[2, 3]], [[4, 1], [5, 2], [7, 6]])
+ROLLOUTS = ([[3, 4], [6, 2, 2, 5]], [[3, 2]], [[3, 2], [5, 2], [7, 6]])
+COMMON = 5  # first tokens that the branches of a rollout share
 TEMPERATURE = 0.8
 
 
 def make_rollouts() -> list[Rollout]:
-    """Rollouts of two, one and three branches, all drawn at random, with log-probabilities around -4.5."""
+    """Rollouts of two, one and three branches, drawn at random, with log-probabilities around -4.5."""
     generator = np.random.default_rng(5)
     rollouts = []
     for index, branches in enumerate(ROLLOUTS):
@@ -46,10 +48,13 @@ def make_rollouts() -> list[Rollout]:
         for stretches in branches:
             starts.append(len(mask))
             mask += [place % 2 for place, length in enumerate(stretches) for _ in range(length)]
-        sampled = np.array(mask)
+        sampled, token_ids = np.array(mask), generator.integers(5, 100, len(mask))
+        token_ids[:3] = 7, 8, 9
+        for start in starts[1:]:
+            token_ids[start : start + COMMON] = token_ids[:COMMON]
         rollout = Rollout(
             environment="e", task_id=0, sample_index=index,
-            token_ids=TokenIds(generator.integers(5, 100, len(mask)).tolist()),
+            token_ids=TokenIds(token_ids.tolist()),
             loss_mask=LossMask(bytes(mask)), logprobs=(generator.uniform(-5, -4, len(mask)) * sampled).tolist(),
             versions=[VersionSpan(2, 0, len(mask))], reward=float((-1) ** index * (1 + index)),
             branch_starts=tuple(starts), sampling=Sampling(TEMPERATURE),
@@ -128,13 +133,16 @@ def step(
 @pytest.mark.parametrize(
     ("name", "attention"), [*((name, "packed") for name in POLICY_LOSSES), ("grpo", "eager"), ("gspo", "eager")]
 )
-def test_loss_and_gradients_are_those_of_branches_alone(directory: Path, mesh: Mesh, name: str, attention: str) -> None:
-    """In one row and in several; a rollout counts once, by all its sampled tokens."""
+def test_loss_and_gradients_are_those_of_branches_alone(
+    directory: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+) -> None:
+    """In one row and in several; a rollout counts once, by all its sampled tokens. First tokens are computed once."""
     rollouts, config = make_rollouts(), configured(name)
     policy = build_policy(TrainedModelConfig(name=str(directory), attention=attention), mesh, seed=0)
     assert policy.layout.packs == (attention == "packed")
     expected_metrics, expected = by_hand(directory, rollouts, config)
-    for row_tokens in (1000, 20, 2):
+    for row_tokens, short in ((1000, packing.SHORT), (1000, 2), (20, 2), (2, packing.SHORT)):
+        monkeypatch.setattr(packing, "SHORT", short)
         metrics, gradients = step(policy, rollouts, mesh, config, row_tokens=row_tokens)
         assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-4)
         for label, gradient in gradients.items():
@@ -229,4 +237,4 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
     if _learned:
         assert [one.is_trained for one in _learned[0]] == [True, True, False]  # all branches of it or none
         assert [one.branch_starts for one in _learned[0]] == [(0, 7), (0,), (0, 5, 12)]
-        assert [one.turns for one in _learned[0]] == [((0, 4), (4, 6), (6, 11)), ((0, 3),), ((0, 1), (1, 3), (3, 9))]
+        assert [one.turns for one in _learned[0]] == [((0, 4), (4, 6), (6, 11)), ((0, 2),), ((0, 2), (2, 4), (4, 10))]

@@ -164,9 +164,16 @@ def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_rank
     assert sum(rounds) <= sum(max(sum(lengths[i] for i in row) for row in rows) for rows in zip(*apart, strict=True))
 
 
+def test_a_shared_prompt_attends_to_itself_once_and_costs_as_much() -> None:
+    samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
+    layout = replace(SHARES, pair_cost=1.0)
+    plan = plan_shared_prompts(samples, row_tokens=1000, layout=layout, num_ranks=2)
+    assert sorted(row for rank in plan for row in rank) == [list(range(8)), list(range(8, 16))]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_long_prompt_with_short_answers_takes_no_memory_beyond_the_budget(num_ranks: int) -> None:
-    """Attention has queries, keys and values of the prompt for each answer."""
+    """Attention has keys and values of the prompt for each answer."""
     samples = make_groups((16, 16, 3), prompt=250, answer=5)
     plan = plan_shared_prompts(samples, row_tokens=600, layout=SHARES, num_ranks=num_ranks)
     rows = [row for rank in plan for row in rank if row]
