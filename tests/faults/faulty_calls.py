@@ -48,7 +48,6 @@ def install(
     instant: Instant = "before",
     killer_from: int | None = None,
     killer_delay_s: float = 0.0,
-    fail_at: int | None = None,
     fail: str = "",
     nth: int = 1,
     until_nth: int | None = None,

@@ -43,32 +43,51 @@ def test_the_weights_of_dpo_are_judged_by_rollouts(tmp_path: Path) -> None:
     assert "loss" not in curve.points[0] and curve.points[1]["loss"] > 0
 
 
-@pytest.mark.parametrize(
-    ("module", "flags", "shown"),
-    [
-        ("balance", ("--batches", "5"), r"│ +64 │"),
-        (
-            "journal",
-            ("--rollouts", "32", "--batch", "16", "--tokens", "20", "--rounds", "1", "--engine-rate", "500"),
-            r"^rollouts/s with / without: \d+\.\d{3} by the clock",
-        ),
-        (
-            "sessions",
-            ("--sessions", "64", "--batches", "2", "--tokens", "120", "--rounds", "1"),
-            r"^ *tool: 128 rollouts, none lost: [\d,]+/s by the clock.* KiB a session",
-        ),
-        (
-            "shared_prompts",
-            ("--rounds", "1", "--prompts", "2", "--prompt-tokens", "64"),
-            r"^  trl / shared: \d",
-        ),
-    ],
-    ids=str,
-)
-def test_a_benchmark_runs_to_its_end(module: str, flags: tuple[str, ...], shown: str, tmp_path: Path) -> None:
-    folder = ("--folder", str(tmp_path)) if module in ("journal", "sessions") else ()
-    command = [sys.executable, "-m", f"benchmarks.{module}", *flags, *folder]
+def printed_by(module: str, *flags: str | Path) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, flags)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.search(shown, done.stdout, re.MULTILINE), done.stdout
+    return done.stdout
+
+
+def test_eight_ranks_are_busy_whatever_the_lengths() -> None:
+    printed = printed_by("balance", "--batches", "5")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    assert len(rows) == 4 * 3 * 3
+    for samples, lengths, ranks, dealt, balanced, most, _ in rows:
+        assert float(dealt) <= float(balanced) <= float(most), (samples, lengths, ranks)
+        assert int(ranks) == 64 or float(balanced) >= 0.95, (samples, lengths, ranks)
+
+
+def test_the_journal_is_measured_with_and_without(tmp_path: Path) -> None:
+    few = ("--rollouts", "32", "--batch", "16", "--tokens", "20", "--rounds", "1", "--engine-rate", "500")
+    printed = printed_by("journal", *few, "--folder", tmp_path)
+    assert [line for line in printed.splitlines() if line.startswith("server:")] == [
+        "server: at once; 32 rollouts of 20 tokens",
+        "server: paced, 500 rollouts/s; 32 rollouts of 20 tokens",
+    ]
+    appends = [float(found) for found in re.findall(r"journal: .* longest append (\S+) ms", printed)]
+    assert len(appends) == 4 and appends[1] == appends[3] == 0.0, "two rounds each, and without means without"
+    assert len(re.findall(r"^rollouts/s with / without: \d+\.\d{3} by the clock", printed, re.MULTILINE)) == 2
     assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def test_no_session_is_lost(tmp_path: Path) -> None:
+    few = ("--sessions", "64", "--batches", "2", "--tokens", "120", "--rounds", "1")
+    printed = printed_by("sessions", *few, "--folder", tmp_path)
+    found = re.findall(r"^ *(\w+): 128 rollouts, none lost: [\d,]+/s by the clock.* KiB a session", printed, re.M)
+    assert found == ["single", "tool"], printed
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+COMMAND = ("-m", "benchmarks.shared_prompts", "--rounds", "1", "--prompts", "2", "--prompt-tokens", "64")
+
+
+def test_a_shared_prompt_is_computed_once_for_its_eight_answers() -> None:
+    done = subprocess.run([sys.executable, *COMMAND], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^ *(shared|apart|trl) +([\d,]+) tokens", done.stdout, re.M)
+    tokens = {name: int(number.replace(",", "")) for name, number in lines}
+    assert tokens["apart"] - tokens["shared"] == 2 * 7 * 64
+    assert tokens["trl"] >= tokens["apart"], "padded to the longest"
+    assert re.search(r"^  trl / shared: \d", done.stdout, re.M)

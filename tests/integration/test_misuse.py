@@ -39,8 +39,8 @@ class Case:
     in_trainer: bool = False
 
 
-def _sft(name: str, *words: str, said: tuple[str, ...], makes: Callable[[Path], object] = lambda here: None) -> Case:
-    return Case(name, "sft", ("--model.name", "{model}", "--data.name", "{rows}", *words), said, makes)
+def _sft(name: str, *words: str, said: tuple[str, ...]) -> Case:
+    return Case(name, "sft", ("--model.name", "{model}", "--data.name", "{rows}", *words), said)
 
 
 def _data(name: str, file: str, content: str | bytes, *said: str) -> Case:

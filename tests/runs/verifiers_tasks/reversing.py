@@ -1,6 +1,6 @@
-"""Letters to be reversed, in two turns, as an environment of verifiers, for an interpreter that need not have what
-tests have.
-"""
+"""Letters to be reversed, in two turns, as an environment of verifiers; its interpreter may lack what tests have."""
+
+from __future__ import annotations
 
 import asyncio
 import itertools

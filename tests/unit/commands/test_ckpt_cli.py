@@ -21,7 +21,7 @@ from holdfast.errors import STORAGE_FAILED, CheckpointError
 from holdfast.run import manifest
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
-from holdfast.view.tables import Report
+from holdfast.view.tables import Report, age, size
 from tests.builders.checkpoint_files import commit, flip, write_checkpoint, write_weights
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -252,6 +252,13 @@ def test_no_line_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "x" * 500 + "\n"
 
 
+def test_sizes_and_ages_are_short() -> None:
+    assert [size(value) for value in (0, 999, 1000, 12_345_678, 2.4e9, 5e12, 5e14)] == [
+        "0 B", "999 B", "1 kB", "12.3 MB", "2.4 GB", "5 TB", "500.0 TB",
+    ]  # fmt: skip
+    assert [age(value) for value in (-5, 59, 300, 8000, 400_000)] == ["0 s", "59 s", "5 min", "2 h", "5 d"]
+
+
 def test_ls_says_what_the_run_occupies(ckpt: Ckpt, run_dir: RunDir) -> None:
     (run_dir.path / "discarded").mkdir()
     shutil.copyfile(run_dir.metrics, run_dir.path / "discarded" / "old")
@@ -275,6 +282,16 @@ def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.Captur
     printed = capfd.readouterr()
     assert printed.out == "before\nafter\n"
     assert sorted(printed.err.splitlines()) == ["below python", "python", "straight"]
+
+
+def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
+    code = (
+        "import ctypes\nfrom holdfast.commands.ckpt_dirs import tensor_work\n"
+        "with tensor_work('reading'):\n    ctypes.CDLL(None).printf(b'from C')\nprint('{}')\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{}\n", "from C")
 
 
 @pytest.mark.parametrize(

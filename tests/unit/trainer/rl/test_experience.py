@@ -256,6 +256,13 @@ def test_long_sequences_of_float32_lose_no_digits_and_carry_no_gradient() -> Non
     assert returns[0].item() == pytest.approx(expected, abs=1e-10)
 
 
+def test_an_empty_sequence_has_no_advantages_and_unequal_lengths_are_refused() -> None:
+    advantages, returns = generalized_advantages(doubles(), doubles(), gamma=1.0, lam=1.0)
+    assert advantages.shape == returns.shape == (0,)
+    with pytest.raises(ValueError, match="longer"):
+        generalized_advantages(doubles(1, 2), doubles(1, 2, 3), gamma=1.0, lam=1.0)
+
+
 @pytest.mark.parametrize(
     ("value", "old", "target", "loss", "gradient", "clipped"),
     [
@@ -343,6 +350,18 @@ def test_penalty_comes_before_clip_before_moments_before_scale() -> None:
     assert moments.std == pytest.approx(std)
     assert [pytest.approx(group) for group in got] == [[0.5 / std, 4 / std], [3 / std, -4 / std]]
     assert rewards == [[1.0, 9.0], [3.0, -9.0]]
+
+
+def test_nothing_asked_for_changes_nothing() -> None:
+    rewards = [[1.0, 2.0], [3.0]]
+    got = shape_rewards(rewards)
+    assert got == rewards and got[0] is not rewards[0]
+    assert shape_rewards([], clip=1.0, moments=RunningMoments()) == []
+
+
+def test_penalties_that_do_not_fit_the_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        shape_rewards([[1.0, 2.0]], penalties_PG=[[0.0]])
 
 
 def test_the_scale_is_that_of_every_batch_so_far_and_survives_a_checkpoint() -> None:
