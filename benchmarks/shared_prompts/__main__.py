@@ -5,13 +5,15 @@
 One process makes a batch of made-up rollouts and trains on it in turns, in another order every round: with a prompt
 computed once for all its answers (`trainer.share_prompts`), with a prompt for each answer, and by the loss of TRL's
 GRPOTrainer with all answers in one padded batch. Each is forward, backward and AdamW; nothing is sampled. Prints the
-tokens that a step computes, seconds, and the ratios within rounds.
+tokens that a step computes, seconds, and the ratios within rounds. With `--only` one of the three trains alone, and the
+peak of the process's memory is printed, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import resource
 import statistics
 import tempfile
 import time
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["shared", "apart", "trl"])
     arguments = parser.parse_args()
     torch.set_num_threads(available_cores())
     print(f"{arguments.model}, {torch.get_num_threads()} threads, {arguments.prompts} prompts x {arguments.group_size} "
@@ -111,6 +114,8 @@ def make_contestants(
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     contestants: dict[str, Contestant] = {}
     for name in ("shared", "apart"):
+        if arguments.only not in (None, name):
+            continue
         (folder / name).mkdir(parents=True)
         run = start_learner(
             folder / name, arguments.model, mesh, tokenizer,
@@ -118,7 +123,8 @@ def make_contestants(
         )  # fmt: skip
         batch = Batch(step=1, policy_version=0, weights_digest="d" * 32, rollouts=rollouts)
         contestants[name] = Contestant(partial(run.learn_from, batch), run.session.policy)
-    contestants["trl"] = _trl(arguments.model, rollouts, folder / "trl")
+    if arguments.only in (None, "trl"):
+        contestants["trl"] = _trl(arguments.model, rollouts, folder / "trl")
     return contestants
 
 
@@ -178,6 +184,9 @@ def report(tokens: dict[str, int], seconds: dict[str, list[float]]) -> None:
     """Print tokens, medians and ratios."""
     for name, computed in tokens.items():
         print(f"  {name:<7} {computed:>7,} tokens  {statistics.median(seconds[name]):7.3f} s a step")
+    if len(seconds) == 1:
+        print(f"  peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB", flush=True)
+        return
     for name in ("apart", "trl"):
         ratios = [other / own for other, own in zip(seconds[name], seconds["shared"], strict=True)]
         median = statistics.median(ratios)
