@@ -128,8 +128,8 @@ class SideProcesses:
         side.process.kill()  # what it has started
         side.process = None
         side.failures = side.failures + 1 if now - side.starts_at < _LAST_DELAY_S else 1
-        # Also after 0: a scheduler may signal every process.
-        side.starts_at = None if code == _REFUSED else now + min(_LAST_DELAY_S, _FIRST_DELAY_S * 2**side.failures)
+        delay_s = min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** min(side.failures, 10))
+        side.starts_at = None if code == _REFUSED else now + delay_s  # also after 0: a scheduler may signal all
         if code == _REFUSED or (not side.has_warned and (code > 0 or side.failures > _SILENT_FAILURES)):
             side.has_warned = True
             then = "" if code == _REFUSED else "It is tried again. "
