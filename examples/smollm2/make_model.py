@@ -67,9 +67,10 @@ def convert(file: Path, target: Path) -> None:
     """Write model and tokenizer of `file` into the new directory `target`."""
     import torch
     import transformers
-    from holdfast.trainer.model.tensor_names import mode_of_new_files
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from holdfast.trainer.model.tensor_names import mode_of_new_files
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
