@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.errors import ConfigError, ProcessKilled
+from holdfast.orchestrator.worker import Ready, frame
 
 
 class Faulty(Environment):
@@ -89,10 +90,11 @@ class Faulty(Environment):
                 kept = []
                 while True:
                     kept.append(bytearray(1 << 24))
-            case "garbles":  # writes where the worker speaks to the orchestrator
+            case "garbles" | "greets":  # writes where the worker speaks to the orchestrator
+                said = frame(Ready()) if fault == "greets" else (4).to_bytes(8, "little") + b"\xc1" * 4
                 for entry in Path("/proc/self/fd").iterdir():
                     if entry.is_symlink() and entry.readlink().name.startswith("socket:"):
-                        os.write(int(entry.name), (4).to_bytes(8, "little") + b"\xc1" * 4)
+                        os.write(int(entry.name), said)
             case "prints":
                 sys.stdout.write("x" * 30_000_000)
             case _:

@@ -194,7 +194,8 @@ class _Running:
                 self._take(message)
         except (EOFError, ConnectionError):
             pass  # the worker is over: `_end` tells how
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # somebody else has written there
+        # Somebody else has written there; InvalidStateError: that the worker is ready, a second time.
+        except (msgspec.MsgspecError, UnicodeDecodeError, asyncio.InvalidStateError) as error:
             self._unreadable = str(error)
             self._kill()
         watching.cancel()
