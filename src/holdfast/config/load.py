@@ -244,10 +244,13 @@ def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, st
                 waiting.pop()  # of the unknown flag
             continue
         given[flag.key] = name
-        if flag.is_switch and (not has_value or plain != f"--{flag.key.replace('_', '-')}"):
+        is_negated = plain != f"--{flag.key.replace('_', '-')}"
+        if flag.is_switch and not (has_value or is_negated) and waiting and waiting[-1].lower() in ("true", "false"):
+            value, has_value = waiting.pop(), True
+        if flag.is_switch and (not has_value or is_negated):
             if has_value:
                 raise ConfigError(f"flag '{name}' takes no value, and was given '{_cut(value)}'.")
-            _put(values, flag.key, not plain.startswith("--no-"))
+            _put(values, flag.key, not is_negated)
             continue
         if not has_value:
             if flag.is_section and not (waiting and _is_a_value(waiting[-1])):

@@ -164,9 +164,18 @@ def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
     assert "binary.toml" in refused("@", str(tmp_path / "binary.toml"))
 
 
-@pytest.mark.parametrize("argv", [["stray"], ["--max-steps"], ["--data.pack=maybe"], ["--ckpt", "stray"]])
+@pytest.mark.parametrize(
+    "argv", [["stray"], ["--max-steps"], ["--data.pack=maybe"], ["--ckpt", "stray"], ["--data.pack=true", "false"],
+             ["--no-data.pack", "false"]]
+)  # fmt: skip
 def test_words_that_fit_nowhere_are_refused(argv: list[str]) -> None:
     assert argv[-1].split("=")[-1].removeprefix("--") in refused(*argv)
+
+
+@pytest.mark.parametrize(("word", "packs"), [("false", False), ("True", True)])
+def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
+    config = sft("--data.pack", word, "--max-steps", "7")
+    assert config.data.pack is packs and config.max_steps == 7
 
 
 @pytest.mark.parametrize(
