@@ -6,13 +6,15 @@ One process makes a batch of made-up rollouts and trains on it in turns, in anot
 computed once for all its answers (`trainer.share_prompts`), with a prompt for each answer, and by the loss of TRL's
 GRPOTrainer with all answers in one padded batch. Each is forward, backward and AdamW; nothing is sampled. Prints the
 tokens that a step computes, seconds, and the ratios within rounds. With `--only` one of the three trains alone, and the
-peak of the process's memory is printed, too.
+peak of the process's memory is printed, too. With `--device cuda` all compute in bfloat16 on float32 weights, and the
+peak is that of the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import resource
 import statistics
 import tempfile
@@ -74,17 +76,20 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["shared", "apart", "trl"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(available_cores())
     print(f"{arguments.model}, {torch.get_num_threads()} threads, {arguments.prompts} prompts x {arguments.group_size} "
           f"answers of {arguments.answer_tokens // 2} to {arguments.answer_tokens} tokens", flush=True)  # fmt: skip
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with tempfile.TemporaryDirectory() as folder, open_mesh(ParallelConfig(device="cpu")) as mesh:
+    backend = "gloo" if arguments.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    with tempfile.TemporaryDirectory() as folder, open_mesh(ParallelConfig(device=arguments.device)) as mesh:
         for length in arguments.prompt_tokens:
             rollouts = make_rollouts(arguments, length)
             contestants = make_contestants(arguments, rollouts, mesh, Path(folder) / str(length))
             print(f"\nprompts of {length} tokens")
-            report(*measure(contestants, arguments.rounds))
+            report(*measure(contestants, arguments.rounds), device=arguments.device)
     dist.destroy_process_group()
 
 
@@ -113,30 +118,33 @@ def make_contestants(
     """Return those that train on `rollouts` by name, each with a model of its own."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     contestants: dict[str, Contestant] = {}
+    dtype = "float32" if arguments.device == "cpu" else "bfloat16"
     for name in ("shared", "apart"):
         if arguments.only not in (None, name):
             continue
         (folder / name).mkdir(parents=True)
         run = start_learner(
             folder / name, arguments.model, mesh, tokenizer,
-            share_prompts=name == "shared", optim={"lr": LEARNING_RATE}, loss={"type": "grpo"}, ckpt=None,
+            model={"name": str(arguments.model), "dtype": dtype}, share_prompts=name == "shared",
+            optim={"lr": LEARNING_RATE}, loss={"type": "grpo"}, ckpt=None,
         )  # fmt: skip
         batch = Batch(step=1, policy_version=0, weights_digest="d" * 32, rollouts=rollouts)
         contestants[name] = Contestant(partial(run.learn_from, batch), run.session.policy)
     if arguments.only in (None, "trl"):
-        contestants["trl"] = _trl(arguments.model, rollouts, folder / "trl")
+        contestants["trl"] = _trl(arguments.model, rollouts, folder / "trl", arguments.device)
     return contestants
 
 
-def _trl(model: Path, rollouts: list[Rollout], folder: Path) -> Contestant:
+def _trl(model: Path, rollouts: list[Rollout], folder: Path, device: str) -> Contestant:
     """Return forward, backward and update of TRL's trainer, as it does them itself when it has sampled."""
     size = len({rollout.sample_index for rollout in rollouts})
     arguments = GRPOConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], disable_tqdm=True,
-        save_strategy="no", logging_strategy="no", max_steps=1, learning_rate=LEARNING_RATE, beta=0.0, loss_type="grpo",
-        num_generations=size, per_device_train_batch_size=len(rollouts), dataloader_pin_memory=False,
+        output_dir=str(folder), use_cpu=device == "cpu", bf16=device != "cpu", gradient_checkpointing=False,
+        report_to=[], disable_tqdm=True, save_strategy="no", logging_strategy="no", max_steps=1,
+        learning_rate=LEARNING_RATE, beta=0.0, loss_type="grpo", num_generations=size,
+        per_device_train_batch_size=len(rollouts), dataloader_pin_memory=False,
     )  # fmt: skip
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
     trainer = GRPOTrainer(
         model=trained,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -155,10 +163,13 @@ def _trl(model: Path, rollouts: list[Rollout], folder: Path) -> Contestant:
         "completion_mask": mask, "advantages": torch.tensor([rollout.reward for rollout in rollouts]),
         "num_items_in_batch": mask.sum(),
     }  # fmt: skip
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def step() -> None:
         optimizer.zero_grad()
-        trainer._compute_loss(trained, inputs).backward()
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            loss = trainer._compute_loss(trained, inputs)
+        loss.backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
 
@@ -176,16 +187,20 @@ def measure(contestants: dict[str, Contestant], rounds: int) -> tuple[dict[str, 
         for name in names[number % len(names) :] + names[: number % len(names)]:
             begin = time.perf_counter()
             contestants[name].step()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - begin)
     return tokens, seconds
 
 
-def report(tokens: dict[str, int], seconds: dict[str, list[float]]) -> None:
+def report(tokens: dict[str, int], seconds: dict[str, list[float]], *, device: str) -> None:
     """Print tokens, medians and ratios."""
     for name, computed in tokens.items():
         print(f"  {name:<7} {computed:>7,} tokens  {statistics.median(seconds[name]):7.3f} s a step")
     if len(seconds) == 1:
-        print(f"  peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB", flush=True)
+        of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        peak = of_process if device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+        print(f"  peak memory {peak:.2f} GiB", flush=True)
         return
     for name in ("apart", "trl"):
         ratios = [other / own for other, own in zip(seconds[name], seconds["shared"], strict=True)]

@@ -25,6 +25,11 @@ TOY = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": True,
     "pad_token_id": 0, "eos_token_id": 3, "bos_token_id": None,
 }  # fmt: skip
+# The shape of Qwen3-0.6B: three of its checkpoints are 22 GB.
+SMALL = TOY | {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+}  # fmt: skip
 # The shape of Qwen3-4B.
 LARGE = TOY | {
     "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,

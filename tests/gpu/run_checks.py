@@ -14,9 +14,9 @@ import torch
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from tests.conftest import write_tiny_model
-from tests.gpu.gpu_place import LARGE, Place
+from tests.gpu.gpu_place import LARGE, SMALL, Place
 from tests.runs.processes import HANG_S
-from tests.runs.training import LiveRun, SftRun, run_command, succeeded
+from tests.runs.training import PAIRS, LiveRun, SftRun, run_command, succeeded
 
 
 def digest(run: SftRun, step: int) -> str:
@@ -99,6 +99,23 @@ def rl_over_a_journal(place: Place) -> None:
     assert apart <= 1e-3
 
 
+def preferences(place: Place, *, steps: int = 5) -> None:
+    """`dpo` and `reward-model` compute the losses of the CPU, in float32."""
+    flags: list[object] = [
+        "--model.name", _pretrained(place), "--data.name", PAIRS, "--data.batch-size", 8, "--data.micro-batch-size", 2,
+        "--data.seq-len", 40, "--optim.lr", 1e-3, "--model.dtype", "float32", "--max-steps", steps,
+    ]  # fmt: skip
+    for program in ("dpo", "reward-model"):
+        found = list[list[float]]()
+        for device in ("cpu", place.device):
+            name = f"{program}_{len(found)}"
+            found.append(succeeded(place.run(name, *flags, program=program, device=device)).column("loss"))
+        assert len(found[0]) == len(found[1]) == steps
+        apart = max(abs(a - b) / abs(b) for a, b in zip(found[1], found[0], strict=True))
+        place.note("preferences", f"losses of {program} apart from the CPU's", apart, "relative", "<= 0.0001")
+        assert apart <= 1e-4, program
+
+
 def _pretrained(place: Place) -> Path:
     """Return the directory of a tiny model with weights."""
     directory = place.folder / "pretrained"
@@ -156,7 +173,7 @@ def offload(place: Place) -> None:
         apart = max(abs(a - b) / abs(b) for a, b in zip(found, losses["plain"], strict=True))
         place.note("offload", f"losses apart, {name}", apart, "relative", "<= 0.0001")
         assert apart <= 1e-4, name
-    shape = {} if place.is_toy else LARGE
+    shape = {} if place.is_toy else SMALL
     for name, own in flags.items():
         settings = place.small("--model.dtype", "bfloat16", "--max-steps", 3, *own)
         settings[1] = place.model(**shape)
@@ -167,7 +184,7 @@ def offload(place: Place) -> None:
 
 def checkpoints(place: Place) -> None:
     """A save stalls the training briefly; what a kill leaves is whole, and the run goes on."""
-    shape = {} if place.is_toy else LARGE
+    shape = {} if place.is_toy else SMALL
     settings = [*place.small("--model.dtype", "bfloat16", "--ckpt.interval", 1, "--ckpt.keep", 2)]
     settings[1] = place.model(**shape)
     command = place.command("saves", *settings, "--max-steps", 1000)
@@ -186,7 +203,7 @@ def checkpoints(place: Place) -> None:
     # A line is written before its own checkpoint, and has the time of the one before.
     stalls = again.column("time/checkpoint")
     assert again.column("step") == [1, 2, 3, 4, 5]
-    place.note("checkpoints", "stall of a save, the least", min(stalls), "s", "< 1 on H100 and H200 at 4B")
+    place.note("checkpoints", "stall of a save, the least", min(stalls), "s", "< 1 on H100 and H200 at 0.6B")
 
 
 def ends(place: Place) -> None:

@@ -20,6 +20,7 @@ REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
     "check",
     [
         run_checks.starts,
+        run_checks.preferences,
         run_checks.rl_over_a_journal,
         run_checks.speed,
         run_checks.offload,

@@ -48,6 +48,7 @@ def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> N
         run_checks.offload,
         run_checks.checkpoints,
         run_checks.ends,
+        run_checks.preferences,
         run_checks.rl_over_a_journal,
     ],
 )
