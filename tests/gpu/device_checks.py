@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
-from holdfast.config.training import SftDataConfig, TrainedModelConfig
+from holdfast.config.training import OptimConfig, SftDataConfig, TrainedModelConfig
 from holdfast.inference.weight_files import read_architecture, read_weights
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import PackedIndex, Sample
@@ -21,9 +21,11 @@ from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.attention import KERNELS, packed_attention
 from holdfast.trainer.model.logprobs import plain_head, token_logprobs
 from holdfast.trainer.model.parity_check import check_model
-from holdfast.trainer.model.policy import build_policy, supervised_step
+from holdfast.trainer.model.policy import Policy, build_policy, supervised_step
 from holdfast.trainer.model.publish import WeightPublisher
-from tests.gpu.gpu_place import LARGE, Place
+from holdfast.trainer.optimizer import build_optimizer
+from holdfast.trainer.session import throughput
+from tests.gpu.gpu_place import LARGE, SMALL, Place
 from tests.models.families import FAMILIES, random_samples, reference_outcome, trainer_outcome, write_model
 
 
@@ -153,6 +155,41 @@ def head(place: Place) -> None:
         torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-3)
 
 
+def speed(place: Place, mesh: Mesh) -> None:
+    """Train steps of four full rows: tokens a second, MFU and memory, with each way to hold activations."""
+    seq_len = 32 if place.is_toy else 8192
+    samples = [_sample(seq_len) for _ in range(4)]
+    data = SftDataConfig(seq_len=seq_len, micro_batch_size=1)
+    kinds = {"recomputed": (True, False), "kept": (False, False)}
+    if not place.is_toy:
+        kinds |= {"kept, compiled": (False, True)}
+    for kind, (recomputed, compiled) in kinds.items():
+        config = TrainedModelConfig(
+            name=str(place.model(**({} if place.is_toy else LARGE))), init="random", dtype="bfloat16",
+            activation_checkpointing=recomputed, compile=compiled, logits_chunk_tokens=1024,
+        )  # fmt: skip
+        with place.peak_mib() as peak:
+            policy = build_policy(config, mesh, seed=0)
+            optimizer = build_optimizer(policy.hf_model, OptimConfig())
+
+            def step(policy: Policy = policy, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                supervised_step(policy, samples, data, mesh)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            seconds = place.seconds(step)
+            mib = peak()
+        parameters = sum(parameter.numel() for parameter in policy.hf_model.parameters())
+        found = throughput(mesh, parameters, num_tokens=4 * seq_len, seconds=seconds)
+        place.note("speed", f"a step of 4 rows, activations {kind}", seconds, "s")
+        place.note("speed", f"tokens a second, activations {kind}", found["tokens_per_s"], "tokens/s")
+        if "mfu" in found:
+            place.note("speed", f"MFU, activations {kind}", found["mfu"], "", ">= 0.3 on H100 and H200")
+        place.note("speed", f"memory, activations {kind}", mib / 1024, "GiB")
+        place.note("speed", f"16 bytes for each of {parameters:,} parameters", 16 * parameters / 2**30, "GiB")
+        del policy, optimizer, step
+
+
 def no_waiting(place: Place, mesh: Mesh) -> None:
     """A step of several micro-batches reads the device once, at its end; anything else is an error of CUDA's own."""
     config = TrainedModelConfig(name=str(place.model()), init="random", dtype="bfloat16")
@@ -226,7 +263,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def files_for_engines(place: Place, mesh: Mesh) -> None:
     """Publishing weights, and reading them as an engine's worker does."""
-    model = place.model(**({} if place.is_toy else LARGE))
+    model = place.model(**({} if place.is_toy else SMALL))
     policy = build_policy(TrainedModelConfig(name=str(model), init="random", dtype="bfloat16"), mesh, seed=0)
     run_dir = RunDir(place.folder / "published")
     run_dir.create()

@@ -14,7 +14,7 @@ import torch
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from tests.conftest import write_tiny_model
-from tests.gpu.gpu_place import LARGE, SMALL, Place
+from tests.gpu.gpu_place import SMALL, Place
 from tests.runs.processes import HANG_S
 from tests.runs.training import PAIRS, LiveRun, SftRun, run_command, succeeded
 
@@ -123,39 +123,6 @@ def _pretrained(place: Place) -> Path:
         directory.mkdir()
         write_tiny_model(directory, "qwen3", tied=True, weights=True, seed=0, fields={})
     return directory
-
-
-def speed(place: Place) -> None:
-    """Tokens per second and MFU, with and without recomputed activations and compiled layers."""
-    shape = {} if place.is_toy else LARGE
-    seq_len = 32 if place.is_toy else 8192
-    data = place.folder / "long.jsonl"
-    line = '{"prompt": "a", "completion": "' + "abcdefgh" * (seq_len // 8 - 1) + '"}\n'
-    data.write_text(line * 32)
-    settings: list[object] = [
-        "--model.name", place.model(**shape), "--model.init", "random", "--model.dtype", "bfloat16",
-        "--data.name", data, "--data.batch-size", 4, "--data.micro-batch-size", 1, "--data.seq-len", seq_len,
-        "--max-steps", 4,
-        "--model.logits-chunk-tokens", 1024,
-    ]  # fmt: skip
-    kinds: dict[str, list[object]] = {"recomputed": ["--model.activation-checkpointing"]}
-    if not place.is_toy:
-        kinds |= {
-            "kept": ["--no-model.activation-checkpointing"],
-            "recomputed and compiled": ["--model.activation-checkpointing", "--model.compile"],
-        }
-    for kind, flags in kinds.items():
-        run = place.run(f"speed_{len(kind)}", *settings, *flags)
-        if kind == "kept" and run.code != 0 and "out of memory" in run.output:
-            place.note("speed", "activations kept: out of memory", math.nan, "")
-            continue
-        succeeded(run)
-        for name, unit in (("tokens_per_s", "tokens/s"), ("mfu", ""), ("memory_gib", "GiB")):
-            values = run.column(name)
-            if values:
-                expected = ">= 0.3 on H100 and H200" if name == "mfu" else ""
-                place.note("speed", f"{name}, activations {kind}", values[-1], unit, expected)
-        assert len(run.column("tokens_per_s")) == 4
 
 
 def offload(place: Place) -> None:

@@ -22,7 +22,6 @@ REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
         run_checks.starts,
         run_checks.preferences,
         run_checks.rl_over_a_journal,
-        run_checks.speed,
         run_checks.offload,
         run_checks.checkpoints,
         run_checks.ends,
@@ -60,6 +59,10 @@ def test_nothing_waits_between_micro_batches(place: Place, mesh: Mesh) -> None:
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name not in REFUSED])
 def test_families(name: str, place: Place, mesh: Mesh) -> None:
     device_checks.family(place, mesh, name)
+
+
+def test_speed(place: Place, mesh: Mesh) -> None:
+    device_checks.speed(place, mesh)
 
 
 def test_publishing(place: Place, mesh: Mesh) -> None:

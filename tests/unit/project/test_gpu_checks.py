@@ -44,7 +44,6 @@ def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> N
         numbers,
         numbers_of_adapters,
         exactness,
-        run_checks.speed,
         run_checks.offload,
         run_checks.checkpoints,
         run_checks.ends,
@@ -71,7 +70,7 @@ def test_families(name: str, place: Place, mesh: Mesh) -> None:
     device_checks.family(place, mesh, name)
 
 
-@pytest.mark.parametrize("check", [device_checks.no_waiting, device_checks.files_for_engines])
+@pytest.mark.parametrize("check", [device_checks.no_waiting, device_checks.speed, device_checks.files_for_engines])
 def test_checks_of_one_rank(check: Callable[[Place, Mesh], None], place: Place, mesh: Mesh) -> None:
     check(place, mesh)
     assert place.figures
