@@ -95,7 +95,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     # Programs of SLURM, whose failure of any kind is told before anything starts.
     "launcher/cluster/slurm.py _run": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
-    "launcher/cluster/slurm_job.py _submit": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
+    "launcher/cluster/slurm.py _submit": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
     # No new process: the launcher becomes another program.
     "launcher/launch.py _become": ("test_servers.py::test_a_port_is_held_until_its_holder_is_killed",),
 }  # fmt: skip

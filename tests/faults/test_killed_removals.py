@@ -69,7 +69,7 @@ REMOVALS: dict[str, str] = {
     "launcher/liveness.py place_of_beats": OWN,
     "launcher/node_checks.py why_not_writable": OWN,
     "launcher/rendezvous.py NodeGroup.leave": ONE_CALL,
-    "launcher/resume/fork.py _bring_directory": "test_kill_during_start.py",
+    "launcher/resume/attempt.py _bring_directory": "test_kill_during_start.py",
     "launcher/resume/plan.py _make_room": "test_kill_during_start.py",
     "launcher/resume/plan.py _remove_rest": "test_kill_during_start.py",
     "launcher/resume/plan.py _settle": "test_kill_during_start.py",

@@ -20,7 +20,7 @@ from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, RunDirError
-from holdfast.launcher.cluster.slurm_job import submit_rl, submit_training
+from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Machine,
     Placement,

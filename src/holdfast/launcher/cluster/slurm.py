@@ -1,19 +1,37 @@
-"""A run within an allocation of SLURM's: a step with an agent for every process, on the nodes of the allocation.
+"""SLURM: a run within an allocation, and `--slurm`, which submits one.
 
-SLURM ends the job where a node is lost, and starts it again with others where it is asked to (`--requeue`).
+Within an allocation every process gets a step of `srun` with an agent. SLURM ends the job if a node is lost, and
+queues it again with other nodes if `--requeue` asks for that.
+
+`--slurm` writes one sbatch script that starts the run, saves it ahead of the time limit, and queues it again. The
+script of `rl` starts its launcher on the first node, which places the other processes as steps. The script of `sft`,
+`dpo` and `reward-model` starts the same command on every node, as one step of `srun`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shlex
 import socket
 import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
+import tomli_w
+
+from holdfast.config.base import CkptConfig
+from holdfast.config.cluster import SlurmConfig
+from holdfast.config.load import without_none
+from holdfast.config.rl import RlConfig
+from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
 from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, agent_command, close_all
 from holdfast.process.child import killed_by
+from holdfast.run import atomic
 
 _COMMAND_TIMEOUT_S = 60.0
 
@@ -131,3 +149,245 @@ def _run(argv: list[str]) -> str:
         killed = killed_by(error.returncode)
         reason = error.stderr.strip() if killed is None else f"it was killed by {killed.name}"
         raise ConfigError(f"`{' '.join(argv)}` failed: {reason}") from None
+
+
+_COMMAND_TIMEOUT_S = 60.0
+# What the launcher takes beside the trainer's grace to tell everybody and to end.
+_ENDING_S = 60
+_STOPPED_BY_USR1 = 138
+_SCRIPT = """\
+#!/bin/bash
+{options}
+cd {directory} || exit 2
+{setup}
+{before}asked=
+trap 'asked=USR1' USR1
+trap 'asked=TERM' TERM
+{command} &
+launcher=$!
+# As long as it is a copy of this shell it forgets signals.
+while cmp -s "/proc/$launcher/cmdline" "/proc/$$/cmdline"; do sleep 0.1; done
+trap '{send_usr1}' USR1
+trap '{send_term}' TERM
+# Asked to end a moment ago, when there was nobody to tell.
+if [ "$asked" = USR1 ]; then {send_usr1}; fi
+if [ "$asked" = TERM ]; then {send_term}; fi
+while true; do
+    wait "$launcher"
+    code=$?
+    # A signal ends the wait as well.
+    kill -0 "$launcher" 2>/dev/null || break
+done
+# Stopped ahead of the time limit: what is saved goes on in the next job.
+if [ "$code" = {stopped} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+_TOKEN = """\
+# Servers listen for other nodes. In the environment alone: nobody else can read it there.
+: "${{{token}:=$(head -c 24 /dev/urandom | base64 | tr -d '/+=')}}"
+export {token}
+"""
+_MEET = """\
+# Where the commands meet: here, on the first node, by the address that SLURM reaches it at.
+MASTER_ADDR=$(scontrol show node "$SLURMD_NODENAME" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+export MASTER_ADDR
+"""
+# Each command ends by itself once the step is saved; bound to nothing, its ranks take the cores they are told to.
+_STEP = ("srun", "--ntasks-per-node", "1", "--kill-on-bad-exit=0", "--wait", "0", "--cpu-bind", "none", "--mpi", "none")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the script of a run is made of.
+
+    Attributes:
+        program: whose command the job runs.
+        given: its settings, as the user wrote them.
+        start: the words ahead of the command.
+        more: the words behind its settings.
+        before: lines of shell ahead of the command.
+        send: the line of shell that sends a signal to the command, with `{signal}` for its name.
+    """
+
+    program: str
+    slurm: SlurmConfig
+    nodes: int
+    ckpt: CkptConfig
+    given: RlConfig | SupervisedCommand
+    start: tuple[str, ...]
+    more: tuple[str, ...]
+    before: str
+    send: str
+
+    @property
+    def folder(self) -> Path:
+        """Where script, settings and output lie."""
+        return (self.given.output_dir / "slurm").absolute()
+
+    @property
+    def settings(self) -> Path:
+        """What the user has set, but for what only chose the job."""
+        return self.folder / f"{self.program}.toml"
+
+
+def submit_rl(config: RlConfig, given: RlConfig) -> int:
+    """Write the script of an RL run and submit it; a dry run prints it instead.
+
+    Args:
+        config: with what its processes share handed down.
+        given: as the user wrote it.
+
+    Raises:
+        ConfigError: the settings cannot be those of a job that may be queued again; or sbatch refuses it.
+    """
+    assert config.slurm is not None
+    if given.cluster is not None:
+        raise ConfigError(f"cluster = '{given.cluster}' and --slurm are two places to run at: leave one of them out")
+    return _submit(
+        _Job(
+            "rl",
+            config.slurm,
+            config.slurm.nodes,
+            _checkpoints(config.trainer.ckpt, config.slurm, clean=config.clean),
+            given,
+            start=(),
+            more=("--cluster", "slurm"),
+            before=_TOKEN.format(token=config.inference.server.admin_token_env),
+            send='kill -{signal} "$launcher"',
+        )
+    )
+
+
+def submit_training(config: SupervisedCommand) -> int:
+    """Write the script of `sft`, `dpo` or `reward-model` and submit it; a dry run prints it instead.
+
+    Raises:
+        ConfigError: as of `submit_rl`; or the nodes of the job are not those of the trainer.
+    """
+    slurm, parallel = config.slurm, config.parallel
+    assert slurm is not None
+    nodes = slurm.nodes if "nodes" in slurm.model_fields_set else parallel.nodes
+    if "nodes" in parallel.model_fields_set and parallel.nodes != nodes:
+        raise ConfigError(
+            f"parallel.nodes = {parallel.nodes} and slurm.nodes = {nodes}: all nodes of the job train. Set one of them"
+        )
+    if parallel.rdzv_endpoint is not None:
+        raise ConfigError(
+            f"parallel.rdzv_endpoint = {parallel.rdzv_endpoint} names one machine, and SLURM chooses them: leave it out"
+        )
+    return _submit(
+        _Job(
+            config.program,
+            slurm,
+            nodes,
+            _checkpoints(config.ckpt, slurm, clean=config.clean),
+            config,
+            start=(*_STEP, *(("--label",) if nodes > 1 else ())),
+            more=(),
+            before=_MEET if nodes > 1 else "",
+            # To the step, not to srun: that takes SIGTERM for an order to kill.
+            send='scancel --signal {signal} "$SLURM_JOB_ID"',
+        )
+    )
+
+
+def _submit(job: _Job) -> int:
+    script = _rendered(job)
+    if job.given.dry_run:
+        print(script, end="")
+        return 0
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / f"{job.program}.sbatch"
+    atomic.write_file(job.settings, _settings_of_job(job.given).encode())
+    atomic.write_file(path, script.encode())
+    try:
+        argv = ["sbatch", "--parsable", str(path)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    except FileNotFoundError:
+        raise ConfigError(f"--slurm needs SLURM's sbatch, which is not on this machine. The script is {path}") from None
+    except subprocess.TimeoutExpired:
+        raise _unknown(path, f"has not answered within {_COMMAND_TIMEOUT_S:.0f} s") from None
+    if (killed := killed_by(done.returncode)) is not None:
+        raise _unknown(path, f"was killed by {killed.name}")
+    if done.returncode != 0:
+        raise ConfigError(f"sbatch refuses {path}: {done.stderr.strip()}")
+    number = done.stdout.strip().partition(";")[0]
+    print(f"submitted job {number}; its output: {job.folder / f'job_{number}.out'}")
+    print(f"save and stop it: scancel --batch --signal TERM {number}")
+    return 0
+
+
+def _unknown(script: Path, how: str) -> ConfigError:
+    return ConfigError(f"sbatch {how}: see by squeue whether the job is there before you submit {script} again")
+
+
+def _rendered(job: _Job) -> str:
+    """Return the script."""
+    slurm = job.slurm
+    options = {
+        "job-name": slurm.job_name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "exclusive": None,  # the processes take the cores that there are
+        "gpus-per-node": slurm.gpus_per_node or False,
+        "time": slurm.time or False,
+        "partition": slurm.partition or False,
+        "account": slurm.account or False,
+        "output": str(job.folder).replace("%", "%%") + "/job_%j.out",
+        "open-mode": "append",
+        "requeue": None,
+        "signal": f"B:USR1@{_ahead_s(job.ckpt)}",
+    }
+    lines = [
+        f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items() if value is not False
+    ]
+    command = [*job.start, str(Path(sys.executable).with_name(job.program)), "@", str(job.settings)]
+    return _SCRIPT.format(
+        options="\n".join(f"#SBATCH {line}" for line in [*map(shlex.quote, lines), *slurm.extra]),
+        directory=shlex.quote(str(Path.cwd())),
+        setup="\n".join(slurm.setup),
+        before=job.before,
+        command=shlex.join([*command, *job.more, "--ckpt.resume-step", "auto"]),
+        send_usr1=job.send.format(signal="USR1"),
+        send_term=job.send.format(signal="TERM"),
+        stopped=_STOPPED_BY_USR1,
+    )
+
+
+def _checkpoints(ckpt: CkptConfig | None, slurm: SlurmConfig, *, clean: bool) -> CkptConfig:
+    """Return how a job saves that may be queued again.
+
+    Raises:
+        ConfigError: it would start afresh each time, or end before it has trained anything.
+    """
+    if ckpt is None:
+        raise ConfigError(
+            "--slurm needs checkpoints: a job that is queued again would start afresh. Set --ckpt.interval"
+        )
+    if ckpt.resume_step not in (None, "auto"):
+        raise ConfigError(
+            f"ckpt.resume_step = {ckpt.resume_step}: with --slurm it is 'auto', as the job may be queued again. To go "
+            "on from another step, name it by --ckpt.resume-dir in a new --output-dir"
+        )
+    if clean:
+        raise ConfigError("--clean with --slurm would remove the run whenever the job is queued again: leave it out")
+    if slurm.time_s is not None and slurm.time_s <= _ahead_s(ckpt):
+        raise ConfigError(
+            f"slurm.time = {slurm.time} is over before anything can be trained: it is stopped {_ahead_s(ckpt)} s ahead "
+            f"of it (ckpt.grace_s and {_ENDING_S} s). Raise slurm.time, or lower ckpt.grace_s"
+        )
+    return ckpt
+
+
+def _ahead_s(ckpt: CkptConfig) -> int:
+    return math.ceil(ckpt.grace_s) + _ENDING_S
+
+
+def _settings_of_job(given: RlConfig | SupervisedCommand) -> str:
+    """Return what the user has set, without what only chose the job."""
+    plain = without_none(given.model_dump(mode="json", exclude_unset=True))
+    for name in ("slurm", "dry_run"):
+        plain.pop(name, None)
+    return tomli_w.dumps(plain)
