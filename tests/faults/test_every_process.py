@@ -154,7 +154,7 @@ def _worker(directory: Path) -> object:
 
 
 def _check(_: Path) -> object:
-    return check_in_child("holdfast.launcher.check_functions", TrainerConfig.model_validate({"model": {"name": "m"}}))
+    return check_in_child("holdfast.launcher.preflight", TrainerConfig.model_validate({"model": {"name": "m"}}))
 
 
 def _probe(_: Path) -> object:
@@ -224,7 +224,7 @@ VICTIMS = {
         ),
         signals=(signal.SIGKILL,),  # the other one stops a run
     ),
-    "check of a start": Victim(_check, (("check_functions.py", "<module>", 0), _EXIT), told="Nothing was started"),
+    "check of a start": Victim(_check, (("launcher/preflight.py", "<module>", 0), _EXIT), told="Nothing was started"),
     "check of an environment": Victim(
         _probe, (("environments_probe.py", "<module>", 0), ("environments_probe.py", "probe", 0), _EXIT)
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -30,10 +31,16 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.launcher.devices import Placement, names_of, rates_of_run, settings_of_run
-from holdfast.process.child import LAUNCHER_ENV, available_cores, killed_by
+from holdfast.process.child import (
+    LAUNCHER_ENV,
+    available_cores,
+    die_with_launcher,
+    killed_by,
+    run_reporting_errors,
+)
 from holdfast.process.events import EVENTS_ENV
 from holdfast.process.gpus import Gpu, require_vllm
-from holdfast.process.imports import module_command
+from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
     Survey,
@@ -93,7 +100,7 @@ def check_training(config: TrainingCommand) -> None:
             "which `rl` does by itself"
         )
     if any(":" in name for name in (config.loss.type, *config.advantages)):
-        check_in_child("holdfast.launcher.check_functions", config)
+        check_in_child("holdfast.launcher.preflight", config)
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
@@ -430,3 +437,21 @@ def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
     if not gpus:
         return "CPU"
     return f"{len(gpus)} x GPU" if is_counted else f"GPU {names_of(gpus)}"
+
+
+def check_functions(config: TrainerConfig) -> None:
+    """Load the loss and the advantages of the user; the launcher has a child do it: `python -m` this module.
+
+    Raises:
+        ConfigError: a function cannot be loaded, or does not take `loss.args`.
+    """
+    for name in config.advantages:
+        if ":" in name:
+            load_function(name, key="advantage")
+    if ":" in config.loss.type:
+        load_loss(config.loss.type, config.loss.args)
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: check_functions(TrainerConfig.model_validate_json(sys.stdin.buffer.read())))

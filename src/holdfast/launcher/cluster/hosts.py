@@ -1,8 +1,8 @@
 """Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
 
 `RemoteHost` talks to a `RemoteAgent` on another host, over any `Wire`. An agent is a Ray actor, or a SLURM step that
-reads its stdin. It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
-`PipeWire` is the launcher's end of a command such as `srun`, with its two pipes.
+runs this module as a program. It starts one process after the other, watches it and ends it. Everything that it starts
+dies with it. `PipeWire` is the launcher's end of a command such as `srun`, one line of JSON for each call and answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied
+from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.heartbeat import awake_s, show_stacks
 from holdfast.process.imports import module_command
@@ -106,38 +106,31 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process and its group."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | Any:
-        """As `subprocess` says it."""
         return self._process.returncode
 
     def poll(self) -> int | None:
-        """Return how it ended, without waiting."""
         return self._process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for its end."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill its group."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
     def clear(self, timeout_s: float) -> None:
-        """Kill its group and wait until all of it is gone."""
         import psutil  # takes 0.03 s, and few processes come here
 
         self.kill()
@@ -158,7 +151,6 @@ class LocalProcess:
                 os.close(descriptor)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
-        """Have its processes write their stacks into `log`."""
         show_stacks(pids, of=self.pid, log=log)
 
 
@@ -168,7 +160,6 @@ class LocalHost:
     name = "this machine"
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> LocalProcess:
-        """Start a child in a session of its own."""
         return start_here(argv, log, {**os.environ, **environment})
 
 
@@ -261,19 +252,15 @@ class RemoteAgent:
         return code
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         self._started().signal(number)
 
     def kill(self) -> None:
-        """Kill it and what it started."""
         self._started().kill()
 
     def clear(self, timeout_s: float) -> None:
-        """Kill it and what it started, and wait until they are gone."""
         self._started().clear(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: str) -> None:
-        """Have its processes write their stacks into `log`."""
         self._started().show_stacks(pids, Path(log))
 
     def _started(self) -> LocalProcess:
@@ -339,7 +326,6 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id on its host; 0 before it has started."""
         return self._started.result() if self._started.done() and self._started.exception() is None else 0
 
     def poll(self) -> int | None:
@@ -359,19 +345,16 @@ class RemoteProcess:
         return self.returncode
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for its end, at most so long."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.poll() is None and (deadline is None or time.monotonic() < deadline):
             time.sleep(_POLL_S)  # neither Ray nor a pipe wakes who waits for a signal as well
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone."""
         if self.poll() is None:
             self._wire.post("signal", int(number))
 
     def kill(self) -> None:
-        """Kill it and what it started."""
         self._post("kill")
 
     def clear(self, timeout_s: float) -> None:
@@ -385,7 +368,6 @@ class RemoteProcess:
         self.wait(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
-        """Have its processes write their stacks into `log`."""
         self._post("show_stacks", list(pids), str(log))
 
     def _post(self, method: str, *arguments: Any) -> Future[Any] | None:
@@ -434,7 +416,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 def agent_command() -> list[str]:
     """Return the command line of an agent."""
-    return module_command("holdfast.launcher.cluster.agent")
+    return module_command("holdfast.launcher.cluster.hosts")
 
 
 class PipeWire:
@@ -463,14 +445,12 @@ class PipeWire:
         threading.Thread(target=self._read, daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the place, and wait for its result."""
         try:
             return self.post(method, *arguments).result(CALL_TIMEOUT_S)
         except TimeoutError:
             raise self.lose() from None
 
     def post(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the place."""
         answer: Future[Any] = Future()
         with self._lock:
             if method == "start":
@@ -483,7 +463,6 @@ class PipeWire:
         return answer
 
     def ended(self) -> int | None:
-        """Return how the process there ended."""
         assert self._started is not None
         if self._started.done() and (code := self._ends.get(self._started.result())) is not None:
             return code
@@ -561,3 +540,36 @@ def close_all(wires: Iterable[PipeWire]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def main() -> None:
+    """Be an agent until stdin ends: the launcher has ended, or is out of reach. What was started here ends too."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        # A scheduler sends them to whatever it finds here; who is to end is for the launcher to say. Not ignored:
+        # what is started here would inherit that.
+        signal.signal(number, lambda *_: None)
+    wire = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else may come between the lines
+    lock, place = threading.Lock(), RemoteAgent()
+
+    def say(**message: Any) -> None:
+        with lock:
+            wire.write(f"{json.dumps(message)}\n")
+            wire.flush()
+
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            result = getattr(place, call["method"])(*call["arguments"])
+        except (OSError, HoldfastError) as error:
+            say(error=str(error), errno=getattr(error, "errno", None) if is_storage_failure(error) else None)
+            continue
+        say(result=result)
+        if call["method"] == "start":
+            # A thread of its own waits: the next call may be the one that ends the process.
+            threading.Thread(target=lambda pid=result: say(ended=place.wait(), pid=pid), daemon=True).start()
+    os._exit(0)  # at once; the kernel ends what was started
+
+
+if __name__ == "__main__":
+    main()
