@@ -25,9 +25,9 @@ from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
 from holdfast.launcher.exit_reasons import Deaths, end_of, how_it_ended, profile_lines, report_stop
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
+from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff, fullest
-from holdfast.launcher.rendezvous import NodeGroup
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.supervise import REFRESH_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
@@ -218,7 +218,7 @@ class _Watcher:
 
     def _follow_group(self) -> None:
         """Stop, or end the trainer, where another node makes us."""
-        if self._group is None or self._deaths.ended_by_group or (verdict := self._group.verdict()) is None:
+        if self._group is None or self._deaths.ended_by_group or (verdict := self._group.stop_order()) is None:
             return
         self._deaths.ended_by_group = verdict.reason
         if verdict.signal:

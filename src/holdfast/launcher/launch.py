@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
-from holdfast.errors import ConfigError, RunDirError
+from holdfast.errors import ConfigError, HoldfastError, RunDirError
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Machine,
@@ -40,7 +41,7 @@ from holdfast.launcher.devices import (
 from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, reserve
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
-from holdfast.launcher.nodes import launch_on_nodes, process_name, trainer_command, with_outer_nodes
+from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import check_outputs
 from holdfast.launcher.placement import Placed, placed
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff
@@ -57,6 +58,7 @@ from holdfast.launcher.preflight import (
     settle_length,
     summary,
 )
+from holdfast.launcher.rendezvous import with_outer_nodes
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
@@ -66,6 +68,7 @@ from holdfast.process.gpus import Gpu, find_gpus, require_vllm
 from holdfast.process.imports import module_command
 from holdfast.run.inputs import check_max_len
 from holdfast.run.run_dir import RunDir
+from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
 
 
 def check_evaluations(config: TrainingCommand) -> None:
@@ -181,6 +184,85 @@ def launch_training(config: TrainingCommand) -> int:
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
     return _print_plan(plan) if config.dry_run else watch(plan)
+
+
+_NODE_RESTART_WINDOW_S = 600.0
+_NODE_HEARTBEAT_TIMEOUT_S = 120.0
+_MOMENT_S = 0.1
+
+
+def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: dict[str, str]) -> int:
+    """Run a training program on this node and the others; return the exit code.
+
+    Args:
+        rank: of this node, where an outer launcher says so; unset: the host of the address to meet at is the head.
+        environment: variables of the trainer, such as those that give it its GPUs.
+    """
+    group = NodeGroup(config, process_name(config), rank=rank)
+    code, said = 1, ""
+    try:
+        if group.is_head:
+            # Before the others come: another run in this directory is told at once.
+            RunDir(config.output_dir).lock()
+        code = _run(config, group, environment)
+    except HoldfastError as error:
+        code, said = error.exit_code, str(error)
+        raise
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    finally:
+        code = group.leave(code, said)
+    return code
+
+
+def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str]) -> int:
+    number = group.gather(lambda: time.sleep(_MOMENT_S), lambda text: print(text, flush=True))
+    if number is not None:
+        return 128 + number
+    healing = None
+    if config.ckpt is not None:
+        healing = Healing(
+            again=lambda: plan_on_node(config, group, environment, again=True),
+            restarts=Restarts(config.parallel.max_restarts, _NODE_RESTART_WINDOW_S),
+            storage_backoff=StorageBackoff(0.0),
+            heartbeat_timeout_s=_NODE_HEARTBEAT_TIMEOUT_S,
+        )
+    return watch(plan_on_node(config, group, environment), healing, group)
+
+
+def plan_on_node(
+    config: TrainingCommand, group: NodeGroup, environment: dict[str, str], *, again: bool = False
+) -> Plan:
+    """Return this node's part of the attempt that begins; the head node prepares it."""
+    run_dir = RunDir(config.output_dir)
+    if group.is_head:
+        # The command that led may have been started again while the others wait for it: the run goes on then.
+        again = again or group.is_rejoined()
+        clean = config.clean and not again
+        attempt = prepare(config, clean=clean, dry_run=False, again=again, is_locked=True)
+        resumed = with_resume(config, attempt.resume_step)
+        path = write_config(attempt, process_name(config), resumed, dry_run=False)
+        part = group.begin(attempt)
+    else:
+        part = group.join()
+        attempt = Attempt(run_dir, part.attempt, part.resume_step)
+        resumed = with_resume(config, attempt.resume_step)
+        path = run_dir.configs(part.attempt) / f"{process_name(config)}.toml"
+        print(f"node {part.rank} of {config.parallel.nodes}: {attempt.start} (attempt {attempt.number})", flush=True)
+    environment = {**environment, NODE_RANK_ENV: str(part.rank), ENDPOINT_ENV: part.endpoint}
+    commands = {"trainer": trainer_command(config, path)}
+    return Plan(attempt, commands, resumed, [path], environments={"trainer": environment}, node=part.rank)
+
+
+def process_name(config: TrainingCommand) -> str:
+    """Return the name of the file with the resolved settings of a training program."""
+    return "trainer" if isinstance(config, TrainerConfig) else config.program
+
+
+def trainer_command(config: TrainingCommand, path: Path) -> list[str]:
+    """Return the command line of the process that starts the ranks, which reads `config` from `path`."""
+    return module_command("holdfast.trainer.launch", config.program, str(path))
 
 
 def launch_rl(config: RlConfig) -> int:

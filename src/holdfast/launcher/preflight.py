@@ -371,7 +371,7 @@ def planned_trainer(
     """Return the rows of a training program: its own, and that of the other nodes where it has several.
 
     Args:
-        cluster: which chooses the nodes; None: the one that leads is named, and the others are not.
+        cluster: which chooses the nodes; None: the head node is named, and the others are not.
     """
     parallel, nodes = config.parallel, config.parallel.nodes
     devices = _shown(placement.trainer, is_counted=cluster is not None)

@@ -22,7 +22,7 @@ from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.engines import _look
 from holdfast.launcher.liveness import Health, HealthProbe
-from holdfast.launcher.nodes import outer_nodes, with_outer_nodes
+from holdfast.launcher.rendezvous import outer_nodes, with_outer_nodes
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.process.child import _LossyFile
