@@ -8,7 +8,6 @@ setting that changes the result.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from holdfast.config.rl import RlConfig
 from holdfast.config.training import ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME
-from holdfast.process.child import available_cores
 from holdfast.process.gpus import (
     INSTALL_CPU,
     INSTALL_GPU,
@@ -38,8 +36,6 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
 _NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {INSTALL_CPU}"
-# Less than any rank has for itself, beside the imports that all share: what it refuses cannot start.
-_LEAST_RANK_BYTES = 64 << 20
 # Arguments of vLLM that multiply the GPUs of one engine.
 _SPLITTING = ("pipeline-parallel-size", "data-parallel-size")
 
@@ -82,7 +78,7 @@ class Placement:
 
     def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
         """Return the variables of a process that gets `gpus`."""
-        return {VISIBLE_DEVICES_ENV: ",".join(gpu.name for gpu in gpus)} if gpus or self.hides_gpus else {}
+        return {VISIBLE_DEVICES_ENV: names_of(gpus)} if gpus or self.hides_gpus else {}
 
 
 def this_machine(inventory: Inventory) -> Machine:
@@ -122,7 +118,6 @@ def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
     """
     gpus = trainer_gpus(parallel, machine)
     if not gpus:
-        _refuse_without_memory(parallel.ranks, key="parallel")
         return Placement(hides_gpus=bool(machine.inventory.gpus))
     wanted = parallel.num_ranks or len(gpus)
     if wanted > len(gpus):
@@ -130,21 +125,6 @@ def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
             f"parallel.num_ranks = {wanted}, one for each GPU, and there {_are(len(gpus))}: lower it, or leave it out"
         )
     return Placement(gpus[:wanted])
-
-
-def _refuse_without_memory(ranks: int, *, key: str) -> None:
-    """Refuse more ranks on the CPU than its memory holds. More than there are cores are slow, and nothing else.
-
-    Raises:
-        ConfigError: there are more.
-    """
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if ranks * _LEAST_RANK_BYTES > total:
-        raise ConfigError(
-            f"{key}.num_ranks = {ranks}: on the CPU each takes at least {_LEAST_RANK_BYTES >> 20} MiB, and this "
-            f"machine has {total / 2**30:.0f} GiB of memory: set at most {total // _LEAST_RANK_BYTES}; more than the "
-            f"{available_cores()} cores that there are only take turns"
-        )
 
 
 def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> Placement:
@@ -158,8 +138,6 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     """
     gpus = machine.inventory.gpus
     trains = bool(trainer_gpus(config.trainer.parallel, machine, key="trainer.parallel"))
-    if not trains and config.cluster is None:
-        _refuse_without_memory(config.trainer.parallel.ranks, key="trainer.parallel")
     if starts_inference and config.cluster is None:
         check_build(config.inference, machine, key="inference.engine.device")
     samples = starts_inference and machine.engine_device == "cuda"
@@ -282,11 +260,9 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
     return chosen
 
 
-def choose_rl(config: RlConfig, placement: Placement, machine: Machine) -> dict[str, Any]:
+def choose_rl(config: RlConfig, placement: Placement, machine: Machine, *, starts_inference: bool) -> dict[str, Any]:
     """Fill in, in place, what the settings of trainer and engines leave to their devices; return it by dotted key."""
-    chosen = {
-        f"trainer.{key}": value for key, value in choose_training(config.trainer, placement, clean=config.clean).items()
-    }
+    of_trainer = choose_training(config.trainer, placement, clean=config.clean)
     of_engine = choose_for_engine(
         config.inference,
         machine.engine_device,
@@ -295,7 +271,8 @@ def choose_rl(config: RlConfig, placement: Placement, machine: Machine) -> dict[
     )
     if config.trainer.sampler_dtype is None:
         config.trainer.sampler_dtype = config.inference.model.dtype
-    return chosen | {f"inference.{key}": value for key, value in of_engine.items()}
+    chosen = {f"trainer.{key}": value for key, value in of_trainer.items()}
+    return chosen | {f"inference.{key}": value for key, value in of_engine.items() if starts_inference}
 
 
 def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any]:
@@ -344,42 +321,22 @@ def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: b
     return before.get("optim", {})
 
 
-def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[str] = ()) -> str:
-    """Return the line that says what a run computes on, and what was chosen by that.
+def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[Sequence[Gpu]] = ()) -> str:
+    """Return the line that says what a run computes on, and which settings follow.
 
     Args:
-        engines: what the engines compute on.
+        engines: the GPUs of each engine.
     """
-    where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {engine}" for engine in engines)])
-    # One name for the trainer and the engine if both got the same value.
-    values: dict[str, set[str]] = {}
-    for key, value in chosen.items():
-        values.setdefault(key.rpartition(".")[2], set()).add(str(value).lower())
-    names = [(key, key.rpartition(".")[2], str(value).lower()) for key, value in chosen.items()]
-    settings = dict.fromkeys(f"{key if len(values[name]) > 1 else name} = {value}" for key, name, value in names)
-    return where + (f"; set by the device: {', '.join(settings)}" if settings else "")
-
-
-def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machine, *, starts_inference: bool) -> str:
-    """Return the same for `rl`."""
-    if not starts_inference:
-        return describe(placement, {key: value for key, value in chosen.items() if key.startswith("trainer.")})
-    return describe(placement, chosen, engines=[_gpus(gpus) for gpus in placement.engines or ((),)])
+    where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {_gpus(gpus)}" for gpus in engines)])
+    settings = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
+    return where + (f"; set by the device: {settings}" if settings else "")
 
 
 def _gpus(gpus: Sequence[Gpu]) -> str:
-    """Return `GPU 0-3 (4 x NVIDIA H100)`, or `the CPU`."""
-    if not gpus:
-        return "the CPU"
-    model = gpus[0].model or "NVIDIA"
-    return f"GPU {names_of(gpus)} ({len(gpus)} x {model})"
+    """Return `GPU 0,1 (2 x NVIDIA H100)`, or `the CPU`."""
+    return f"GPU {names_of(gpus)} ({len(gpus)} x {gpus[0].model or 'NVIDIA'})" if gpus else "the CPU"
 
 
 def names_of(gpus: Sequence[Gpu]) -> str:
-    """Return the names of GPUs, numbers that follow each other as `0-3`."""
-    names = [gpu.name for gpu in gpus]
-    if len(names) > 2 and all(name.isdecimal() for name in names):
-        numbers = [int(name) for name in names]
-        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            return f"{numbers[0]}-{numbers[-1]}"
-    return ",".join(names)
+    """Return the names of GPUs as CUDA_VISIBLE_DEVICES has them."""
+    return ",".join(gpu.name for gpu in gpus)

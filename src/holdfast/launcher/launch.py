@@ -30,7 +30,6 @@ from holdfast.launcher.devices import (
     choose_rl,
     choose_training,
     describe,
-    describe_rl,
     gpus_per_engine,
     inference_gpus,
     place_rl,
@@ -283,11 +282,11 @@ def launch_rl(config: RlConfig) -> int:
         check_outputs(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         settle_length(config.trainer, clean=config.clean)
-        chosen = choose_rl(config, placement, machine)
+        chosen = choose_rl(config, placement, machine, starts_inference=servers.starts_own)
         plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)
         if servers.line:
             print(servers.line)
-        print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
+        print(describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
         print(summary(config.trainer, None, config.orchestrator))
         if config.dry_run:
             return _print_plan(plan)
