@@ -248,7 +248,7 @@ class Deaths:
             # Before the kill: afterwards nobody can say where it hung.
             child.process.show_stacks(monitor.pids(), child.log)
             self._killed.add(child.process)  # once: where its storage hangs, it takes its time to end
-            self._supervisor.kill(child)
+            child.process.kill()
 
     def restart_delay_s(self, child: Child, *, step: int) -> float | None:
         """Return the seconds to wait before `child` is started again; None: it is not.

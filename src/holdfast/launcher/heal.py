@@ -29,7 +29,7 @@ from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff, fullest
 from holdfast.launcher.resume.resume_step import clear_unpublished
-from holdfast.launcher.supervise import REFRESH_S, Child, Supervisor
+from holdfast.launcher.supervise import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
@@ -225,7 +225,7 @@ class _Watcher:
             self._supervisor.take_for_signaled(verdict.signal)
         elif (trainer := self._trainer()) is not None and trainer.process.poll() is None:
             self._console.say(f"{verdict.reason}: ending the trainer here, too")
-            self._supervisor.kill(trainer)
+            trainer.process.kill()
 
     def _refresh_waiting(self) -> None:
         """Show what goes on while something is waited for, which nobody else shall mind."""
@@ -246,7 +246,7 @@ class _Watcher:
             return self._evaluate_again(child)
         if self._group is not None:
             # Its ranks as well, before the others go on: they write into the same directory.
-            self._supervisor.end(child)
+            child.process.clear(STOP_TIMEOUT_S)
             self._group.trainer_died(how_it_ended(child))
         if child.process.returncode == STORAGE_FAILED:
             number = self._wait_for_storage(self._deaths.error_of(child))
@@ -396,7 +396,7 @@ class _Watcher:
         # The trainer keeps to the grace itself, from the same signal on, and then says what has not landed.
         timeout_s = ckpt.grace_s + _TELLING_S
         if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
-            self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
+            trainer.process.kill()  # the time is over, or a second signal wants it over
 
     def _trainer(self) -> Child | None:
         """The trainer; None where the storage let none start."""

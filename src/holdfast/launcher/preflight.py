@@ -13,10 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +35,6 @@ from holdfast.process.child import (
     killed_by,
     run_reporting_errors,
 )
-from holdfast.process.events import EVENTS_ENV
 from holdfast.process.gpus import Gpu, require_vllm
 from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token
@@ -59,8 +55,6 @@ from holdfast.run.inputs import (
 )
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Grid, print_parts, size
-
-_TELL_S = 10.0
 
 
 def check_training(config: TrainingCommand) -> None:
@@ -159,20 +153,15 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
-def check_in_child(module: str, config: BaseModel, *arguments: str, events: Path | None = None) -> None:
-    """Run `module` with the configuration on its standard input; raise what it says is wrong.
-
-    Args:
-        events: gets what it reports.
-    """
-    told = {EVENTS_ENV: str(events)} if events is not None else {}
+def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
+    """Run `module` with the configuration on its standard input; raise the error that it reports."""
     with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
         child = subprocess.run(
             module_command(module, *arguments),
             input=config.model_dump_json().encode(),
             stdout=subprocess.DEVNULL,
             stderr=output,
-            env={**os.environ, LAUNCHER_ENV: str(os.getpid()), **told},
+            env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
         )
         if child.returncode == 0:
             return
@@ -249,34 +238,10 @@ def _survey(config: SupervisedCommand) -> Survey:
             ask_hub(name, key=key, file=file)
     print(f"reading {config.data.name}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        path, events = Path(directory) / "survey.json", Path(directory) / "events.jsonl"
+        path = Path(directory) / "survey.json"
         asked = config.model_copy(update={"max_steps": 2**31, "profile": None})
-        with _telling(events, lambda text: print(text, flush=True)):
-            check_in_child("holdfast.trainer.survey", asked, config.program, str(path), events=events)
+        check_in_child("holdfast.trainer.survey", asked, config.program, str(path))
         return msgspec.json.decode(path.read_bytes(), type=Survey)
-
-
-@contextmanager
-def _telling(events: Path, say: Callable[[str], None], *, every_s: float = _TELL_S) -> Iterator[None]:
-    """Say now and then how far a child is by the last of its events: many rows take long."""
-    from holdfast.view.follow import Tail
-    from holdfast.view.state import Phase
-
-    ended, tail = threading.Event(), Tail(events)
-
-    def tell() -> None:
-        while not ended.wait(every_s):
-            for one in deque(tail, maxlen=1):
-                phase = Phase("", one.pop("phase"), one.pop("time"), {k: v for k, v in one.items() if k != "process"})
-                say(f"  {phase.name} {phase.text}".rstrip())
-
-    thread = threading.Thread(target=tell, name="survey", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def summary(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None = None) -> str:

@@ -161,17 +161,9 @@ class Supervisor:
         child.process.clear(STOP_TIMEOUT_S)
         self.children.remove(child)
 
-    def end(self, child: Child) -> None:
-        """Kill a child and what it started, and wait for their end."""
-        child.process.clear(STOP_TIMEOUT_S)
-
     def take_for_signaled(self, number: int) -> None:
         """Do as if signal `number` had come."""
         self._signal = number
-
-    def kill(self, child: Child) -> None:
-        """Kill a child and its children."""
-        child.process.kill()
 
     def pause(self, seconds: float, refresh: Callable[[], None]) -> int | None:
         """Wait; return the number of a signal that came meanwhile."""

@@ -146,9 +146,7 @@ def test_a_training_program_has_the_machine_for_itself() -> None:
 def test_an_engine_by_itself_gets_the_first_ones() -> None:
     split = InferenceConfig.model_validate({"engine": {"tensor_parallel_size": 2}})
     assert [gpu.name for gpu in inference_gpus(split, machine(8))] == ["0", "1"]
-    with pytest.raises(
-        ConfigError, match=r"GPU 0,1,2,.* .*To sample on the CPU all the same: --engine.device cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"GPU 0,1,2,.* .*To sample on the CPU all the same: --engine.device cpu"):
         inference_gpus(split, machine(8, engine="cpu"))
     split.engine.device = "cpu"
     assert inference_gpus(split, machine(8, engine="cpu")) == ()

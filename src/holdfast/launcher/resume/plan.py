@@ -19,7 +19,6 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand, schedule_end
-from holdfast.config.view import MANY_STEPS
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, copy_fork, find_fork, last_started
 from holdfast.launcher.resume.config_diff import (
@@ -116,8 +115,9 @@ def prepare(
     _check_fits(attempt, trainer)
     inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
     attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
-    for line in profile_notes(trainer, done=attempt.resume_step or 0):
-        print(line)
+    window, done = trainer.profiled_steps, attempt.resume_step or 0
+    if window is not None and done >= window.last:
+        print(f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}")
     if not dry_run:
         sections = (trainer, orchestrator, inference)
         _make_room(attempt, ckpt, sections, clean=clean, again=again)
@@ -275,24 +275,6 @@ def _forget_attempts(attempt: Attempt, keep: int, names: tuple[str, ...]) -> Non
     if started is not None:
         last = min(last, int(started.name.removeprefix("attempt_")) - 1)
     attempt.run_dir.remove_old_attempts(last)
-
-
-def profile_notes(trainer: TrainingCommand, *, done: int) -> list[str]:
-    """Return what is to be said of the steps to profile in an attempt that goes on behind step `done`."""
-    window = trainer.profiled_steps
-    if window is None:
-        return []
-    if done >= window.last:
-        return [f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}"]
-    notes = []
-    if done >= window.first:
-        notes.append(f"profile = {window}: the run continues from step {done}, and is profiled from there")
-    if len(window) > MANY_STEPS:
-        notes.append(
-            f"WARNING: profile = {window} records {len(window)} steps: a step of a large model takes hundreds of MB of "
-            "memory and disk, and a few steps show as much"
-        )
-    return notes
 
 
 def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
