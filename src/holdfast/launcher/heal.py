@@ -23,11 +23,21 @@ from holdfast.config.inference import is_engine
 from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
-from holdfast.launcher.exit_reasons import Deaths, end_of, how_it_ended, profile_lines, report_stop
+from holdfast.launcher.failures import (
+    FailureDetector,
+    RestartLimit,
+    RestartPolicy,
+    StorageBackoff,
+    end_of,
+    fullest,
+    how_it_ended,
+    profile_lines,
+    report_stop,
+)
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
 from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import SideProcesses
-from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff, fullest
+from holdfast.launcher.plan import EVALUATION, Plan
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.supervise import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
@@ -45,7 +55,7 @@ T = TypeVar("T")
 
 def watch(
     plan: Plan,
-    healing: Healing | None = None,
+    healing: RestartPolicy | None = None,
     group: NodeGroup | None = None,
 ) -> int:
     """Run the processes of `plan` to their end; return the exit code.
@@ -91,7 +101,7 @@ class _Watcher:
         self,
         plan: Plan,
         supervisor: Supervisor,
-        healing: Healing | None,
+        healing: RestartPolicy | None,
         monitors: dict[str, LivenessMonitor],
         beats: Path,
         group: NodeGroup | None,
@@ -101,8 +111,8 @@ class _Watcher:
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
-        self._deaths = Deaths(healing, supervisor, monitors)
-        self._of_evaluation = Restarts(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
+        self._deaths = FailureDetector(healing, supervisor, monitors)
+        self._of_evaluation = RestartLimit(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
         self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
         self._evaluation_storage = StorageBackoff(_EVALUATION_STORAGE_S)
         self._run_dir = plan.attempt.run_dir
@@ -305,7 +315,7 @@ class _Watcher:
             return number
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
 
-    def _wait_for_places(self, healing: Healing) -> int | None:
+    def _wait_for_places(self, healing: RestartPolicy) -> int | None:
         """Wait until the cluster has a place for every process; return the number of a signal that came meanwhile.
 
         Raises:

@@ -38,22 +38,19 @@ from holdfast.launcher.devices import (
     with_engines,
 )
 from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, reserve
+from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import check_outputs
 from holdfast.launcher.placement import Placed, placed
-from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff
+from holdfast.launcher.plan import EVALUATION, Plan, planned_engine, planned_orchestrator, planned_trainer, print_table
 from holdfast.launcher.preflight import (
     check_in_child,
     check_inference,
     check_orchestrator,
     check_rl,
     check_training,
-    planned_engine,
-    planned_orchestrator,
-    planned_trainer,
-    print_table,
     settle_length,
     summary,
 )
@@ -221,9 +218,9 @@ def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str])
         return 128 + number
     healing = None
     if config.ckpt is not None:
-        healing = Healing(
+        healing = RestartPolicy(
             again=lambda: plan_on_node(config, group, environment, again=True),
-            restarts=Restarts(config.parallel.max_restarts, _NODE_RESTART_WINDOW_S),
+            restarts=RestartLimit(config.parallel.max_restarts, _NODE_RESTART_WINDOW_S),
             storage_backoff=StorageBackoff(0.0),
             heartbeat_timeout_s=_NODE_HEARTBEAT_TIMEOUT_S,
         )
@@ -290,9 +287,9 @@ def launch_rl(config: RlConfig) -> int:
         print(summary(config.trainer, None, config.orchestrator))
         if config.dry_run:
             return _print_plan(plan)
-        healing = Healing(
+        healing = RestartPolicy(
             again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, places=places, again=True),
-            restarts=Restarts(config.max_restarts, config.restart_window_s),
+            restarts=RestartLimit(config.max_restarts, config.restart_window_s),
             storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             cluster=places.cluster if places else None,

@@ -9,12 +9,10 @@ data on hubs, or the constructor of a user's environment.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,15 +25,14 @@ from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
-from holdfast.launcher.devices import Placement, names_of, rates_of_run, settings_of_run
+from holdfast.launcher.devices import rates_of_run, settings_of_run
 from holdfast.process.child import (
     LAUNCHER_ENV,
-    available_cores,
     die_with_launcher,
     killed_by,
     run_reporting_errors,
 )
-from holdfast.process.gpus import Gpu, require_vllm
+from holdfast.process.gpus import require_vllm
 from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
@@ -54,7 +51,7 @@ from holdfast.run.inputs import (
     too_few_for_a_step,
 )
 from holdfast.run.run_dir import RunDir
-from holdfast.view.tables import Grid, print_parts, size
+from holdfast.view.tables import size
 
 
 def check_training(config: TrainingCommand) -> None:
@@ -303,105 +300,6 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
     each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
     what = "weights" if config.model.lora is not None else "weights, gradients and optimizer"
     return f"memory: about {size(each)} per rank for {what}, plus activations and logits (docs/memory.md)"
-
-
-_COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")
-
-
-@dataclass(frozen=True)
-class PlannedProcess:
-    """One process of a run, or several that are alike on machines of their own.
-
-    Attributes:
-        host: that it runs on; empty: this machine.
-        devices: `CPU`, or its GPUs by name; and whether parameters are offloaded from there.
-        ranks: of a trainer; 0: it has none.
-        threads: of each rank, or of the process; 0: as many as its libraries take.
-        port: that it listens at; 0: none.
-        dtype: that it computes the model in; empty: it does not.
-    """
-
-    name: str
-    devices: str = "CPU"
-    ranks: int = 0
-    threads: int = 0
-    port: int = 0
-    dtype: str = ""
-    host: str = ""
-
-
-def planned_trainer(
-    config: TrainingCommand, placement: Placement, *, cluster: str | None = None
-) -> list[PlannedProcess]:
-    """Return the rows of a training program: its own, and that of the other nodes where it has several.
-
-    Args:
-        cluster: which chooses the nodes; None: the head node is named, and the others are not.
-    """
-    parallel, nodes = config.parallel, config.parallel.nodes
-    devices = _shown(placement.trainer, is_counted=cluster is not None)
-    one = PlannedProcess(
-        "trainer",
-        f"{devices}, CPU offload" if parallel.cpu_offload else devices,
-        ranks=parallel.ranks,
-        # Of another machine nobody knows its cores yet.
-        threads=parallel.threads or (0 if cluster or nodes > 1 else max(1, available_cores() // parallel.ranks)),
-        dtype=config.model.compute_dtype,
-        host=_of_cluster(cluster),
-    )
-    if nodes == 1:
-        return [one]
-    if cluster is not None:
-        return [replace(one, name=f"trainer ({nodes} nodes)")]
-    others = "node 1" if nodes == 2 else f"nodes 1-{nodes - 1}"
-    leads = replace(one, name="trainer (node 0)", host=parallel.rendezvous[0])
-    return [leads, replace(one, name=f"trainer ({others})", host="others")]
-
-
-def planned_orchestrator(*, cluster: str | None = None) -> PlannedProcess:
-    """Return the row of the orchestrator."""
-    return PlannedProcess("orchestrator", host=_of_cluster(cluster))
-
-
-def planned_engine(
-    name: str, config: InferenceConfig, gpus: Sequence[Gpu], *, cluster: str | None = None
-) -> PlannedProcess:
-    """Return the row of the inference server `name`."""
-    return PlannedProcess(
-        name,
-        _shown(gpus, is_counted=cluster is not None),
-        threads=config.engine.threads or 0,
-        port=0 if cluster else config.server.port,  # which is chosen where it comes to lie
-        dtype=config.model.dtype or "",
-        host=_of_cluster(cluster),
-    )
-
-
-def _of_cluster(cluster: str | None) -> str:
-    return "" if cluster is None else f"by {cluster}"
-
-
-def print_table(processes: Sequence[PlannedProcess]) -> None:
-    """Print them, one a line."""
-    here = socket.gethostname()
-    rows = [
-        (
-            one.name,
-            one.host or here,
-            one.devices,
-            *(str(number or "-") for number in (one.ranks, one.threads, one.port)),
-            one.dtype,
-        )
-        for one in processes
-    ]
-    print_parts([Grid(_COLUMNS, rows)])
-
-
-def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
-    """Return the names of GPUs, or their number where the names are those of another machine."""
-    if not gpus:
-        return "CPU"
-    return f"{len(gpus)} x GPU" if is_counted else f"GPU {names_of(gpus)}"
 
 
 def check_functions(config: TrainerConfig) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.config import SftConfig
 from holdfast.errors import RunDirError
-from holdfast.launcher.exit_reasons import end_of
+from holdfast.launcher.failures import end_of
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir

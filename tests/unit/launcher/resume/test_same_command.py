@@ -9,7 +9,7 @@ import pytest
 from holdfast.config import CkptConfig, DpoConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import RunDirError
-from holdfast.launcher.exit_reasons import profile_lines
+from holdfast.launcher.failures import profile_lines
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.run.run_dir import RunDir
