@@ -17,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
@@ -151,9 +150,7 @@ def _run(argv: list[str]) -> str:
         raise ConfigError(f"`{' '.join(argv)}` failed: {reason}") from None
 
 
-_COMMAND_TIMEOUT_S = 60.0
-# What the launcher takes beside the trainer's grace to tell everybody and to end.
-_ENDING_S = 60
+_ENDING_S = 60  # for the launcher, beside the trainer's grace
 _STOPPED_BY_USR1 = 138
 _SCRIPT = """\
 #!/bin/bash
@@ -165,11 +162,11 @@ trap 'asked=USR1' USR1
 trap 'asked=TERM' TERM
 {command} &
 launcher=$!
-# As long as it is a copy of this shell it forgets signals.
+# While it is a copy of this shell it forgets signals.
 while cmp -s "/proc/$launcher/cmdline" "/proc/$$/cmdline"; do sleep 0.1; done
 trap '{send_usr1}' USR1
 trap '{send_term}' TERM
-# Asked to end a moment ago, when there was nobody to tell.
+# A signal that came before.
 if [ "$asked" = USR1 ]; then {send_usr1}; fi
 if [ "$asked" = TERM ]; then {send_term}; fi
 while true; do
@@ -178,7 +175,7 @@ while true; do
     # A signal ends the wait as well.
     kill -0 "$launcher" 2>/dev/null || break
 done
-# Stopped ahead of the time limit: what is saved goes on in the next job.
+# Stopped ahead of the time limit: the next job continues.
 if [ "$code" = {stopped} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -194,42 +191,8 @@ _MEET = """\
 MASTER_ADDR=$(scontrol show node "$SLURMD_NODENAME" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 export MASTER_ADDR
 """
-# Each command ends by itself once the step is saved; bound to nothing, its ranks take the cores they are told to.
+# Each command ends by itself once the step is saved. Without CPU binding its ranks take the cores of their settings.
 _STEP = ("srun", "--ntasks-per-node", "1", "--kill-on-bad-exit=0", "--wait", "0", "--cpu-bind", "none", "--mpi", "none")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What the script of a run is made of.
-
-    Attributes:
-        program: whose command the job runs.
-        given: its settings, as the user wrote them.
-        start: the words ahead of the command.
-        more: the words behind its settings.
-        before: lines of shell ahead of the command.
-        send: the line of shell that sends a signal to the command, with `{signal}` for its name.
-    """
-
-    program: str
-    slurm: SlurmConfig
-    nodes: int
-    ckpt: CkptConfig
-    given: RlConfig | SupervisedCommand
-    start: tuple[str, ...]
-    more: tuple[str, ...]
-    before: str
-    send: str
-
-    @property
-    def folder(self) -> Path:
-        """Where script, settings and output lie."""
-        return (self.given.output_dir / "slurm").absolute()
-
-    @property
-    def settings(self) -> Path:
-        """What the user has set, but for what only chose the job."""
-        return self.folder / f"{self.program}.toml"
 
 
 def submit_rl(config: RlConfig, given: RlConfig) -> int:
@@ -245,19 +208,17 @@ def submit_rl(config: RlConfig, given: RlConfig) -> int:
     assert config.slurm is not None
     if given.cluster is not None:
         raise ConfigError(f"cluster = '{given.cluster}' and --slurm are two places to run at: leave one of them out")
-    return _submit(
-        _Job(
-            "rl",
-            config.slurm,
-            config.slurm.nodes,
-            _checkpoints(config.trainer.ckpt, config.slurm, clean=config.clean),
-            given,
-            start=(),
-            more=("--cluster", "slurm"),
-            before=_TOKEN.format(token=config.inference.server.admin_token_env),
-            send='kill -{signal} "$launcher"',
-        )
+    ckpt = _checkpoints(config.trainer.ckpt, config.slurm, clean=config.clean)
+    script = _script(
+        config.slurm,
+        nodes=config.slurm.nodes,
+        ahead_s=_ahead_s(ckpt),
+        folder=_folder(given),
+        command=[*_command("rl", given), "--cluster", "slurm"],
+        before=_TOKEN.format(token=config.inference.server.admin_token_env),
+        send='kill -{signal} "$launcher"',
     )
+    return _submit("rl", given, script)
 
 
 def submit_training(config: SupervisedCommand) -> int:
@@ -277,30 +238,79 @@ def submit_training(config: SupervisedCommand) -> int:
         raise ConfigError(
             f"parallel.rdzv_endpoint = {parallel.rdzv_endpoint} names one machine, and SLURM chooses them: leave it out"
         )
-    return _submit(
-        _Job(
-            config.program,
-            slurm,
-            nodes,
-            _checkpoints(config.ckpt, slurm, clean=config.clean),
-            config,
-            start=(*_STEP, *(("--label",) if nodes > 1 else ())),
-            more=(),
-            before=_MEET if nodes > 1 else "",
-            # To the step, not to srun: that takes SIGTERM for an order to kill.
-            send='scancel --signal {signal} "$SLURM_JOB_ID"',
-        )
+    ckpt = _checkpoints(config.ckpt, slurm, clean=config.clean)
+    script = _script(
+        slurm,
+        nodes=nodes,
+        ahead_s=_ahead_s(ckpt),
+        folder=_folder(config),
+        command=[*_STEP, *(["--label"] if nodes > 1 else []), *_command(config.program, config)],
+        before=_MEET if nodes > 1 else "",
+        # To the step, not to srun, which takes SIGTERM for an order to kill.
+        send='scancel --signal {signal} "$SLURM_JOB_ID"',
+    )
+    return _submit(config.program, config, script)
+
+
+def _folder(given: RlConfig | SupervisedCommand) -> Path:
+    """Return the directory of script, settings and output."""
+    return (given.output_dir / "slurm").absolute()
+
+
+def _command(program: str, given: RlConfig | SupervisedCommand) -> list[str]:
+    return [str(Path(sys.executable).with_name(program)), "@", str(_folder(given) / f"{program}.toml")]
+
+
+def _script(
+    slurm: SlurmConfig, *, nodes: int, ahead_s: int, folder: Path, command: list[str], before: str, send: str
+) -> str:
+    """Return the sbatch script.
+
+    Args:
+        ahead_s: how long before the time limit the run is stopped.
+        before: lines of shell before the command.
+        send: line of shell that sends `{signal}` to the command.
+    """
+    options = {
+        "job-name": slurm.job_name,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "exclusive": None,  # the processes take the cores that there are
+        "gpus-per-node": slurm.gpus_per_node or False,
+        "time": slurm.time or False,
+        "partition": slurm.partition or False,
+        "account": slurm.account or False,
+        "output": str(folder).replace("%", "%%") + "/job_%j.out",
+        "open-mode": "append",
+        "requeue": None,
+        "signal": f"B:USR1@{ahead_s}",
+    }
+    lines = [
+        f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items() if value is not False
+    ]
+    return _SCRIPT.format(
+        options="\n".join(f"#SBATCH {line}" for line in [*map(shlex.quote, lines), *slurm.extra]),
+        directory=shlex.quote(str(Path.cwd())),
+        setup="\n".join(slurm.setup),
+        before=before,
+        command=shlex.join([*command, "--ckpt.resume-step", "auto"]),
+        send_usr1=send.format(signal="USR1"),
+        send_term=send.format(signal="TERM"),
+        stopped=_STOPPED_BY_USR1,
     )
 
 
-def _submit(job: _Job) -> int:
-    script = _rendered(job)
-    if job.given.dry_run:
+def _submit(program: str, given: RlConfig | SupervisedCommand, script: str) -> int:
+    if given.dry_run:
         print(script, end="")
         return 0
-    job.folder.mkdir(parents=True, exist_ok=True)
-    path = job.folder / f"{job.program}.sbatch"
-    atomic.write_file(job.settings, _settings_of_job(job.given).encode())
+    folder = _folder(given)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = without_none(given.model_dump(mode="json", exclude_unset=True))
+    for chooses_the_job in ("slurm", "dry_run"):
+        settings.pop(chooses_the_job, None)
+    atomic.write_file(folder / f"{program}.toml", tomli_w.dumps(settings).encode())
+    path = folder / f"{program}.sbatch"
     atomic.write_file(path, script.encode())
     try:
         argv = ["sbatch", "--parsable", str(path)]
@@ -314,7 +324,7 @@ def _submit(job: _Job) -> int:
     if done.returncode != 0:
         raise ConfigError(f"sbatch refuses {path}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
-    print(f"submitted job {number}; its output: {job.folder / f'job_{number}.out'}")
+    print(f"submitted job {number}; its output: {folder / f'job_{number}.out'}")
     print(f"save and stop it: scancel --batch --signal TERM {number}")
     return 0
 
@@ -323,45 +333,8 @@ def _unknown(script: Path, how: str) -> ConfigError:
     return ConfigError(f"sbatch {how}: see by squeue whether the job is there before you submit {script} again")
 
 
-def _rendered(job: _Job) -> str:
-    """Return the script."""
-    slurm = job.slurm
-    options = {
-        "job-name": slurm.job_name,
-        "nodes": job.nodes,
-        "ntasks-per-node": 1,
-        "exclusive": None,  # the processes take the cores that there are
-        "gpus-per-node": slurm.gpus_per_node or False,
-        "time": slurm.time or False,
-        "partition": slurm.partition or False,
-        "account": slurm.account or False,
-        "output": str(job.folder).replace("%", "%%") + "/job_%j.out",
-        "open-mode": "append",
-        "requeue": None,
-        "signal": f"B:USR1@{_ahead_s(job.ckpt)}",
-    }
-    lines = [
-        f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items() if value is not False
-    ]
-    command = [*job.start, str(Path(sys.executable).with_name(job.program)), "@", str(job.settings)]
-    return _SCRIPT.format(
-        options="\n".join(f"#SBATCH {line}" for line in [*map(shlex.quote, lines), *slurm.extra]),
-        directory=shlex.quote(str(Path.cwd())),
-        setup="\n".join(slurm.setup),
-        before=job.before,
-        command=shlex.join([*command, *job.more, "--ckpt.resume-step", "auto"]),
-        send_usr1=job.send.format(signal="USR1"),
-        send_term=job.send.format(signal="TERM"),
-        stopped=_STOPPED_BY_USR1,
-    )
-
-
 def _checkpoints(ckpt: CkptConfig | None, slurm: SlurmConfig, *, clean: bool) -> CkptConfig:
-    """Return how a job saves that may be queued again.
-
-    Raises:
-        ConfigError: it would start afresh each time, or end before it has trained anything.
-    """
+    """Return how the job saves; refuse a job that would start from scratch each time, or end before it trains."""
     if ckpt is None:
         raise ConfigError(
             "--slurm needs checkpoints: a job that is queued again would start afresh. Set --ckpt.interval"
@@ -383,11 +356,3 @@ def _checkpoints(ckpt: CkptConfig | None, slurm: SlurmConfig, *, clean: bool) ->
 
 def _ahead_s(ckpt: CkptConfig) -> int:
     return math.ceil(ckpt.grace_s) + _ENDING_S
-
-
-def _settings_of_job(given: RlConfig | SupervisedCommand) -> str:
-    """Return what the user has set, without what only chose the job."""
-    plain = without_none(given.model_dump(mode="json", exclude_unset=True))
-    for name in ("slurm", "dry_run"):
-        plain.pop(name, None)
-    return tomli_w.dumps(plain)
