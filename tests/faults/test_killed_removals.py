@@ -67,8 +67,6 @@ REMOVALS: dict[str, str] = {
     "launcher/launch.py with_evaluations": ONE_CALL,
     "launcher/liveness.py LivenessMonitor.forget": OWN,
     "launcher/liveness.py place_of_beats": OWN,
-    "launcher/node_group.py why_not_writable": OWN,
-    "launcher/node_group.py NodeGroup.leave": ONE_CALL,
     "launcher/resume/attempt.py _bring_directory": "test_kill_during_start.py",
     "launcher/resume/plan.py _make_room": "test_kill_during_start.py",
     "launcher/resume/plan.py _remove_rest": "test_kill_during_start.py",

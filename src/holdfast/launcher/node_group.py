@@ -10,11 +10,11 @@ Two nodes train one run together only with the same code, settings and run direc
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tomli
@@ -80,8 +80,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
         attempt: the last one that it took part in.
         runs: whether its trainer runs.
         knows: the last turn of the head node that it received.
-        sees: the mark of the head node that it has found in its output directory.
-        problem: why it cannot use that directory.
     """
 
     attempt: int = 0
@@ -89,8 +87,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
     knows: int = 0
     is_finished: bool = False
     died: str = ""
-    sees: str = ""
-    problem: str = ""
     over: ExitStatus | None = None
 
 
@@ -98,7 +94,6 @@ class HeadState(msgspec.Struct, frozen=True):
     """What the head node sends to all.
 
     Attributes:
-        mark: what stands in `nodes.mark` in the output directory.
         ranks: node rank by number at the meeting.
         turn: counts the starts and the ends of attempts.
         broken: why the attempt is over.
@@ -106,7 +101,6 @@ class HeadState(msgspec.Struct, frozen=True):
     """
 
     host: str
-    mark: str
     present: int = 1
     turn: int = 0
     attempt: int = 0
@@ -170,17 +164,6 @@ def why_not_together(ours: Registration, theirs: Registration) -> str:
     return ""
 
 
-def why_not_writable(path: Path) -> str:
-    """Return why this node cannot write to `path`; empty if it can."""
-    probe = atomic.temporary_sibling(path / "probe")
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
-    return ""
-
-
 def digest_of_code() -> str:
     """Return the installed versions and a digest of the source, which tells checkouts of one version apart."""
     digest = xxhash.xxh3_64()
@@ -230,12 +213,10 @@ class NodeGroup:
         self._run_id = ""
         self._me = Holder.me()
         self._status = NodeStatus()
-        self._looked: tuple[str, float] = ("", 0.0)
         self._missing_since: float | None = None
         self._told = ""
-        self._mark = self._run_dir.path / "nodes.mark"
-        self._has_left_mark = False
-        self._head = HeadState(host=self._registration().name, mark=uuid.uuid4().hex)
+        self._unseen_since: float | None = None
+        self._head = HeadState(self._registration().name)
         self._refused: dict[int, str] = {}
         self._matching: set[int] = set()
         self._rendezvous = Rendezvous(
@@ -299,12 +280,11 @@ class NodeGroup:
         self._follow()
         present = self._present()
         # By the turn: a node that has not received the end of the attempt may be about to begin it. Messages may have
-        # come since `_follow` looked: a node that it has not compared, or that reports a problem, is not ready.
+        # come since `_follow` looked: a node that it has not compared is not ready.
         ready = [
             number
             for number, (_, status) in present.items()
-            if number in self._matching and not status.problem and status.sees == self._head.mark
-            if not status.runs and status.knows == self._head.turn
+            if number in self._matching and not status.runs and status.knows == self._head.turn
         ]
         is_full = len(ready) == len(present) == self._parallel.nodes - 1
         # With one too many it waits as well: the old entry of a restarted node may not have timed out yet.
@@ -321,10 +301,19 @@ class NodeGroup:
             return False
         is_away = not self._rendezvous.was_there or self._rendezvous.silent_s() > self._silent_s
         self._missing_since = (self._missing_since or awake_s()) if is_away else None
-        self._answer(head)
+        self._update(knows=head.turn)
         if head.attempt <= self._status.attempt or number not in head.ranks or head.broken:
             return False
-        return atomic.is_visible(self._run_dir.configs(head.attempt) / f"{self._name}.toml")
+        path = self._run_dir.configs(head.attempt) / f"{self._name}.toml"
+        if atomic.is_visible(path):
+            self._unseen_since = None
+            return True
+        self._unseen_since = self._unseen_since or awake_s()
+        if awake_s() - self._unseen_since > self._visible_s:
+            raise ConfigError(
+                f"{path}, which {head.host} has written, is not on this node: all nodes must share the output directory"
+            )
+        return False
 
     def _wait_no_longer_than_allowed(self) -> None:
         since, timeout_s = self._missing_since, self._parallel.rdzv_timeout_s
@@ -388,8 +377,7 @@ class NodeGroup:
         return self._take_part(head, rank=head.ranks[self._rendezvous.number])
 
     def _take_part(self, head: HeadState, *, rank: int) -> NodePart:
-        self._status = msgspec.structs.replace(self._status, attempt=head.attempt, runs=True, died="")
-        self._send()
+        self._update(attempt=head.attempt, runs=True, died="")
         return NodePart(rank, head.endpoint, head.attempt, head.resume_step)
 
     # --- during an attempt
@@ -411,8 +399,7 @@ class NodeGroup:
 
     def trainer_died(self, how: str) -> None:
         """Tell the others that the trainer of this node has ended, with all of its ranks."""
-        self._status = msgspec.structs.replace(self._status, runs=False, died=how)
-        self._send()
+        self._update(runs=False, died=how)
 
     def leave(self, code: int, message: str = "") -> int:
         """Tell the others how the run has ended here; return the exit code that all agree on.
@@ -420,14 +407,12 @@ class NodeGroup:
         A signal may reach several nodes: all take the first that the head node received.
         """
         over = None if code == 0 else ExitStatus(code, f"{self._me.host}: {message or f'exit code {code}'}")
-        self._status = msgspec.structs.replace(self._status, runs=False, is_finished=code == 0, over=over)
+        self._update(runs=False, is_finished=code == 0, over=over)
         turn = self._send()
         deadline = awake_s() + _FAREWELL_S
         while awake_s() < deadline and not (self._rendezvous.has_sent(turn) and self._all_know(over)):
             time.sleep(_POLL_S)
         agreed = self._head_now().over
-        if self.is_head:
-            self._mark.unlink(missing_ok=True)
         self._rendezvous.end()
         is_everybodys = over is not None and over.signal and agreed is not None and agreed.signal
         return agreed.code if is_everybodys and agreed is not None else code
@@ -444,11 +429,18 @@ class NodeGroup:
     def _send(self) -> int:
         return self._rendezvous.send(msgspec.json.encode(self._head if self.is_head else self._status))
 
+    def _update(self, **changes: Any) -> None:
+        """Send a changed status."""
+        status = msgspec.structs.replace(self._status, **changes)
+        if status != self._status:
+            self._status = status
+            self._send()
+
     def _head_now(self) -> HeadState:
         if self.is_head:
             return self._head
         said = self._rendezvous.from_head()
-        return msgspec.json.decode(said, type=HeadState) if said else HeadState("", "")
+        return msgspec.json.decode(said, type=HeadState) if said else HeadState("")
 
     def _present(self) -> dict[int, tuple[Registration, NodeStatus]]:
         """At the head node: the other nodes that are there and may take part."""
@@ -469,7 +461,6 @@ class NodeGroup:
 
     def _follow(self) -> None:
         """At the head node: process the statuses of the others and send the new state."""
-        self._leave_mark()
         present = self._present()
         gone = self._gone(present)
         head = self._head
@@ -515,34 +506,7 @@ class NodeGroup:
             if reason := why_not_together(self._registration(), node):
                 return reason
             self._matching.add(number)
-        if status.problem:
-            return f"{self._run_dir.path} of {self._head.host} {status.problem} on {node.name}"
         return ""
-
-    # --- the shared directory
-
-    def _leave_mark(self) -> None:
-        """Write the file that the others must find in the output directory."""
-        if not self._has_left_mark:
-            atomic.write_file(self._mark, self._head.mark.encode())
-            self._has_left_mark = True
-
-    def _answer(self, head: HeadState) -> None:
-        """At another node: send the turn that it knows, and whether it has the output directory of the head node."""
-        status = self._status
-        if head.mark and status.sees != head.mark:
-            if self._looked[0] != head.mark:
-                self._looked = (head.mark, awake_s())
-            if atomic.is_visible(self._mark) and self._mark.read_text() == head.mark:
-                status = msgspec.structs.replace(status, sees=head.mark, problem=why_not_writable(self._run_dir.path))
-            elif awake_s() - self._looked[1] > self._visible_s:
-                status = msgspec.structs.replace(
-                    status, problem="is not the directory of that path: all nodes must share it, and it is another one"
-                )
-        status = msgspec.structs.replace(status, knows=head.turn)
-        if status != self._status:
-            self._status = status
-            self._send()
 
 
 def _died(over: ExitStatus) -> ProcessDied:

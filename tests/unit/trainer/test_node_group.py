@@ -190,42 +190,14 @@ def test_a_node_that_cannot_be_understood_is_refused(nodes: Nodes, capsys: pytes
     stranger.end()
 
 
-def test_another_directory_of_the_same_name_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it was mounted on one machine only."""
-    waiting = nodes.gather(nodes.group())
-    other = nodes.group(visible_s=0.1)
-    monkeypatch.setattr(other, "_mark", nodes.run_dir.path / "is_not_there")
-    with pytest.raises(ConfigError, match="is not the directory of that path"):
-        nodes.gather(other).result(HANG_S)
-    waiting.cancel()
-
-
-def test_a_directory_that_one_node_cannot_write_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = nodes.gather(nodes.group())
-    monkeypatch.setattr(Path, "touch", lambda self: Path("/proc/holdfast").mkdir())  # root may write anywhere else
-    with pytest.raises(ConfigError, match=r"cannot be written \("):
-        nodes.gather(nodes.group()).result(HANG_S)
-    waiting.cancel()
-
-
-def test_a_problem_heard_while_the_leader_counts_is_not_lost(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader looks twice, at what differs and at who is ready; here the word comes between the two."""
-    leader, other = nodes.group(), nodes.group()
-    until(leader._present)
-    assert not leader._all_are_here()
-    until(lambda: other._head_now().mark)
-    monkeypatch.setattr("holdfast.launcher.node_group.why_not_writable", lambda _: "cannot be written (no space)")
-    follow = leader._follow
-
-    def follow_then_hear() -> None:
-        monkeypatch.setattr(leader, "_follow", follow)
-        follow()
-        other._answer(other._head_now())
-        until(lambda: any(word.problem for _, word in leader._present().values()))
-
-    monkeypatch.setattr(leader, "_follow", follow_then_hear)
-    assert not leader._all_are_here()
-    assert not leader._all_are_here() and "cannot be written (no space)" in str(leader._refused)
+def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group(visible_s=0.1)
+    joining = nodes.gather(other)
+    assert nodes.gather(leader).result(HANG_S) is None
+    nodes.run_dir.create()
+    leader.begin(Attempt(nodes.run_dir, 1, None))
+    with pytest.raises(ConfigError, match="is not on this node: all nodes must share the output directory"):
+        joining.result(HANG_S)
 
 
 def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
@@ -316,7 +288,6 @@ def test_a_signal_to_one_node_stops_all_with_one_exit_code(nodes: Nodes) -> None
     assert leaving.result(HANG_S) == 138
     assert nodes.gather(leader).result(HANG_S) == 10
     assert leader.leave(143) == 138  # that of the first
-    assert not (nodes.run_dir.path / "nodes.mark").exists()
 
 
 def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes) -> None:
