@@ -18,7 +18,7 @@ from holdfast.config.resolved import choose_for_engine, choose_for_training
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.launcher.resume.attempt import CONFIG_NAME, process_name
 from holdfast.process.gpus import (
     INSTALL_CPU,
     INSTALL_GPU,
@@ -287,9 +287,8 @@ def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
         clean: the run that the directory holds is removed; so is the rest of one whose removal was interrupted.
     """
     run_dir, ckpt = RunDir(config.output_dir), config.ckpt
-    name = "trainer" if config.program == "rl" else config.program
     numbers = () if clean or run_dir.is_being_removed() else range(run_dir.next_attempt() - 1, 0, -1)
-    candidates = [run_dir.configs(number) / f"{name}.toml" for number in numbers]
+    candidates = [run_dir.configs(number) / f"{process_name(config)}.toml" for number in numbers]
     if ckpt is not None and ckpt.resume_dir is not None:
         candidates.append(ckpt.resume_dir / TRAINER_DIR / CONFIG_NAME)
     for path in candidates:

@@ -55,7 +55,7 @@ from holdfast.launcher.preflight import (
     summary,
 )
 from holdfast.launcher.rendezvous import with_outer_nodes
-from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
+from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.process.child import available_cores
@@ -249,11 +249,6 @@ def plan_on_node(
     environment = {**environment, NODE_RANK_ENV: str(part.rank), ENDPOINT_ENV: part.endpoint}
     commands = {"trainer": trainer_command(config, path)}
     return Plan(attempt, commands, resumed, [path], environments={"trainer": environment}, node=part.rank)
-
-
-def process_name(config: TrainingCommand) -> str:
-    """Return the name of the file with the resolved settings of a training program."""
-    return "trainer" if isinstance(config, TrainerConfig) else config.program
 
 
 def trainer_command(config: TrainingCommand, path: Path) -> list[str]:

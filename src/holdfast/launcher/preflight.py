@@ -1,9 +1,8 @@
-"""Checks before anything starts, how long a run trains, and what its first lines and `--dry-run` say of it.
+"""Checks before anything starts, the length of a run, and the lines that describe it.
 
 The checks cover models and data with local paths, settings that the processes of `rl` must share, and the user's code.
-A child process imports environments, losses and advantages, so that the launcher stays light and free of their side
-effects. Another one reads the data of a dry run, and of a run whose steps are epochs. Nothing here checks models and
-data on hubs, or the constructor of a user's environment.
+A child process imports environments, losses and advantages, to keep the launcher light and free of their side effects.
+Another one reads the data of a dry run, and of a run whose steps are epochs.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def check_training(config: TrainingCommand) -> None:
     """Check models, data and functions of the user of one training program.
 
     Raises:
-        DataError: a local path is not there, or its files are not what they are taken for.
-        ReadError: one cannot be read.
+        DataError, ReadError: a local path is missing, of another kind or unreadable.
         ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
     """
     check_model_path(config.model.name, key="model.name")
@@ -95,11 +93,7 @@ def check_training(config: TrainingCommand) -> None:
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
-    """Check that every environment is there and takes its arguments.
-
-    Raises:
-        ConfigError, DataError: one is not, or does not; or the admin token is none.
-    """
+    """Check the admin token, and that every environment exists and takes its arguments; else raise an error."""
     read_admin_token(config.client.admin_token_env)
     check_in_child("holdfast.orchestrator.check", config, "environments")
 
@@ -108,10 +102,8 @@ def check_inference(config: InferenceConfig) -> None:
     """Check that model, weights and tokenizer are there, and whole as far as headers tell.
 
     Raises:
-        DataError: they are not.
-        ReadError: one cannot be read.
-        ConfigError: vLLM is not installed, the admin token is none, several servers are asked for, or sessions longer
-            than the model takes.
+        DataError, ReadError: they are not.
+        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers or too long sessions.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -129,11 +121,7 @@ def check_inference(config: InferenceConfig) -> None:
 
 
 def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
-    """Check the three processes of `rl`, and that the server takes sessions as long as they may become.
-
-    Raises:
-        ConfigError, DataError: what cannot be used.
-    """
+    """Check the three processes of `rl`, and that the server takes the longest sessions; else raise an error."""
     if starts_inference:
         require_vllm()
     model = config.orchestrator.model
@@ -152,7 +140,7 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
 
 def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
     """Run `module` with the configuration on its standard input; raise the error that it reports."""
-    with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
+    with tempfile.TemporaryFile() as output:  # not a pipe, which children of the user's code may hold open
         child = subprocess.run(
             module_command(module, *arguments),
             input=config.model_dump_json().encode(),
@@ -181,18 +169,18 @@ def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
 
 
 def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
-    """Fill in, in place, how long a run trains and at which rates, as far as its settings leave it open.
+    """Fill in, in place, the length and rates of a run that its settings leave open.
 
-    A run that goes on keeps what it has; a new one reads its data if it is to train for a number of epochs.
+    A resumed run keeps its values; a new one reads its data if its length is a number of epochs.
 
     Args:
-        clean: the run that the directory holds is removed, and nothing of it kept.
+        clean: the run in the directory is removed, and nothing of it kept.
 
     Returns:
-        What there is to train on, if the data were read: `--dry-run` reads them.
+        The size of the data, if they were read, as `--dry-run` does.
 
     Raises:
-        ConfigError: the data cannot be used, or other settings lie behind the last step.
+        ConfigError: the data cannot be used, or other settings exceed the last step.
     """
     is_fork = config.ckpt is not None and config.ckpt.resume_dir is not None
     before = settings_of_run(config, clean=clean) if is_fork or RunDir(config.output_dir).has_work() else {}
@@ -223,7 +211,7 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
 
 
 def _is_here(config: SupervisedCommand) -> bool:
-    """Whether the data and the tokenizer are files of this machine: a dry run asks no hub."""
+    """Whether data and tokenizer are files of this machine: a dry run asks no hub."""
     return Path(config.data.name).exists() and Path(config.model.tokenizer_name).exists()
 
 
@@ -242,11 +230,7 @@ def _survey(config: SupervisedCommand) -> Survey:
 
 
 def summary(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None = None) -> str:
-    """Return the lines that say what a run does.
-
-    Args:
-        survey: what there is to train on, if the data were read here; else the trainer says it.
-    """
+    """Return the lines that describe a run; `survey`: of its data, if they were read."""
     return "\n".join(_lines(config, survey, orchestrator))
 
 

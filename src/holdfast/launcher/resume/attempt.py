@@ -41,8 +41,8 @@ class Fork:
     Attributes:
         directory: OTHER/checkpoints/step_N.
         listing: its manifest.
-        weights: published weights of OTHER, of versions just before the step, that batches may need.
-        created_unix_s: when OTHER was first started, whose date chat templates write; None if that is not known.
+        weights: published weights of OTHER of the versions just before the step, which batches may need.
+        created_unix_s: when OTHER was first started, for the date in chat templates; None if unknown.
     """
 
     directory: Path
@@ -52,7 +52,7 @@ class Fork:
 
     @property
     def origin(self) -> dict[str, str | int]:
-        """What run.json says of it."""
+        """The entry in run.json."""
         return {"run_id": self.listing.run_id, "step": self.listing.step, "path": str(self.directory)}
 
 
@@ -65,14 +65,14 @@ def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: in
         async_level: how many versions before the step an RL run needs.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint: says what it is and which flag fits.
+        CheckpointError: it is damaged, or not a checkpoint; the error names the flag that fits.
         ConfigError: it is of this run itself.
     """
-    # Resolved: a link into the run's own directory is one as well.
+    # Resolved: it may be a link into the run's own directory.
     directory = path.resolve()
     if directory.is_relative_to(run_dir.path.resolve()):
         raise ConfigError(
-            f"ckpt.resume_dir = {path} lies in the run's own directory {run_dir.path}. Go on from it with "
+            f"ckpt.resume_dir = {path} lies in the run's own directory {run_dir.path}. Continue from it with "
             "--ckpt.resume-step N, or fork it into another directory with --output-dir."
         )
     _refuse_other_kinds(path)
@@ -86,7 +86,7 @@ def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: in
     weights, created = [], None
     if directory.parent.name == "checkpoints":
         other = RunDir(directory.parent.parent)
-        with suppress(RunDirError, OSError):  # the fork needs nothing else of it
+        with suppress(RunDirError, OSError):
             created = other.created_unix_s()
         versions = range(max(0, listing.step - async_level), listing.step)
         for version in versions:
@@ -123,12 +123,11 @@ def _others(directory: Path) -> str:
 def copy_fork(fork: Fork, run_dir: RunDir, *, how: Verification) -> None:
     """Put the checkpoint, and the older weights that batches need, into `run_dir`.
 
-    Files are hard-linked where the filesystem can do that, else copied: nothing ever writes into
-    a committed checkpoint, and removing one of two links leaves the other. Each directory appears
-    under its name by one rename, when it is whole.
+    Files are hard-linked if the filesystem can do that, else copied: no process writes into a committed checkpoint.
+    Each directory appears under its name by one rename, when it is whole.
 
     Raises:
-        CheckpointError: something could not be copied (disk full), or weights of the other run are damaged.
+        CheckpointError: the disk is full, or weights of the other run are damaged.
     """
     for weights in fork.weights:
         version = int(weights.name.removeprefix("step_"))
@@ -144,9 +143,9 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
         for name in (*listing.files, MANIFEST_NAME):
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             all_linked &= atomic.link_or_copy(source / name, temporary / name)
-        # Links are the bytes that were verified; copies are others.
+        # Links are the verified bytes; copies are not.
         verify(temporary, how="size" if all_linked else "full", step=listing.step)
-        # It was verified a while ago: its own run may have put another step in its place since.
+        # Its own run may have replaced the step since it was verified.
         if read_manifest(temporary).checksum != listing.checksum:
             raise CheckpointError(f"{source} changed while it was copied to {final}")
         atomic.publish_directory(temporary, final)
@@ -165,11 +164,10 @@ class Attempt:
 
     Attributes:
         number: 1 for the first start in this directory.
-        resume_step: the committed step to go on from; None for a fresh start.
-        checkpoint: directory of that step, in this run or in the one that is forked.
-        fork: the checkpoint of another run that this run begins with.
-        inputs: what it computes with beside its settings, by content; empty if it is not to be noted.
-        to_go_on: what the user does to go on with the run after this attempt, in words.
+        resume_step: the committed step to continue from; None for a fresh start.
+        checkpoint: directory of that step, in this run or the forked one.
+        inputs: digests of what it computes with beside its settings; empty: not to be noted.
+        to_go_on: how the user continues the run after this attempt.
     """
 
     run_dir: RunDir
@@ -182,10 +180,15 @@ class Attempt:
 
     @property
     def start(self) -> str:
-        """How the attempt starts, in a few words."""
+        """Where the attempt starts."""
         if self.resume_step is None:
             return "from scratch"
         return f"from step {self.resume_step}" + (f" of {self.checkpoint}" if self.fork else "")
+
+
+def process_name(config: TrainingCommand) -> str:
+    """Return the name of the file with the resolved settings of a training program."""
+    return "trainer" if config.program == "rl" else config.program
 
 
 def with_resume(config: T, resume_step: int | None) -> T:
@@ -201,11 +204,7 @@ def with_resume(config: T, resume_step: int | None) -> T:
 
 
 def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool, tells: bool = True) -> Path:
-    """Write the resolved configuration of one process, say what differs from before, and return its path.
-
-    Args:
-        tells: False: what differs is nothing to tell, or was told already.
-    """
+    """Write the resolved configuration of one process, print what differs from before if `tells`; return its path."""
     if dry_run and attempt.run_dir.path == Path(os.devnull):
         return attempt.run_dir.path
     directory = attempt.run_dir.path / "configs" / "dry_run" if dry_run else attempt.run_dir.configs(attempt.number)
@@ -213,14 +212,14 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool,
     path = directory / f"{name}.toml"
     if attempt.inputs and not dry_run:
         atomic.write_file(directory / INPUTS_NAME, checked.encode(attempt.inputs))
-    atomic.write_file(path, checked.with_first_line(to_toml(config)))  # whole, or not at all
+    atomic.write_file(path, checked.with_first_line(to_toml(config)))
     if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)
     return path
 
 
 def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
-    """Print how `config` differs from what the checkpoint was made with, or else from the last attempt."""
+    """Print how `config` differs from the settings of the checkpoint, or else of the last attempt."""
     before, since = attempt.run_dir.configs(attempt.number - 1) / f"{name}.toml", "the last attempt"
     if isinstance(config, TrainingCommand) and attempt.checkpoint is not None:
         saved = attempt.checkpoint / TRAINER_DIR / CONFIG_NAME
@@ -238,10 +237,7 @@ def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
 
 
 def last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | None:
-    """Return the configurations of the newest attempt before `number` that may have started a process.
-
-    A launcher that was killed before it had written them all has started nothing, so changed nothing.
-    """
+    """Return the configurations of the newest attempt before `number` that has all, so may have started a process."""
     for earlier in range(number - 1, 0, -1):
         directory = run_dir.configs(earlier)
         if all((directory / f"{name}.toml").exists() for name in names):

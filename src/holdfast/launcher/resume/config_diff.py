@@ -28,10 +28,10 @@ from holdfast.run.manifest import content_digest, library_versions, read_manifes
 from holdfast.run.run_dir import INPUTS_NAME
 from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings
 
-# These say where and from which step an attempt starts, not what it computes.
+# Where and from which step an attempt starts, not what it computes.
 _OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
 
-# Keys of a transformers config that decide which tensors there are and their shapes, at any depth.
+# Keys of a transformers config, at any depth, that decide the tensors and their shapes.
 _SHAPING = {
     "model_type", "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
     "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
@@ -53,7 +53,7 @@ class Drift:
     free: list[str]
 
     def describe(self, name: str, since: str) -> list[str]:
-        """Return the lines to print about the process `name`; none where nothing differs."""
+        """Return the lines to print about the process `name`, if any."""
         lines = []
         for text, keys in (
             ("changes what is computed from here on", self.computing),
@@ -83,15 +83,10 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 
 
 def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> str | None:
-    """Say how another `max_steps` moves the end of the learning-rate schedule; None where it does not.
-
-    Args:
-        before: the resolved configuration until `step`.
-        step: the step that the run goes on from.
-    """
+    """Return a line if another `max_steps` than that of `before` moves the end of the schedule after `step`."""
     try:
         optim = OptimConfig.model_validate(before.get("optim", {}))
-    except ValidationError:  # of another version: the diff of the settings says what changed
+    except ValidationError:  # of another version
         return None
     old_max_steps = before.get("max_steps", after.max_steps)
     old_end, new_end = schedule_end(optim, old_max_steps), schedule_end(after.optim, after.max_steps)
@@ -108,18 +103,15 @@ def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step:
 
 
 def settings_of(config: Command) -> dict[str, Any]:
-    """Return `config` as it would be read back from its file."""
+    """Return `config` as read back from its file."""
     return tomli.loads(to_toml(config))
 
 
 def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int) -> None:
-    """Refuse to load the checkpoint of `step` into a model of another shape.
-
-    Both files are config.json of Hugging Face directories; where one is not there, nothing is
-    compared: the trainer compares names and shapes of all tensors anyway.
+    """Refuse to load the checkpoint of `step` into a model of another shape, by two files config.json, if both exist.
 
     Raises:
-        CheckpointError: listing the keys that differ.
+        CheckpointError: with the keys that differ.
     """
     if not (saved.is_file() and wanted.is_file()):
         return
@@ -136,18 +128,18 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
         raise CheckpointError(
             f"the checkpoint of step {step} is of another model than model.name = '{model_name}':\n"
             + "".join(f"         {line}\n" for line in changed)
-            + "       A run goes on with the model that it began with. Give that as --model.name."
+            + "       A run continues with its own model. Give that as --model.name."
         )
 
 
 def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
-    """Refuse to go on with other tensors than those of the checkpoint of `step`: adapters, critic, average, reference.
+    """Refuse to continue with other tensors than those of the checkpoint: adapters, critic, average, reference.
 
     Args:
         before: the resolved configuration until `step`.
 
     Raises:
-        CheckpointError: saying what differs.
+        CheckpointError: with what differs.
     """
     old, lora = before.get("model", {}).get("lora"), after.model.lora
     new = lora.model_dump() if lora is not None else None
@@ -169,7 +161,7 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
         raise CheckpointError(
             f"the checkpoint of step {step} holds other tensors than this configuration has:\n"
             + "".join(f"         {line}\n" for line in changed)
-            + "       A run goes on with what it began with. For a new run from its weights, export them (ckpt export "
+            + "       A run continues with its own tensors. For a new run from its weights, export them (ckpt export "
             "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
         )
 
@@ -186,10 +178,10 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
     """Return versions and digests by the names that messages give them.
 
     Args:
-        is_fresh: the run begins with the weights of `model.name`; else a checkpoint has all of them.
+        is_fresh: the run begins with the weights of `model.name`; else with a checkpoint.
 
     Raises:
-        ReadError: a file is there and cannot be read.
+        ReadError: a file cannot be read.
     """
     found = {name: number for name, number in library_versions().items() if number != "not installed"}
     files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}
@@ -203,7 +195,6 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
     asked += [(_OF_EVALUATIONS, section) for section in (evaluations.environments if evaluations else None) or ()]
     for asked_by, section in asked:
         of_section = files_of_environment(section)
-        # A module is named by its own name, a file by its path.
         shown = {key if " = " in key else f"{key} = {path}": path for key, path in of_section.items()}
         files |= {f"{asked_by}environment '{section.label}', {key}": path for key, path in shown.items()}
     for name, path in files.items():
@@ -215,10 +206,7 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
 
 
 def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a line `name: old -> new` for each input that both have, and that is another one now.
-
-    Of a tokenizer, a file that came or went, such as `chat_template.jinja`, changes what is computed as well.
-    """
+    """Return a line `name: old -> new` for each input that both have and that has changed, or file of a tokenizer."""
     knows = all(any(name.startswith(_TOKENIZER) for name in known) for known in (now, before))
     names = [*now, *(name for name in before if name not in now)]
     both = [name for name in names if (name in now and name in before) or (knows and name.startswith(_TOKENIZER))]
@@ -227,18 +215,19 @@ def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[st
 
 
 def change_training(changed: list[str]) -> bool:
-    """Whether lines of `changed_inputs` are about more than evaluations."""
+    """Whether lines of `changed_inputs` concern more than evaluations."""
     return any(not line.startswith(_OF_EVALUATIONS) for line in changed)
 
 
-def inputs_of(configs: Path | None) -> dict[str, str]:
-    """Return what the attempt with the settings in `configs` had noted; nothing where it has noted nothing.
+def inputs_of(configs: Path) -> dict[str, str]:
+    """Return the inputs that an attempt noted beside its settings in `configs`, if any.
 
     Raises:
-        DataError: what it had noted is damaged.
-        OSError: it cannot be read.
+        DataError: they are damaged.
+        OSError: they cannot be read.
     """
-    if configs is None or not (path := configs / INPUTS_NAME).exists():
+    path = configs / INPUTS_NAME
+    if not path.exists():
         return {}
     try:
         return checked.decode(path.read_bytes())
@@ -247,12 +236,12 @@ def inputs_of(configs: Path | None) -> dict[str, str]:
 
 
 def libraries_of(checkpoint: Path | None) -> dict[str, str]:
-    """Return the versions of libraries that saved `checkpoint`, a whole one."""
+    """Return the versions of libraries that saved `checkpoint`."""
     return dict(read_manifest(checkpoint).libraries) if checkpoint is not None else {}
 
 
 def _models(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
-    """Return what names a model that the trainer loads, by dotted key."""
+    """Return the models that the trainer loads, by dotted key."""
     found: dict[str, Path | str | None] = {"model.name": trainer.model.name}
     if trainer.ckpt is not None and is_fresh:
         found["ckpt.weights_only"] = trainer.ckpt.weights_only
@@ -266,7 +255,7 @@ def _models(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
 
 
 def _functions(trainer: TrainingCommand) -> list[tuple[str, str]]:
-    """Return what may name code that the trainer computes with, and its key."""
+    """Return the key and name of what may be code of the user."""
     if not isinstance(trainer, TrainerConfig):
         return []
     return [("loss.type", trainer.loss.type), *(("advantage", name) for name in trainer.advantages)]

@@ -469,7 +469,7 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
         shutil.rmtree(killed.batch(step))
         add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]
-    assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
+    assert f"batch 8 is made again, because no engine can have sampled it: a, task 0: {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "manifest.json"])
