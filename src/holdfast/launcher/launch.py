@@ -1,8 +1,8 @@
 """The launcher: prepares the run directory and the plan of a run; `launcher.heal` starts and watches the processes.
 
-`rl` decides once which step to resume from, and gives the same number to all processes. It starts everything at the
-same time; a process that is ready first waits for the others through the run directory. For evaluations beside
-training, it checks them and places their process before anything starts.
+`rl` decides once which step to resume from, for all processes, and starts them at the same time: a process that is
+ready first waits for the others through the run directory. `sft`, `dpo` and `reward-model` may start evaluations beside
+training. On several nodes, each command starts the ranks of its node.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.config.base import CkptConfig, ModelConfig
+from holdfast.config.base import CkptConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
+from holdfast.config.training import EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError, RunDirError
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
-    Machine,
     Placement,
-    check_build,
     choose_inference,
     choose_rl,
     choose_training,
     describe,
-    gpus_per_engine,
+    evaluation_gpus,
     inference_gpus,
     place_rl,
     place_training,
@@ -44,9 +42,17 @@ from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import check_outputs
 from holdfast.launcher.placement import Placed, placed
-from holdfast.launcher.plan import EVALUATION, Plan, planned_engine, planned_orchestrator, planned_trainer, print_table
+from holdfast.launcher.plan import (
+    EVALUATION,
+    Plan,
+    PlannedProcess,
+    of_cluster,
+    planned_engine,
+    planned_trainer,
+    print_table,
+)
 from holdfast.launcher.preflight import (
-    check_in_child,
+    check_evaluations,
     check_inference,
     check_orchestrator,
     check_rl,
@@ -60,66 +66,10 @@ from holdfast.launcher.resume.plan import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.process.child import available_cores
 from holdfast.process.events import PROCESS_ENV
-from holdfast.process.gpus import Gpu, find_gpus, require_vllm
+from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
-from holdfast.run.inputs import check_max_len
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
-
-
-def check_evaluations(config: TrainingCommand) -> None:
-    """Check what a training program asks of the policy meanwhile, if it does.
-
-    Raises:
-        ConfigError, DataError: what cannot be used, or is trained on.
-    """
-    if not isinstance(config, EvaluatedCommand) or config.eval is None:
-        return
-    if config.parallel.nodes > 1:  # by an outer launcher
-        raise ConfigError(NOT_ON_NODES)
-    require_vllm()
-    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
-    for section in config.eval.environments:
-        for value in section.args.values():
-            if isinstance(value, str) and _is_part(value, of=config.data.name):
-                raise ConfigError(
-                    f"eval.environments: '{section.label}' asks what is in {value}, and that is trained on "
-                    f"(data.name = '{config.data.name}'): nothing of it is held out. Name another file."
-                )
-    asked = config.eval.following(config.output_dir, config.output_dir)
-    model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
-    check_in_child(
-        "holdfast.orchestrator.check",
-        asked.model_copy(update={"run": None, "follow": False, "interval": None, "model": model}),
-        "evaluation",
-    )
-
-
-def _is_part(name: str, *, of: str) -> bool:
-    """Whether `name` is a file that is the data `of`, or lies in them."""
-    return os.path.isfile(name) and Path(name).resolve().is_relative_to(Path(of).resolve())  # noqa: PTH113 - whatever the text is
-
-
-def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[Gpu, ...]:
-    """Return the GPUs of the evaluations of a training program: those that the trainer leaves.
-
-    Raises:
-        ConfigError: these are too few.
-    """
-    if not isinstance(config, EvaluatedCommand) or config.eval is None:
-        return ()
-    check_build(config.eval.inference, machine, key="eval.inference.engine.device")
-    if machine.engine_device == "cpu":
-        return ()
-    size = gpus_per_engine(config.eval.inference)
-    left = [gpu for gpu in machine.inventory.gpus if gpu not in placement.trainer]
-    if len(left) < size:
-        raise ConfigError(
-            f"the server of the evaluations needs {size} of the {len(machine.inventory.gpus)} GPUs, and the trainer "
-            f"leaves {len(left)}: lower parallel.num_ranks, or leave eval out and start `evaluate --run "
-            f"{config.output_dir} --follow` where there is room for it"
-        )
-    return tuple(left[:size])
 
 
 def with_evaluations(
@@ -130,7 +80,7 @@ def with_evaluations(
         return plan
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
-        run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt: this one tries again
+        run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt
     settings = config.eval.following(run_dir.path, run_dir.evaluations)
     path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
     return replace(
@@ -142,8 +92,7 @@ def with_evaluations(
     )
 
 
-# Between the answer that a server gives in time and its arrival here, on a busy machine.
-_ANSWERING_S = 10.0
+_ANSWERING_S = 10.0  # a timely answer may arrive so late on a busy machine
 
 
 def launch_training(config: TrainingCommand) -> int:
@@ -191,14 +140,13 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
     """Run a training program on this node and the others; return the exit code.
 
     Args:
-        rank: of this node, where an outer launcher says so; unset: the host of the address to meet at is the head.
-        environment: variables of the trainer, such as those that give it its GPUs.
+        rank: of this node, from an outer launcher; None: the head is the host of `parallel.rdzv_endpoint`.
+        environment: variables of the trainer.
     """
     group = NodeGroup(config, process_name(config), rank=rank)
     code, said = 1, ""
     try:
         if group.is_head:
-            # Before the others come: another run in this directory is told at once.
             RunDir(config.output_dir).lock()
         code = _run(config, group, environment)
     except HoldfastError as error:
@@ -230,10 +178,10 @@ def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str])
 def plan_on_node(
     config: TrainingCommand, group: NodeGroup, environment: dict[str, str], *, again: bool = False
 ) -> Plan:
-    """Return this node's part of the attempt that begins; the head node prepares it."""
+    """Return this node's part of the next attempt, which the head node prepares."""
     run_dir = RunDir(config.output_dir)
     if group.is_head:
-        # The command that led may have been started again while the others wait for it: the run goes on then.
+        # A restarted head node continues the run that the others wait for.
         again = again or group.is_rejoined()
         clean = config.clean and not again
         attempt = prepare(config, clean=clean, dry_run=False, again=again, is_locked=True)
@@ -257,7 +205,7 @@ def trainer_command(config: TrainingCommand, path: Path) -> list[str]:
 
 
 def launch_rl(config: RlConfig) -> int:
-    """Run trainer, orchestrator and, unless some are there, inference servers; return the exit code."""
+    """Run trainer, orchestrator and, unless it uses running ones, inference servers; return the exit code."""
     picks_port = picks_its_port(config)
     machine, given = this_machine(find_gpus()), config
     is_here = config.cluster is None and config.slurm is None
@@ -294,17 +242,17 @@ def launch_rl(config: RlConfig) -> int:
 
 
 def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
-    """Choose the servers of the run; on a cluster they have their places already."""
+    """Choose the servers of the run; on a cluster they have their places."""
     return nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port)
 
 
 def _plan_rl(
     config: RlConfig, placement: Placement, *, starts_inference: bool, places: Placed | None, again: bool = False
 ) -> Plan:
-    """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    """Decide where the run starts, or continues after its trainer died; write the configurations."""
     if places is not None and again:
         places.tell_addresses(config)
-    # --clean was for the first start: again it would remove the run itself.
+    # --clean is only for the first start.
     clean = config.clean and not again
     attempt = prepare(
         config.trainer,
@@ -327,17 +275,20 @@ def _plan_rl(
     }
     environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
     cluster = str(config.cluster) if places is not None else None
-    processes = [*planned_trainer(trainer, placement, cluster=cluster), planned_orchestrator(cluster=cluster)]
+    processes = [
+        *planned_trainer(trainer, placement, cluster=cluster),
+        PlannedProcess("orchestrator", host=of_cluster(cluster)),
+    ]
     health: dict[str, Health] = {}
     if starts_inference:
         servers = {}
         for number, (name, one) in enumerate(inference.of_each().items()):
             if places is not None and not config.dry_run:
                 places.tell_address(name, one)
-            if name not in paths or places is not None:  # one of several, told with those of all; or it has its place
+            if name not in paths or places is not None:
                 paths[name] = write_config(attempt, name, one, dry_run=config.dry_run, tells=False)
             servers[name] = module_command("holdfast.inference.main", str(paths[name]), str(attempt.run_dir.path))
-            # The server itself says when its engine takes too long.
+            # The server itself reports an engine that takes too long.
             health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
             gpus = placement.engines[number] if placement.engines else ()
             environments[name] = placement.environment(gpus)
@@ -352,7 +303,6 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     check_orchestrator(config)
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
-        # Inheritable: the lock belongs to the program that this process becomes.
         run_dir.lock_orchestrator(over_exec=True)
         if run_dir.is_being_removed():
             raise RunDirError(
@@ -367,7 +317,7 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
             "that first, then this with --ckpt.resume-step and the number of the step."
         )
     resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
-    # That of the trainer, which counts attempts; its logs and settings lie together.
+    # The attempt of the trainer, which counts them.
     attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
     config = with_resume(config, resume_step)
     path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
@@ -403,16 +353,13 @@ def launch_inference(config: InferenceConfig) -> int:
 
 def _become(argv: list[str], process: str) -> int:
     os.environ[PROCESS_ENV] = process
-    # execv drops what Python has not written yet.
+    # execv drops buffered output.
     sys.stdout.flush()
     os.execv(argv[0], argv)
 
 
 def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_on_gpu: bool) -> None:
-    """Give all cores to the trainer and all to the engines, as each often waits for the other.
-
-    An engine on GPUs has use for few, and takes what vLLM decides.
-    """
+    """Give all cores to the trainer and all to the engines on the CPU, as each often waits for the other."""
     cores = available_cores()
     if trainer.parallel.threads is None:
         trainer.parallel.threads = max(1, (cores // 2 if engine_on_gpu else cores) // trainer.parallel.ranks)
@@ -420,7 +367,7 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_o
         return
     if inference.engine.threads is None:
         inference.engine.threads = max(1, cores // inference.engines)
-    # A thread that spins while it waits keeps the other process from its core: a step takes three times as long.
+    # Waiting threads that spin would make a step take three times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same for Intel's and LLVM's OpenMP
 

@@ -31,11 +31,9 @@ class Plan:
         commands: argv of every process, by name, in the order of starting.
         trainer: configuration of the trainer.
         paths: the resolved configurations.
-        health: what to ask for the health of a process, by name.
-        environments: variables of a process, by name, such as those that give it its GPUs.
-        processes: what a dry run shows.
-        hosts: where a process runs, by name; this machine where it is not named.
-        node: which of several nodes with this run this one is.
+        health, environments, hosts: by name of the process; a process without a host runs on this machine.
+        processes: for a dry run.
+        node: number of this node.
     """
 
     attempt: Attempt
@@ -49,16 +47,16 @@ class Plan:
     node: int = 0
 
     def work_of(self, name: str) -> Callable[[], bool]:
-        """Return what says whether a process that has ended by itself did its work: code of users may end it before."""
+        """Return a function that tells whether a process that ended by itself did its work."""
         run_dir, last = self.attempt.run_dir, self.trainer.max_steps
         if name == EVALUATION:
-            return lambda: True  # it alone knows what there was to do
+            return lambda: True
         if is_trainer(name):
             return lambda: atomic.is_visible(run_dir.weights_of(last))
         return lambda: atomic.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
 
     def file_name(self, name: str) -> str:
-        """Name of a file of this node: nodes write into one directory."""
+        """Return the name of a file of this node: nodes write into one directory."""
         return f"{name}_node_{self.node}" if self.node else name
 
 
@@ -67,15 +65,13 @@ _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype"
 
 @dataclass(frozen=True)
 class PlannedProcess:
-    """One process of a run, or several that are alike on machines of their own.
+    """A row of the table: one process of a run, or several alike on other machines.
 
     Attributes:
-        host: that it runs on; empty: this machine.
-        devices: `CPU`, or its GPUs by name; and whether parameters are offloaded from there.
-        ranks: of a trainer; 0: it has none.
-        threads: of each rank, or of the process; 0: as many as its libraries take.
-        port: that it listens at; 0: none.
-        dtype: that it computes the model in; empty: it does not.
+        devices: `CPU`, or its GPUs by name; and whether parameters are offloaded.
+        threads: of each rank, or of the process; 0: what its libraries take.
+        dtype: of the model; empty: the process has none.
+        host: empty: this machine.
     """
 
     name: str
@@ -90,21 +86,16 @@ class PlannedProcess:
 def planned_trainer(
     config: TrainingCommand, placement: Placement, *, cluster: str | None = None
 ) -> list[PlannedProcess]:
-    """Return the rows of a training program: its own, and that of the other nodes where it has several.
-
-    Args:
-        cluster: which chooses the nodes; None: the head node is named, and the others are not.
-    """
+    """Return the rows of a training program; a `cluster` chooses the nodes, else only the head node has a name."""
     parallel, nodes = config.parallel, config.parallel.nodes
     devices = _shown(placement.trainer, is_counted=cluster is not None)
     one = PlannedProcess(
         "trainer",
         f"{devices}, CPU offload" if parallel.cpu_offload else devices,
         ranks=parallel.ranks,
-        # Of another machine nobody knows its cores yet.
         threads=parallel.threads or (0 if cluster or nodes > 1 else max(1, available_cores() // parallel.ranks)),
         dtype=config.model.compute_dtype,
-        host=_of_cluster(cluster),
+        host=of_cluster(cluster),
     )
     if nodes == 1:
         return [one]
@@ -115,11 +106,6 @@ def planned_trainer(
     return [leads, replace(one, name=f"trainer ({others})", host="others")]
 
 
-def planned_orchestrator(*, cluster: str | None = None) -> PlannedProcess:
-    """Return the row of the orchestrator."""
-    return PlannedProcess("orchestrator", host=_of_cluster(cluster))
-
-
 def planned_engine(
     name: str, config: InferenceConfig, gpus: Sequence[Gpu], *, cluster: str | None = None
 ) -> PlannedProcess:
@@ -128,18 +114,19 @@ def planned_engine(
         name,
         _shown(gpus, is_counted=cluster is not None),
         threads=config.engine.threads or 0,
-        port=0 if cluster else config.server.port,  # which is chosen where it comes to lie
+        port=0 if cluster else config.server.port,  # chosen on its host
         dtype=config.model.dtype or "",
-        host=_of_cluster(cluster),
+        host=of_cluster(cluster),
     )
 
 
-def _of_cluster(cluster: str | None) -> str:
+def of_cluster(cluster: str | None) -> str:
+    """Return what the table shows as the host of a process that `cluster` places."""
     return "" if cluster is None else f"by {cluster}"
 
 
 def print_table(processes: Sequence[PlannedProcess]) -> None:
-    """Print them, one a line."""
+    """Print one line for each process."""
     here = socket.gethostname()
     rows = [
         (
@@ -155,7 +142,7 @@ def print_table(processes: Sequence[PlannedProcess]) -> None:
 
 
 def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
-    """Return the names of GPUs, or their number where the names are those of another machine."""
+    """Return the names of GPUs, or their number if they are of another machine."""
     if not gpus:
         return "CPU"
     return f"{len(gpus)} x GPU" if is_counted else f"GPU {names_of(gpus)}"

@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 from pydantic import BaseModel
 
+from holdfast.config.base import ModelConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
+from holdfast.config.training import NOT_ON_NODES, RATES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.launcher.devices import rates_of_run, settings_of_run
 from holdfast.process.child import (
@@ -136,6 +137,35 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         )
     if starts_inference:
         check_max_len(config.inference, config.inference.model.name, key="inference.model")
+
+
+def check_evaluations(config: TrainingCommand) -> None:
+    """Check the evaluations of a training program, if it has any; they must not use data that it trains on."""
+    if not isinstance(config, EvaluatedCommand) or config.eval is None:
+        return
+    if config.parallel.nodes > 1:  # by an outer launcher
+        raise ConfigError(NOT_ON_NODES)
+    require_vllm()
+    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
+    for section in config.eval.environments:
+        for value in section.args.values():
+            if isinstance(value, str) and _is_part(value, of=config.data.name):
+                raise ConfigError(
+                    f"eval.environments: '{section.label}' asks what is in {value}, and that is trained on "
+                    f"(data.name = '{config.data.name}'): nothing of it is held out. Name another file."
+                )
+    asked = config.eval.following(config.output_dir, config.output_dir)
+    model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
+    check_in_child(
+        "holdfast.orchestrator.check",
+        asked.model_copy(update={"run": None, "follow": False, "interval": None, "model": model}),
+        "evaluation",
+    )
+
+
+def _is_part(name: str, *, of: str) -> bool:
+    """Whether the file `name` is the data `of`, or lies in them."""
+    return os.path.isfile(name) and Path(name).resolve().is_relative_to(Path(of).resolve())  # noqa: PTH113 - whatever the text is
 
 
 def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
