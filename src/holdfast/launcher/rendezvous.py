@@ -33,22 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 T = TypeVar("T", bound=TrainingCommand)
-_TORCHRUN = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PLAIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM = ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _FIRST_PORT, _PORTS = 29400, 1000
 _HOSTS = re.compile(r"(?P<prefix>[^\[,]+)(?:\[(?P<first>\d+)[^\]]*\])?(?P<suffix>[^,]*)")
 
 
 @dataclass(frozen=True)
 class Outer:
-    """The nodes of an outer launcher.
-
-    Attributes:
-        name: of the launcher.
-        endpoint: HOST:PORT of its first node.
-        rank: of this node.
-    """
+    """The outer launcher `name` with its nodes: HOST:PORT of the first one, and the rank of this one."""
 
     name: str
     nodes: int
@@ -60,8 +51,7 @@ def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int 
     """Return `config` with the nodes of an outer launcher, if there is one, and the rank of this node among them.
 
     Raises:
-        ConfigError: what the environment says is not whole, or contradicts the settings; or several nodes have no
-            place to meet.
+        ConfigError: the environment is incomplete or contradicts the settings, or several nodes have no address.
     """
     outer, parallel = outer_nodes(environment), config.parallel
     if outer is not None and outer.nodes > 1:
@@ -71,7 +61,7 @@ def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int 
                 "leave the setting out, or give that number."
             )
         update = {"nodes": outer.nodes, "rdzv_endpoint": parallel.rdzv_endpoint or outer.endpoint}
-        # An address that was given decides by itself who leads.
+        # A given address decides which node is the head.
         rank = None if config.parallel.rdzv_endpoint is not None else outer.rank
         return config.model_copy(update={"parallel": parallel.model_copy(update=update)}), rank
     if parallel.nodes == 1 and parallel.rdzv_endpoint is not None:
@@ -91,63 +81,49 @@ def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
     """Return what an outer launcher says, if this command was started by one.
 
     Raises:
-        ConfigError: it starts several processes on a node, or a variable of it is missing or no number.
+        ConfigError: it starts several processes on a node, or a variable of it is missing or not a number.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
-        rank, nodes, per_node = _numbers("torchrun", _TORCHRUN, environment)
-        if per_node != 1:
-            raise ConfigError(
-                f"torchrun starts {per_node} processes on every node, and this command starts its ranks itself: give "
-                f"torchrun --nproc-per-node 1, and the command --parallel.num-ranks {per_node}."
-            )
-        # The port beside it: at MASTER_PORT torchrun itself listens.
-        return Outer("torchrun", nodes, f"{environment['MASTER_ADDR']}:{_port(environment) + 1}", rank)
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        rank, nodes = _numbers("the outer launcher", _PLAIN, environment)
-        if environment.get("LOCAL_WORLD_SIZE", "1") != "1" or environment.get("LOCAL_RANK", "0") != "0":
-            raise ConfigError(
-                "the outer launcher starts several processes on a node (LOCAL_RANK, LOCAL_WORLD_SIZE), and this "
-                "command starts its ranks itself: start one on every node, with --parallel.num-ranks."
-            )
-        return Outer("the outer launcher", nodes, f"{environment['MASTER_ADDR']}:{_port(environment)}", rank)
-    if environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
-        return None
-    rank, nodes, tasks = _numbers("srun", _SLURM, environment)
-    if tasks != nodes:
-        raise ConfigError(
-            f"srun starts {tasks} tasks on {nodes} nodes, and this command starts its ranks itself: give srun "
-            "--ntasks-per-node 1, and the command --parallel.num-ranks."
+        name = "torchrun"
+        host, (rank, nodes, per_node, port) = _values(
+            name, environment, "MASTER_ADDR", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
         )
-    host = environment.get("MASTER_ADDR") or _first_host(environment["SLURM_STEP_NODELIST"])
-    # Jobs that share a node meet at different ports.
-    port = _FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % _PORTS
-    return Outer("srun", nodes, f"{host}:{_port(environment) if 'MASTER_PORT' in environment else port}", rank)
+        is_alone, port = per_node == 1, port + 1  # torchrun itself listens at MASTER_PORT
+    elif "RANK" in environment or "WORLD_SIZE" in environment:
+        name = "the outer launcher"
+        host, (rank, nodes, port) = _values(name, environment, "MASTER_ADDR", "RANK", "WORLD_SIZE", "MASTER_PORT")
+        is_alone = environment.get("LOCAL_WORLD_SIZE", "1") == "1" and environment.get("LOCAL_RANK", "0") == "0"
+    elif environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
+        name = "srun"
+        hosts, (rank, nodes, tasks) = _values(
+            name, environment, "SLURM_STEP_NODELIST", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"
+        )
+        is_alone = tasks == nodes
+        host = environment.get("MASTER_ADDR") or _first_host(hosts)
+        # Jobs that share a node meet at different ports.
+        port = environment.get("MASTER_PORT") or _FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % _PORTS
+    else:
+        return None
+    if not is_alone:
+        raise ConfigError(
+            f"{name} starts several processes on a node, and this command starts its ranks itself: start one per node "
+            "(torchrun --nproc-per-node 1, srun --ntasks-per-node 1), with --parallel.num-ranks."
+        )
+    return Outer(name, nodes, f"{host}:{port}", rank)
 
 
-def _numbers(launcher: str, names: tuple[str, ...], environment: Mapping[str, str]) -> list[int]:
-    """Return the values of all of `names` but the last two or one, which are no numbers.
-
-    Raises:
-        ConfigError: one is missing, or is no number.
-    """
-    missing = [name for name in names if not environment.get(name)]
-    if missing:
+def _values(launcher: str, environment: Mapping[str, str], text: str, *numbers: str) -> tuple[str, list[int]]:
+    """Return the values of the variable `text` and of `numbers`; raise `ConfigError` if one is missing or wrong."""
+    names = (*numbers, text)
+    if missing := [name for name in names if not environment.get(name)]:
         raise ConfigError(
             f"{launcher} has started this command, by its environment, but {', '.join(missing)} is not set: set all "
             f"of {', '.join(names)}, or none."
         )
-    numbers = [name for name in names if name not in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST")]
     for name in numbers:
         if not environment[name].isdecimal():
             raise ConfigError(f"{name} of {launcher} should be a number, got '{environment[name]}'")
-    return [int(environment[name]) for name in numbers]
-
-
-def _port(environment: Mapping[str, str]) -> int:
-    port = environment["MASTER_PORT"]
-    if not port.isdecimal() or not 0 < int(port) < 65535:
-        raise ConfigError(f"MASTER_PORT should be the number of a port, got '{port}'")
-    return int(port)
+    return environment[text], [int(environment[name]) for name in numbers]
 
 
 def _first_host(nodes: str) -> str:
