@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -201,14 +200,6 @@ class RemoteAgent:
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
         self._reservations: list[Reservation] = []
-
-    def about(self) -> dict[str, str]:
-        """Return the name and versions of this host."""
-        return {
-            "name": socket.gethostname(),
-            "version": version("holdfast"),
-            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        }
 
     def missing(self, paths: list[str]) -> list[str]:
         """Return those of `paths` that do not exist on this host."""

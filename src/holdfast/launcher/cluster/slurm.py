@@ -36,11 +36,7 @@ _COMMAND_TIMEOUT_S = 60.0
 
 
 class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
-    """Places processes on the nodes of the allocation that this process runs in.
-
-    Raises:
-        ConfigError: it runs in none.
-    """
+    """Places processes on the nodes of the allocation of this process; raises `ConfigError` if there is none."""
 
     def __init__(self) -> None:
         nodes = os.environ.get("SLURM_JOB_NODELIST")
@@ -64,22 +60,15 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the job was given GPUs."""
         return "GPU" in self._nodes[0]
 
     def check(self, needs: list[Need]) -> None:
-        """Divide the nodes among the processes.
-
-        Raises:
-            ConfigError: they have too little.
-        """
         assigned = assign(needs, self._nodes)
         if assigned is None:
             raise ConfigError(f"the SLURM allocation has too few resources.\n{wanted_and_there(needs, self._nodes)}")
         self._needs, self._assigned = needs, assigned
 
     def place(self) -> None:
-        """Start an agent for every process that has none, or has lost it."""
         for need, node in zip(self._needs, self._assigned, strict=True):
             wire = self._wires.get(need.name)
             if wire is not None and not wire.is_lost:
@@ -89,33 +78,28 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
             self._hosts[need.name] = RemoteHost(name, self._addresses[name], wire)
 
     def is_placed(self) -> bool:
-        """Whether every process has an agent; one that cannot be started shows in the first call to it."""
-        return True
+        return True  # the first call to an agent shows if it cannot be started
 
     def missing(self) -> str:
-        """Say what has no place."""
         return "no place for any process"
 
     def devices(self, name: str) -> list[int]:
-        """Return which GPUs of its node are those of a process."""
         number = next(number for number, need in enumerate(self._needs) if need.name == name)
         node = self._assigned[number]
         before = sum(need.gpus for need, on in zip(self._needs[:number], self._assigned, strict=False) if on == node)
         return list(range(before, before + self._needs[number].gpus))
 
     def host(self, name: str) -> RemoteHost:
-        """Return where a process is placed."""
         return self._hosts[name]
 
     def close(self) -> None:
-        """End the agents, with what they started."""
         close_all(self._wires.values())
 
 
 def step_command(node: str) -> list[str]:  # untested: needs SLURM (pytest -m slurm)
-    """Return the command line that starts an agent on `node`, beside whatever runs there."""
+    """Return the command line that starts an agent on `node`, beside other steps."""
     step = ["srun", "--overlap", "--nodes", "1", "--ntasks", "1", "--nodelist", node]
-    # Bound to nothing: every process takes the cores that its settings say.
+    # Without binding: every process takes the cores of its settings.
     return [*step, "--cpu-bind", "none", "--mpi", "none", "--unbuffered", *agent_command()]
 
 
