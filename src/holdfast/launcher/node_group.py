@@ -43,9 +43,7 @@ class Registration(msgspec.Struct, frozen=True):
         run_id: the run that it trains already; empty for none.
     """
 
-    pid: int
-    host: str
-    pid_space: str
+    holder: Holder
     code: str
     output_dir: str
     settings: str
@@ -53,12 +51,8 @@ class Registration(msgspec.Struct, frozen=True):
     rank: int = -1
 
     @property
-    def holder(self) -> Holder:
-        return Holder(self.pid, self.host, self.pid_space)
-
-    @property
     def name(self) -> str:
-        return f"{self.host} (process {self.pid})"
+        return f"{self.holder.host} (process {self.holder.pid})"
 
 
 class ExitStatus(msgspec.Struct, frozen=True):
@@ -232,17 +226,8 @@ class NodeGroup:
         return self._rendezvous.is_host
 
     def _registration(self) -> Registration:
-        me = self._me
-        return Registration(
-            me.pid,
-            me.host,
-            me.pid_space,
-            self._code,
-            str(self._run_dir.path),
-            self._settings,
-            self._run_id,
-            -1 if self._rank is None else self._rank,
-        )
+        rank = -1 if self._rank is None else self._rank
+        return Registration(self._me, self._code, str(self._run_dir.path), self._settings, self._run_id, rank)
 
     # --- before an attempt
 
@@ -353,7 +338,7 @@ class NodeGroup:
     def begin(self, attempt: Attempt) -> NodePart:
         """At the head node: tell the others to start, as everything is prepared; return its own part."""
         present = self._present()
-        order = sorted(present, key=lambda number: (present[number][0].rank, present[number][0].host, number))
+        order = sorted(present, key=lambda number: (present[number][0].rank, present[number][0].holder.host, number))
         host = self._parallel.rendezvous[0]
         host = f"[{host}]" if ":" in host else host
         self._run_id = attempt.run_dir.run_id()
