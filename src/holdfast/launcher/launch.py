@@ -41,7 +41,7 @@ from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import check_outputs
-from holdfast.launcher.placement import Placed, placed
+from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
 from holdfast.launcher.plan import (
     EVALUATION,
     Plan,
@@ -214,7 +214,7 @@ def launch_rl(config: RlConfig) -> int:
         check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
         return submit_rl(config, given)
     with (
-        placed(config) as places,
+        placed_on_cluster(config) as places,
         _servers(config, places, picks_port=picks_port) as servers,
     ):
         machine = places.machine if places else machine
@@ -241,13 +241,18 @@ def launch_rl(config: RlConfig) -> int:
         return watch(plan, healing)
 
 
-def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
+def _servers(config: RlConfig, places: ClusterPlacement | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
     """Choose the servers of the run; on a cluster they have their places."""
     return nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port)
 
 
 def _plan_rl(
-    config: RlConfig, placement: Placement, *, starts_inference: bool, places: Placed | None, again: bool = False
+    config: RlConfig,
+    placement: Placement,
+    *,
+    starts_inference: bool,
+    places: ClusterPlacement | None,
+    again: bool = False,
 ) -> Plan:
     """Decide where the run starts, or continues after its trainer died; write the configurations."""
     if places is not None and again:

@@ -12,8 +12,8 @@ from functools import partial
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
-from holdfast.launcher.cluster.cluster import Cluster, check_shared, needs_of, trainer_names, wait_for_places
-from holdfast.launcher.cluster.hosts import RemoteHost, Wire
+from holdfast.launcher.cluster.cluster import Cluster, check_shared, requests_of, trainer_names, wait_for_places
+from holdfast.launcher.cluster.hosts import RemoteHost, RpcChannel
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.devices import Machine, gpus_per_engine
@@ -27,7 +27,7 @@ _RDZV_PORT = 29400
 
 
 @dataclass
-class Placed:
+class ClusterPlacement:
     """The processes of a run on a cluster.
 
     Attributes:
@@ -38,7 +38,7 @@ class Placed:
     cluster: Cluster
     machine: Machine
     starts_inference: bool
-    _ports: dict[Wire, int] = field(default_factory=dict)
+    _ports: dict[RpcChannel, int] = field(default_factory=dict)
 
     def servers(self, config: RlConfig) -> Servers:
         """Return what the run samples with."""
@@ -101,13 +101,13 @@ class Placed:
 
     def _port(self, host: RemoteHost, *, first: int) -> int:
         """Return a port that the agent on `host` reserves for this run."""
-        if host.wire not in self._ports:
-            self._ports[host.wire] = host.ask("reserve", first)
-        return self._ports[host.wire]
+        if host.channel not in self._ports:
+            self._ports[host.channel] = host.ask("reserve", first)
+        return self._ports[host.channel]
 
 
 @contextmanager
-def placed(config: RlConfig) -> Iterator[Placed | None]:
+def placed_on_cluster(config: RlConfig) -> Iterator[ClusterPlacement | None]:
     """Find places for the processes of a run on the cluster that `config` names, if any; give them back at the end.
 
     A dry run takes nothing.
@@ -133,11 +133,13 @@ def placed(config: RlConfig) -> Iterator[Placed | None]:
     try:
         on_gpus = cluster.has_gpus and config.trainer.parallel.device != "cpu"
         _check_ranks(config, on_gpus=on_gpus)
-        cluster.check(needs_of(config, on_gpus=on_gpus, starts_inference=starts_inference))
-        if not on_gpus:  # `needs_of` asks for so many cores
+        cluster.check(requests_of(config, on_gpus=on_gpus, starts_inference=starts_inference))
+        if not on_gpus:  # `requests_of` asks for so many cores
             config.trainer.parallel.threads = config.trainer.parallel.threads or 1
             config.inference.engine.threads = config.inference.engine.threads or 1
-        run = Placed(cluster, _machine(config, on_gpus=on_gpus, starts_inference=starts_inference), starts_inference)
+        run = ClusterPlacement(
+            cluster, _machine(config, on_gpus=on_gpus, starts_inference=starts_inference), starts_inference
+        )
         if not config.dry_run:
             run.wait(config)
             run.tell_addresses(config)

@@ -18,7 +18,7 @@ _TELL_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
-class Need:
+class ResourceRequest:
     """The cores and GPUs that one process of the run needs on its node."""
 
     name: str
@@ -54,7 +54,7 @@ class Cluster(Protocol):
         """Return which GPUs of its node a process gets; empty if the cluster assigns them itself."""
         ...
 
-    def check(self, needs: list[Need]) -> None:
+    def check(self, needs: list[ResourceRequest]) -> None:
         """Note what the processes need; raise `ConfigError` if empty nodes do not have it."""
         ...
 
@@ -105,21 +105,21 @@ def trainer_names(nodes: int) -> list[str]:
     return ["trainer", *(f"trainer_{node}" for node in range(1, nodes))]
 
 
-def needs_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> list[Need]:
+def requests_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> list[ResourceRequest]:
     """Return what every process of a run needs; `on_gpus`: the nodes have GPUs, and the run takes them."""
     parallel, engine = config.trainer.parallel, config.inference.engine
     ranks, shards = parallel.ranks, engine.tensor_parallel_size
     needs = [
-        Need(name, ranks * (1 if on_gpus else parallel.threads or 1), ranks if on_gpus else 0)
+        ResourceRequest(name, ranks * (1 if on_gpus else parallel.threads or 1), ranks if on_gpus else 0)
         for name in trainer_names(parallel.nodes)
     ]
     if starts_inference:
         cpus, gpus = (shards, shards) if on_gpus else (engine.threads or 1, 0)
-        needs += [Need(name, cpus, gpus) for name in config.inference.of_each()]
-    return [*needs, Need("orchestrator", 1)]
+        needs += [ResourceRequest(name, cpus, gpus) for name in config.inference.of_each()]
+    return [*needs, ResourceRequest("orchestrator", 1)]
 
 
-def assign(needs: list[Need], nodes: list[dict[str, float]]) -> list[int] | None:
+def assign(needs: list[ResourceRequest], nodes: list[dict[str, float]]) -> list[int] | None:
     """Return the node of every process: the largest first, on the emptiest node; None: they do not fit."""
     left = [dict(node) for node in nodes]
     chosen = [0] * len(needs)
@@ -134,7 +134,7 @@ def assign(needs: list[Need], nodes: list[dict[str, float]]) -> list[int] | None
     return chosen
 
 
-def wanted_and_there(needs: list[Need], nodes: list[dict[str, float]]) -> str:
+def wanted_and_there(needs: list[ResourceRequest], nodes: list[dict[str, float]]) -> str:
     """Return two lines: what is wanted, and what nodes have."""
     wanted = "; ".join(f"{need.name}: {_shown(need.resources)}" for need in needs)
     there = "; ".join(_shown(node) for node in nodes) or "no node"

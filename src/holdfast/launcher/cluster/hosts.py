@@ -1,8 +1,9 @@
 """Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
 
-`RemoteHost` talks to a `RemoteAgent` on another host, over any `Wire`. An agent is a Ray actor, or a SLURM step that
-runs this module as a program. It starts one process after the other, watches it and ends it. Everything that it starts
-dies with it. `PipeWire` is the launcher's end of a command such as `srun`, one line of JSON for each call and answer.
+`RemoteHost` talks to a `RemoteAgent` on another host, over an `RpcChannel`. An agent is a Ray actor, or a SLURM step
+that runs this module as a program. It starts one process after the other, watches it and ends it. Everything that it
+starts dies with it. `PipeChannel` is the launcher's end of a command such as `srun`: one line of JSON for each call and
+answer.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ class HostLost(Exception):
     """An agent is out of reach: what it started is dead, or will be soon."""
 
 
-class Wire(Protocol):
+class RpcChannel(Protocol):
     """The connection to one `RemoteAgent`."""
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -303,10 +304,10 @@ class Wire(Protocol):
 class RemoteProcess:
     """A process on another host. No method waits for an answer, except `clear`: the host may be mute."""
 
-    def __init__(self, wire: Wire, *, host: str, started: Future[int]) -> None:
+    def __init__(self, channel: RpcChannel, *, host: str, started: Future[int]) -> None:
         self.loss: str | None = None
         self.returncode: Any = None
-        self._wire = wire
+        self._channel = channel
         self._host = host
         self._started = started
 
@@ -318,7 +319,7 @@ class RemoteProcess:
         """Return its exit code; SIGKILL for a lost host. Raise once if the process could not be started."""
         if self.returncode is None:
             try:
-                self.returncode = self._wire.ended()
+                self.returncode = self._channel.ended()
             except HostLost as lost:
                 self._lose(lost)
             except (OSError, HoldfastError) as error:
@@ -334,7 +335,7 @@ class RemoteProcess:
 
     def signal(self, number: int) -> None:
         if self.poll() is None:
-            self._wire.post("signal", int(number))
+            self._channel.post("signal", int(number))
 
     def kill(self) -> None:
         self._post("kill")
@@ -345,14 +346,14 @@ class RemoteProcess:
         if cleared is None:
             return
         if futures.wait([cleared], max(CALL_TIMEOUT_S, timeout_s)).not_done:
-            self._lose(self._wire.lose())
+            self._lose(self._channel.lose())
         self.wait(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
         self._post("show_stacks", list(pids), str(log))
 
     def _post(self, method: str, *arguments: Any) -> Future[Any] | None:
-        return self._wire.post(method, *arguments) if self.loss is None else None
+        return self._channel.post(method, *arguments) if self.loss is None else None
 
     def _lose(self, lost: HostLost) -> None:
         self.loss = f"{self._host} is lost: {lost}"
@@ -363,20 +364,20 @@ class RemoteProcess:
 class RemoteHost:
     """The host of one process; `address` is for other hosts."""
 
-    def __init__(self, name: str, address: str, wire: Wire) -> None:
+    def __init__(self, name: str, address: str, channel: RpcChannel) -> None:
         self.name = name
         self.address = address
-        self.wire = wire
+        self.channel = channel
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> RemoteProcess:
         """Start one of our modules, without waiting; `argv` is that of `module_command`."""
         arguments = (argv[3:], str(log.absolute()), {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
-        return RemoteProcess(self.wire, host=self.name, started=self.wire.post("start", *arguments))
+        return RemoteProcess(self.channel, host=self.name, started=self.channel.post("start", *arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the agent; return its result, or raise its error, or `ProcessDied` for a lost host."""
         try:
-            return self.wire.call(method, *arguments)
+            return self.channel.call(method, *arguments)
         except HostLost as lost:
             raise ProcessDied(f"{self.name} is lost: {lost}") from None
 
@@ -391,7 +392,7 @@ def agent_command() -> list[str]:
     return module_command("holdfast.launcher.cluster.hosts")
 
 
-class PipeWire:
+class PipeChannel:
     """The connection to an agent that `argv` starts. Only `call` and `close` wait for it."""
 
     def __init__(self, argv: list[str]) -> None:
@@ -501,9 +502,9 @@ class PipeWire:
         self._lose(errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})")
 
 
-def close_all(wires: Iterable[PipeWire]) -> None:
+def close_all(channels: Iterable[PipeChannel]) -> None:
     """End all agents at once, as a mute one takes its time."""
-    threads = [threading.Thread(target=wire.close) for wire in wires]
+    threads = [threading.Thread(target=channel.close) for channel in channels]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -515,14 +516,14 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # A scheduler may send them; the launcher decides. Not SIG_IGN, which children would inherit.
         signal.signal(number, lambda *_: None)
-    wire = os.fdopen(os.dup(1), "w")
+    channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may come between the lines
     lock, place = threading.Lock(), RemoteAgent()
 
     def say(**message: Any) -> None:
         with lock:
-            wire.write(f"{json.dumps(message)}\n")
-            wire.flush()
+            channel.write(f"{json.dumps(message)}\n")
+            channel.flush()
 
     for line in sys.stdin:
         call = json.loads(line)

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
+from holdfast.launcher.cluster.cluster import ResourceRequest, assign, wanted_and_there
 from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, RemoteAgent, RemoteHost
 from holdfast.process.heartbeat import awake_s
 
@@ -26,7 +26,7 @@ _CLOSE_TIMEOUT_S = 10.0
 _CALLS_AT_ONCE = 4
 
 
-class RayWire:
+class RayChannel:
     """The connection to an actor."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
@@ -100,9 +100,9 @@ class RayCluster:
     def __init__(self, address: str | None, strategy: Literal["pack", "spread"]) -> None:
         self._ray = _connected(address)
         self._strategy = strategy.upper()
-        self._needs: list[Need] = []
+        self._needs: list[ResourceRequest] = []
         self._group: Any = None
-        self._wires: dict[str, RayWire] = {}
+        self._channels: dict[str, RayChannel] = {}
         self._about: dict[str, Any] = {}
         self._hosts: dict[str, RemoteHost] = {}
 
@@ -110,7 +110,7 @@ class RayCluster:
     def has_gpus(self) -> bool:
         return bool(self._ray.cluster_resources().get("GPU"))
 
-    def check(self, needs: list[Need]) -> None:
+    def check(self, needs: list[ResourceRequest]) -> None:
         nodes = [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
         if assign(needs, nodes) is None:
             raise ConfigError(f"the Ray cluster has too few resources.\n{wanted_and_there(needs, nodes)}")
@@ -121,9 +121,9 @@ class RayCluster:
             make = importlib.import_module("ray.util.placement_group").placement_group
             self._group = make([need.resources for need in self._needs], strategy=self._strategy)
         for number, need in enumerate(self._needs):
-            if need.name not in self._wires:
-                self._wires[need.name] = self._new_place(number, need)
-            self._about[need.name] = self._wires[need.name].actor.about.remote()
+            if need.name not in self._channels:
+                self._channels[need.name] = self._new_place(number, need)
+            self._about[need.name] = self._channels[need.name].actor.about.remote()
         self._hosts.clear()
 
     def is_placed(self) -> bool:
@@ -135,13 +135,13 @@ class RayCluster:
                 about = self._ray.get(self._about[need.name])
             except self._ray.exceptions.RayActorError as error:
                 _check_imports(error)
-                self._wires[need.name] = self._new_place(number, need)
-                self._about[need.name] = self._wires[need.name].actor.about.remote()
+                self._channels[need.name] = self._new_place(number, need)
+                self._about[need.name] = self._channels[need.name].actor.about.remote()
                 waiting.append(self._about[need.name])
                 continue
             _check_version(about)
             address = about["address"]
-            self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, self._wires[need.name])
+            self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, self._channels[need.name])
         return not waiting
 
     def missing(self) -> str:
@@ -158,18 +158,18 @@ class RayCluster:
         return []  # Ray assigns them
 
     def close(self) -> None:
-        if asked := [call for wire in self._wires.values() for call in wire.asked]:
+        if asked := [call for channel in self._channels.values() for call in channel.asked]:
             # Before the actors go: `kill` ends a whole group, the kernel only our processes of it.
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_TIMEOUT_S)
-        for wire in self._wires.values():
-            self._ray.kill(wire.actor)
+        for channel in self._channels.values():
+            self._ray.kill(channel.actor)
         if self._group is not None:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 importlib.import_module("ray.util.placement_group").remove_placement_group(self._group)
         self._ray.shutdown()
 
-    def _new_place(self, number: int, need: Need) -> RayWire:
+    def _new_place(self, number: int, need: ResourceRequest) -> RayChannel:
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
         strategy = scheduling.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         make: Any = self._ray.remote(_RayPlace).options(
@@ -179,7 +179,7 @@ class RayCluster:
             max_concurrency=_CALLS_AT_ONCE,
             scheduling_strategy=strategy,
         )
-        return RayWire(self._ray, make.remote())
+        return RayChannel(self._ray, make.remote())
 
 
 class _RayPlace(RemoteAgent):

@@ -27,8 +27,8 @@ from holdfast.config.load import without_none
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
-from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, agent_command, close_all
+from holdfast.launcher.cluster.cluster import ResourceRequest, assign, wanted_and_there
+from holdfast.launcher.cluster.hosts import PipeChannel, RemoteHost, agent_command, close_all
 from holdfast.process.child import killed_by
 from holdfast.run import atomic
 
@@ -53,16 +53,16 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
             {"CPU": float(cpus[min(number, len(cpus) - 1)])} | ({"GPU": float(gpus)} if gpus else {})
             for number in range(len(self._names))
         ]
-        self._needs: list[Need] = []
+        self._needs: list[ResourceRequest] = []
         self._assigned: list[int] = []
-        self._wires: dict[str, PipeWire] = {}
+        self._channels: dict[str, PipeChannel] = {}
         self._hosts: dict[str, RemoteHost] = {}
 
     @property
     def has_gpus(self) -> bool:
         return "GPU" in self._nodes[0]
 
-    def check(self, needs: list[Need]) -> None:
+    def check(self, needs: list[ResourceRequest]) -> None:
         assigned = assign(needs, self._nodes)
         if assigned is None:
             raise ConfigError(f"the SLURM allocation has too few resources.\n{wanted_and_there(needs, self._nodes)}")
@@ -70,12 +70,12 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
 
     def place(self) -> None:
         for need, node in zip(self._needs, self._assigned, strict=True):
-            wire = self._wires.get(need.name)
-            if wire is not None and not wire.is_lost:
+            channel = self._channels.get(need.name)
+            if channel is not None and not channel.is_lost:
                 continue
             name = self._names[node]
-            self._wires[need.name] = wire = PipeWire(step_command(name))
-            self._hosts[need.name] = RemoteHost(name, self._addresses[name], wire)
+            self._channels[need.name] = channel = PipeChannel(step_command(name))
+            self._hosts[need.name] = RemoteHost(name, self._addresses[name], channel)
 
     def is_placed(self) -> bool:
         return True  # the first call to an agent shows if it cannot be started
@@ -93,7 +93,7 @@ class SlurmCluster:  # untested: needs SLURM (pytest -m slurm)
         return self._hosts[name]
 
     def close(self) -> None:
-        close_all(self._wires.values())
+        close_all(self._channels.values())
 
 
 def step_command(node: str) -> list[str]:  # untested: needs SLURM (pytest -m slurm)

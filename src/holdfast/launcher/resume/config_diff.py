@@ -41,7 +41,7 @@ _SHAPING = {
 
 
 @dataclass(frozen=True)
-class Drift:
+class ConfigDiff:
     """Settings that differ, one line `key: old -> new` each.
 
     Attributes:
@@ -64,7 +64,7 @@ class Drift:
         return lines
 
 
-def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Drift:
+def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> ConfigDiff:
     """Return what differs between two resolved configurations of one process."""
     old, new = flat_settings(before), flat_settings(after)
     changed = {
@@ -72,7 +72,7 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Dri
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in _OF_THE_ATTEMPT
     }
-    return Drift(
+    return ConfigDiff(
         computing=[line for key, line in changed.items() if not is_free(key)],
         free=[line for key, line in changed.items() if is_free(key)],
     )
