@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.base import CkptConfig
@@ -35,7 +36,7 @@ from holdfast.launcher.devices import (
     this_machine,
     with_engines,
 )
-from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, reserve
+from holdfast.launcher.engines import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
@@ -215,7 +216,7 @@ def launch_rl(config: RlConfig) -> int:
         return submit_rl(config, given)
     with (
         placed_on_cluster(config) as places,
-        _servers(config, places, picks_port=picks_port) as servers,
+        nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port) as servers,
     ):
         machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)
@@ -223,7 +224,8 @@ def launch_rl(config: RlConfig) -> int:
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         settle_length(config.trainer, clean=config.clean)
         chosen = choose_rl(config, placement, machine, starts_inference=servers.starts_own)
-        plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)
+        make_plan = partial(_plan_rl, config, placement, starts_inference=servers.starts_own, places=places)
+        plan = make_plan()
         if servers.line:
             print(servers.line)
         print(describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
@@ -231,7 +233,7 @@ def launch_rl(config: RlConfig) -> int:
         if config.dry_run:
             return _print_plan(plan)
         healing = RestartPolicy(
-            again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, places=places, again=True),
+            again=partial(make_plan, again=True),
             restarts=RestartLimit(config.max_restarts, config.restart_window_s),
             storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -239,11 +241,6 @@ def launch_rl(config: RlConfig) -> int:
             cluster_timeout_s=config.cluster_timeout_s,
         )
         return watch(plan, healing)
-
-
-def _servers(config: RlConfig, places: ClusterPlacement | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
-    """Choose the servers of the run; on a cluster they have their places."""
-    return nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port)
 
 
 def _plan_rl(
@@ -257,11 +254,9 @@ def _plan_rl(
     """Decide where the run starts, or continues after its trainer died; write the configurations."""
     if places is not None and again:
         places.tell_addresses(config)
-    # --clean is only for the first start.
-    clean = config.clean and not again
     attempt = prepare(
         config.trainer,
-        clean=clean,
+        clean=config.clean and not again,
         dry_run=config.dry_run,
         orchestrator=config.orchestrator,
         inference=config.inference if starts_inference else None,

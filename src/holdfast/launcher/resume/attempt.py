@@ -25,14 +25,6 @@ from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification, read_ma
 from holdfast.run.run_dir import INPUTS_NAME, RunDir
 from holdfast.run.settings import read_settings
 
-_OTHER_FLAG = {
-    Kind.DCP: "--ckpt.weights-only {} takes its weights and nothing else.",
-    Kind.WEIGHTS: "--ckpt.weights-only {0} or --model.name {0} starts a run from its weights.",
-    Kind.HUGGING_FACE: "--ckpt.weights-only {0} or --model.name {0} starts a run from its weights.",
-    Kind.ADAPTER: "--ckpt.weights-only {} starts a run with model.lora from it.",
-    Kind.TENSORS: "--ckpt.weights-only {} starts a run from its weights.",
-}
-
 
 @dataclass(frozen=True)
 class Fork:
@@ -103,7 +95,7 @@ def _refuse_other_kinds(path: Path) -> None:
     kind = kind_of(path)
     if kind is Kind.CHECKPOINT:
         return
-    advice = _OTHER_FLAG.get(kind, "").format(path)
+    advice = f"--ckpt.weights-only {path} starts a run from its weights."
     if kind is Kind.DCP and kind_of(path.parent) is Kind.CHECKPOINT:
         advice = f"The checkpoint is the directory that it lies in: --ckpt.resume-dir {path.parent}."
     elif kind is Kind.UNKNOWN:

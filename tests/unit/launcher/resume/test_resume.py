@@ -214,8 +214,8 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
     weights = add_weights(other, 10)
     return {
         Kind.DCP: (dcp, "--ckpt.weights-only"),
-        Kind.WEIGHTS: (weights, f"--ckpt.weights-only {weights} or --model.name {weights}"),
-        Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model} or --model.name {model}"),
+        Kind.WEIGHTS: (weights, f"--ckpt.weights-only {weights}"),
+        Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model}"),
         Kind.TENSORS: (file, f"--ckpt.weights-only {file}"),
         "a run directory with the steps 5, 10": (other.path, "OTHER/checkpoints/step_"),
         "nothing: there is no such file": (path / "nowhere", "OTHER/checkpoints/step_"),
