@@ -220,25 +220,23 @@ def death_of(child: Child, *, stuck: str | None, restarts: RestartLimit) -> Proc
     Args:
         stuck: in what it made no progress, if it was killed for that.
     """
-    reason = child.error
-    failure = engine_failure_of(child)
+    reason, failure, how = child.error, engine_failure_of(child), how_it_ended(child)
+    log = f"\n       log: {child.log}"
     if failure is not None:
-        said = (reason or f"the engine died, the server {how_it_ended(child)}").removesuffix(" (its log is above)")
+        said = (reason or f"the engine died, the server {how}").removesuffix(" (its log is above)")
         indented = failure.replace("\n", "\n       ")
-        error = ProcessDied(f"{child.name}: {said}\n       {indented}\n       log: {child.log}")
+        text = f"{child.name}: {said}\n       {indented}{log}"
     elif reason is not None:
-        error = ProcessDied(f"{child.name}: {reason}\n       log: {child.log}")
+        text = f"{child.name}: {reason}{log}"
     elif child.process.loss is not None:
-        error = ProcessDied(f"{child.name} {how_it_ended(child)}\n       log: {child.log}")
+        text = f"{child.name} {how}{log}"
     elif stuck is not None:
-        error = ProcessDied(f"{stuck}\n       log: {child.log}")
+        text = f"{stuck}{log}"
     else:
-        tail = last_lines(child.log)
-        error = ProcessDied(f"{child.name} {how_it_ended(child)}; the last lines of {child.log}:\n{tail}")
-    used = restarts.used(child.name)
-    if used:
-        error.args = (f"{error}\n       it was started again {used} times{restarts.over(child.name)}",)
-    code = child.process.returncode
+        text = f"{child.name} {how}; the last lines of {child.log}:\n{last_lines(child.log)}"
+    if used := restarts.used(child.name):
+        text += f"\n       it was started again {used} times{restarts.over(child.name)}"
+    error, code = ProcessDied(text), child.process.returncode
     error.exit_code = 3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1
     return error
 
@@ -287,19 +285,13 @@ def profile_lines(run_dir: RunDir, config: TrainingCommand) -> list[str]:
         return [f"cannot list the profiles: {error}"]
 
 
-@dataclass(frozen=True)
-class ExitReport:
-    """What is left of a run that has ended: `lines` for people, `fields` for programs."""
-
-    lines: list[str]
-    fields: dict[str, Any]
-
-
-def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: int) -> ExitReport:
-    """Return where the last checkpoint is, and how the run continues from it."""
+def exit_report(
+    attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Return where the last checkpoint is and how the run continues from it: lines for people, fields for programs."""
     run_dir = attempt.run_dir
     fields: dict[str, Any] = {"step": step, "max_steps": config.max_steps, "checkpoint": None, "resume": None}
-    lines = []
+    lines: list[str] = []
     is_finished = exit_code == 0
     weights = run_dir.weights_of(step)
     # Not `Path.is_dir`, which raises if the storage fails.
@@ -310,14 +302,14 @@ def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: i
     try:
         steps = run_dir.committed_steps()
     except (OSError, ReadError) as error:
-        return ExitReport([*lines, f"cannot list the checkpoints: {error}"], fields)
+        return [*lines, f"cannot list the checkpoints: {error}"], fields
     if not steps:
         # After a mistake on the command line, only its message matters.
         if not step:
-            return ExitReport([], fields)
+            return [], fields
         if exit_code < 128:  # a stopped run has printed it
             lines.append("no checkpoint was saved: with --ckpt.interval N a stopped run can continue")
-        return ExitReport(lines, fields)
+        return lines, fields
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"
     fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
@@ -325,7 +317,7 @@ def end_of(attempt: Attempt, config: TrainingCommand, *, step: int, exit_code: i
     if is_finished and steps[-1] >= config.max_steps:
         to_go_on = f"give the same command with {resume} and a larger {config.length_flag}"
     lines.append(f"last checkpoint: step {steps[-1]} in {last}; to continue, {to_go_on}")
-    return ExitReport(lines, fields)
+    return lines, fields
 
 
 class FailureDetector:

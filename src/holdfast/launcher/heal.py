@@ -27,7 +27,7 @@ from holdfast.launcher.failures import (
     RestartLimit,
     RestartPolicy,
     StorageBackoff,
-    end_of,
+    exit_report,
     fullest,
     how_it_ended,
     profile_lines,
@@ -156,11 +156,11 @@ class _Watcher:
     def _tell_end(self, exit_code: int, *, error: str | None = None) -> None:
         """Report how the run can continue: on the console, in `--log-format json`, and in the events."""
         step = self._console.last_step
-        end = end_of(self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code)
-        for line in [*end.lines, *profile_lines(self._run_dir, self._plan.trainer)]:
+        lines, fields = exit_report(self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code)
+        for line in [*lines, *profile_lines(self._run_dir, self._plan.trainer)]:
             print(line, flush=True)
-        if (lines := json_lines()) is not None:
-            lines.end = end.fields
+        if (output := json_lines()) is not None:
+            output.end = fields
         self._console.note("ended", exit_code=exit_code, step=step, error=error)
 
     @property
