@@ -33,8 +33,21 @@ from holdfast.run.run_dir import RunDir
 
 _FIRST_DELAY_S = 0.2
 _LAST_DELAY_S = 10.0
+_STORAGE_FIRST_DELAY_S = 1.0
+_STORAGE_LAST_DELAY_S = 30.0
 # Exit codes of reported errors, which would only come again.
 _REPORTED = (2, 3, NOT_SAVED)
+# An inference server writes this first; a log holds one start after the other.
+_START = "inference INFO loading vllm"
+_ENGINE = re.compile(r"^\((?:EngineCore|Worker)\w* pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+# How our server reports a killed engine, which is not a failure, whatever the engine had logged before.
+_KILLED = re.compile(
+    r"inference ERROR the engine died .*(?:signal SIG(?:KILL|TERM|INT)|'EngineCore\w*': -(?:9|15|2)\b)"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAIN = ("During handling of the above", "The above exception was", _TRACEBACK)
+_MOST_LINES = 6
+_MOST_CHARACTERS = 300  # of a line: some list every parameter of the model
 
 
 class RestartLimit:
@@ -91,10 +104,6 @@ class RestartLimit:
     def over(self, name: str) -> str:
         """Return what `used` counts over."""
         return f" after step {self._stuck[name][0]}" if name in self._stuck else f" in {self.window_s:g} s"
-
-
-_STORAGE_FIRST_DELAY_S = 1.0
-_STORAGE_LAST_DELAY_S = 30.0
 
 
 class StorageBackoff:
@@ -154,19 +163,6 @@ class RestartPolicy:
     heartbeat_timeout_s: float
     cluster: Cluster | None = None
     cluster_timeout_s: float = 0.0
-
-
-# An inference server writes this first; a log holds one start after the other.
-_START = "inference INFO loading vllm"
-_ENGINE = re.compile(r"^\((?:EngineCore|Worker)\w* pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
-# How our server reports a killed engine, which is not a failure, whatever the engine had logged before.
-_KILLED = re.compile(
-    r"inference ERROR the engine died .*(?:signal SIG(?:KILL|TERM|INT)|'EngineCore\w*': -(?:9|15|2)\b)"
-)
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAIN = ("During handling of the above", "The above exception was", _TRACEBACK)
-_MOST_LINES = 6
-_MOST_CHARACTERS = 300  # of a line: some list every parameter of the model
 
 
 def engine_failure(log: Path, *, begin: int = 0) -> str | None:

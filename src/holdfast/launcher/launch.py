@@ -72,6 +72,11 @@ from holdfast.process.imports import module_command
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
 
+_ANSWERING_S = 10.0  # a timely answer may arrive so late on a busy machine
+_NODE_RESTART_WINDOW_S = 600.0
+_NODE_HEARTBEAT_TIMEOUT_S = 120.0
+_MOMENT_S = 0.1
+
 
 def with_evaluations(
     plan: Plan, attempt: Attempt, config: TrainingCommand, placement: Placement, gpus: tuple[Gpu, ...]
@@ -91,9 +96,6 @@ def with_evaluations(
         environments=plan.environments | {EVALUATION: placement.environment(gpus)},
         processes=[*plan.processes, planned_engine(EVALUATION, config.eval.inference, gpus)],
     )
-
-
-_ANSWERING_S = 10.0  # a timely answer may arrive so late on a busy machine
 
 
 def launch_training(config: TrainingCommand) -> int:
@@ -130,11 +132,6 @@ def launch_training(config: TrainingCommand) -> int:
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
     return _print_plan(plan) if config.dry_run else watch(plan)
-
-
-_NODE_RESTART_WINDOW_S = 600.0
-_NODE_HEARTBEAT_TIMEOUT_S = 120.0
-_MOMENT_S = 0.1
 
 
 def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: dict[str, str]) -> int:

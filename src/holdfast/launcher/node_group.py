@@ -31,6 +31,12 @@ from holdfast.run import atomic
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
 
+_SILENT_S = 30.0  # a node that sends nothing for so long is lost
+# Network filesystems may show a new file this late.
+_VISIBLE_S = 35.0
+_FAREWELL_S = 5.0
+_POLL_S = 0.05
+
 _FIRST_SIGNAL = 128
 
 
@@ -170,13 +176,6 @@ def digest_of_code() -> str:
 def _version(code: str) -> str:
     ours, torch, digest = code.split()
     return f"holdfast {ours} (source {digest[:8]}) with torch {torch}"
-
-
-_SILENT_S = 30.0  # a node that sends nothing for so long is lost
-# Network filesystems may show a new file this late.
-_VISIBLE_S = 35.0
-_FAREWELL_S = 5.0
-_POLL_S = 0.05
 
 
 class NodeGroup:

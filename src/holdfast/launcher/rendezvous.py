@@ -32,6 +32,10 @@ from holdfast.process.heartbeat import awake_s
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+_PERIOD_S = 0.1
+_CONNECT_S = 5.0
+_STORE_S = 30.0
+
 T = TypeVar("T", bound=TrainingCommand)
 _FIRST_PORT, _PORTS = 29400, 1000
 _HOSTS = re.compile(r"(?P<prefix>[^\[,]+)(?:\[(?P<first>\d+)[^\]]*\])?(?P<suffix>[^,]*)")
@@ -132,11 +136,6 @@ def _first_host(nodes: str) -> str:
     if match is None:
         raise ConfigError(f"SLURM_STEP_NODELIST should be a list of hosts, got '{nodes}'")
     return f"{match['prefix']}{match['first'] or ''}{match['suffix']}"
-
-
-_PERIOD_S = 0.1
-_CONNECT_S = 5.0
-_STORE_S = 30.0
 
 
 class Rendezvous:

@@ -34,6 +34,15 @@ from holdfast.process.imports import module_command
 if TYPE_CHECKING:
     from holdfast.launcher.engines import Reservation
 
+# Variables of each host. The rest of the launcher's environment goes to other hosts, as with `srun`.
+_OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
+_OWN_PREFIXES = ("RAY_", "SLURM_", "SLURMD_", "PMI", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "XDG_", "SSH_", "KUBERNETES_")
+_POLL_S = 0.02
+_LOST = -signal.SIGKILL
+CALL_TIMEOUT_S = 60.0
+"""For one answer; the first one waits for a scheduler and the imports of the agent."""
+_CLOSE_TIMEOUT_S = 10.0
+
 
 class Process(Protocol):
     """One process with all that it starts."""
@@ -181,11 +190,6 @@ def start_here(argv: list[str], log: Path, environment: Mapping[str, str]) -> Lo
 THIS_MACHINE = LocalHost()
 
 
-# Variables of each host. The rest of the launcher's environment goes to other hosts, as with `srun`.
-_OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
-_OWN_PREFIXES = ("RAY_", "SLURM_", "SLURMD_", "PMI", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "XDG_", "SSH_", "KUBERNETES_")
-
-
 def travelling(environment: dict[str, str]) -> dict[str, str]:
     """Return the part of the launcher's environment that goes to other hosts."""
     return {
@@ -266,10 +270,6 @@ def _is_there(path: Path) -> bool:
         return path.name in os.listdir(path.parent)  # noqa: PTH208 - names are all that is asked for
     except OSError:
         return False
-
-
-_POLL_S = 0.02
-_LOST = -signal.SIGKILL
 
 
 class HostLost(Exception):
@@ -380,11 +380,6 @@ class RemoteHost:
             return self.channel.call(method, *arguments)
         except HostLost as lost:
             raise ProcessDied(f"{self.name} is lost: {lost}") from None
-
-
-CALL_TIMEOUT_S = 60.0
-"""For one answer; the first one waits for a scheduler and the imports of the agent."""
-_CLOSE_TIMEOUT_S = 10.0
 
 
 def agent_command() -> list[str]:

@@ -32,6 +32,50 @@ from holdfast.launcher.cluster.hosts import PipeChannel, RemoteHost, agent_comma
 from holdfast.process.child import killed_by
 from holdfast.run import atomic
 
+_ENDING_S = 60  # for the launcher, beside the trainer's grace
+_STOPPED_BY_USR1 = 138
+_SCRIPT = """\
+#!/bin/bash
+{options}
+cd {directory} || exit 2
+{setup}
+{before}asked=
+trap 'asked=USR1' USR1
+trap 'asked=TERM' TERM
+{command} &
+launcher=$!
+# While it is a copy of this shell it forgets signals.
+while cmp -s "/proc/$launcher/cmdline" "/proc/$$/cmdline"; do sleep 0.1; done
+trap '{send_usr1}' USR1
+trap '{send_term}' TERM
+# A signal that came before.
+if [ "$asked" = USR1 ]; then {send_usr1}; fi
+if [ "$asked" = TERM ]; then {send_term}; fi
+while true; do
+    wait "$launcher"
+    code=$?
+    # A signal ends the wait as well.
+    kill -0 "$launcher" 2>/dev/null || break
+done
+# Stopped ahead of the time limit: the next job continues.
+if [ "$code" = {stopped} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+_TOKEN = """\
+# Servers listen for other nodes. In the environment alone: nobody else can read it there.
+: "${{{token}:=$(head -c 24 /dev/urandom | base64 | tr -d '/+=')}}"
+export {token}
+"""
+_MEET = """\
+# Where the commands meet: here, on the first node, by the address that SLURM reaches it at.
+MASTER_ADDR=$(scontrol show node "$SLURMD_NODENAME" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+export MASTER_ADDR
+"""
+# Each command ends by itself once the step is saved. Without CPU binding its ranks take the cores of their settings.
+_STEP = ("srun", "--ntasks-per-node", "1", "--kill-on-bad-exit=0", "--wait", "0", "--cpu-bind", "none", "--mpi", "none")
+
 _COMMAND_TIMEOUT_S = 60.0
 
 
@@ -132,51 +176,6 @@ def _run(argv: list[str]) -> str:
         killed = killed_by(error.returncode)
         reason = error.stderr.strip() if killed is None else f"it was killed by {killed.name}"
         raise ConfigError(f"`{' '.join(argv)}` failed: {reason}") from None
-
-
-_ENDING_S = 60  # for the launcher, beside the trainer's grace
-_STOPPED_BY_USR1 = 138
-_SCRIPT = """\
-#!/bin/bash
-{options}
-cd {directory} || exit 2
-{setup}
-{before}asked=
-trap 'asked=USR1' USR1
-trap 'asked=TERM' TERM
-{command} &
-launcher=$!
-# While it is a copy of this shell it forgets signals.
-while cmp -s "/proc/$launcher/cmdline" "/proc/$$/cmdline"; do sleep 0.1; done
-trap '{send_usr1}' USR1
-trap '{send_term}' TERM
-# A signal that came before.
-if [ "$asked" = USR1 ]; then {send_usr1}; fi
-if [ "$asked" = TERM ]; then {send_term}; fi
-while true; do
-    wait "$launcher"
-    code=$?
-    # A signal ends the wait as well.
-    kill -0 "$launcher" 2>/dev/null || break
-done
-# Stopped ahead of the time limit: the next job continues.
-if [ "$code" = {stopped} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
-_TOKEN = """\
-# Servers listen for other nodes. In the environment alone: nobody else can read it there.
-: "${{{token}:=$(head -c 24 /dev/urandom | base64 | tr -d '/+=')}}"
-export {token}
-"""
-_MEET = """\
-# Where the commands meet: here, on the first node, by the address that SLURM reaches it at.
-MASTER_ADDR=$(scontrol show node "$SLURMD_NODENAME" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-export MASTER_ADDR
-"""
-# Each command ends by itself once the step is saved. Without CPU binding its ranks take the cores of their settings.
-_STEP = ("srun", "--ntasks-per-node", "1", "--kill-on-bad-exit=0", "--wait", "0", "--cpu-bind", "none", "--mpi", "none")
 
 
 def submit_rl(config: RlConfig, given: RlConfig) -> int:

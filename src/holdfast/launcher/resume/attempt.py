@@ -25,6 +25,9 @@ from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification, read_ma
 from holdfast.run.run_dir import INPUTS_NAME, RunDir
 from holdfast.run.settings import read_settings
 
+T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
+CONFIG_NAME = "config.toml"
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -144,10 +147,6 @@ def _bring_directory(source: Path, final: Path, listing: Manifest) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{source} could not be copied to {final}: {error.strerror or error}") from error
-
-
-T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
-CONFIG_NAME = "config.toml"
 
 
 @dataclass(frozen=True)

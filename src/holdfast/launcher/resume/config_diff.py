@@ -28,6 +28,13 @@ from holdfast.run.manifest import content_digest, library_versions, read_manifes
 from holdfast.run.run_dir import INPUTS_NAME
 from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings
 
+_TOKENIZER = "tokenizer, "
+_OF_EVALUATIONS = "eval, "
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
+)  # fmt: skip
+
 # Where and from which step an attempt starts, not what it computes.
 _OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
 
@@ -164,14 +171,6 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
             + "       A run continues with its own tensors. For a new run from its weights, export them (ckpt export "
             "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
         )
-
-
-_TOKENIZER = "tokenizer, "
-_OF_EVALUATIONS = "eval, "
-_OF_TOKENIZERS = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
-)  # fmt: skip
 
 
 def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | None, *, is_fresh: bool) -> dict[str, str]:

@@ -53,6 +53,10 @@ from holdfast.run.manifest import Verification, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
+_MOST_LINES = 12
+_PROGRAM_FILES = {"trainer" if program == "rl" else program: program for program in PROGRAMS}
+_OF_DEVICES = ("model.activation_checkpointing:", "model.logits_chunk_tokens:", "engine.eager:")
+
 S = TypeVar("S")
 
 
@@ -408,11 +412,6 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     if number > 1 or attempt.resume_step is not None:
         verb = "starting" if attempt.resume_step is None else "resuming"
         print(f"{verb} {attempt.start} in {run_dir.path} (attempt {number})")
-
-
-_MOST_LINES = 12
-_PROGRAM_FILES = {"trainer" if program == "rl" else program: program for program in PROGRAMS}
-_OF_DEVICES = ("model.activation_checkpointing:", "model.logits_chunk_tokens:", "engine.eager:")
 
 
 def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sections: Mapping[str, Command]) -> None:
