@@ -83,10 +83,8 @@ time.monotonic = lambda: real() + 3600 * an_hour_later.exists()
 from holdfast.config import TrainerConfig
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.failures import RestartLimit
+from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.run.run_dir import RunDir
-from holdfast.launcher.failures import StorageBackoff
-from holdfast.launcher.failures import RestartPolicy
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.heal import watch
 
