@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -181,11 +180,6 @@ def _remove_after_manifest(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
 
 
-def _name_missing_shard(directory: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 NORM = "model.norm.weight"
 PROJECTION = "model.layers.1.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -203,7 +197,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest: file missing": (_remove_after_manifest, "names, is missing"),
     "manifest: version": (lambda d: _add_manifest(d, 999_999), "holds policy version 999999"),
     "manifest: torn": (lambda d: (d / "manifest.json").write_text("{"), "manifest.json is damaged"),
-    "index: shard missing": (_name_missing_shard, "'model-2.safetensors'.* is missing"),
 }
 
 

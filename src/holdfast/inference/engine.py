@@ -207,12 +207,12 @@ class VllmSampler:
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=True,  # the stop tokens of the request end it, and nothing else
-            logprobs=0,  # that of the sampled token alone
+            logprobs=0,  # of the sampled token only
             prompt_logprobs=0 if request.prompt_logprobs else None,
             flat_logprobs=True,  # no object for each token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # made for this request alone
+            skip_clone=True,
         )
         prompt = tokens_input(request.token_ids)
         try:

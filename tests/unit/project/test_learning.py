@@ -12,10 +12,12 @@ from benchmarks.learning import lengths
 from benchmarks.learning.commands import environment_of
 from benchmarks.learning.results import read_runs
 from benchmarks.learning.results import summary as summary_of_runs
-from benchmarks.learning.runs import CONTROLS
+from benchmarks.learning.runs import CONTROLS, OVERLAYS
 from benchmarks.learning.start import make_base
 from benchmarks.learning.tasks import TASKS, demonstrations, phrases
 from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.config import RlConfig
+from holdfast.config.load import parse_command_line
 from tests.conftest import ROOT
 from tests.runs.interpreters import NO_VERIFIERS, VERIFIERS_PYTHON
 
@@ -64,6 +66,15 @@ def test_recipes_can_be_used(
         model = []  # on the hub: its name alone is checked
     code, _, err = run_command("rl", "@", path, *model, "--output-dir", tmp_path / "run", "--dry-run")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("variant", [name for name, overlay in OVERLAYS.items() if overlay is not None])
+def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
+    recipe = ["@", str(BENCHMARK / "recipes" / "sort_letters.toml")]
+    plain = parse_command_line(RlConfig, recipe)
+    changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))])
+    assert changed.trainer != plain.trainer
+    assert changed.orchestrator == plain.orchestrator and changed.trainer.optim == plain.trainer.optim
 
 
 @pytest.mark.docs

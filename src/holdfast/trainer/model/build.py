@@ -242,7 +242,7 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fil
     # to_empty gave tied parameters memory of their own.
     hf_model.tie_weights()
     _reset_buffers(hf_model)
-    # FSDP moves parameters alone to where they are computed with.
+    # FSDP only moves parameters to the device that computes.
     _move_buffers(hf_model, mesh.device)
     _prepare(model, config, mesh)
     model.share_rows(mesh.sequence)

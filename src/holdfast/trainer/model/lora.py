@@ -208,7 +208,7 @@ class Adapters(State):
             raise CheckpointError(
                 f"the checkpoint's adapters were trained on other weights: those of model.name = '{saved.name}' "
                 f"(digest {saved.digest}), and model.name = '{self.base.name}' has other values ({self.base.digest}). "
-                "A run goes on with the weights that it began with: give them as --model.name. To train these "
+                "A run continues with the weights that it began with: give them as --model.name. To train these "
                 "adapters on from other weights, start a new run with another --output-dir and --ckpt.weights-only."
             )
 

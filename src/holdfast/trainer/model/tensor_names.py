@@ -271,7 +271,6 @@ class SafetensorsWriter:
     """
 
     def __init__(self, directory: Path, *, max_file_bytes: int | None = None, name: str = "model") -> None:
-        """Args: max_file_bytes: no file is larger, unless one tensor alone is; unset: MAX_FILE_BYTES."""
         self._directory = directory
         self._name = name
         self._max_file_bytes = MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
@@ -310,6 +309,6 @@ class SafetensorsWriter:
     def _write_waiting(self) -> None:
         path = self._directory / f"part-{len(self._files)}.safetensors"
         save_file(self._waiting, path, metadata={"format": "pt"})
-        path.chmod(mode_of_new_files())  # safetensors writes for the owner alone; the server may be another user
+        path.chmod(mode_of_new_files())  # safetensors writes for the owner only; the server may be another user
         self._files.append((path, list(self._waiting)))
         self._waiting, self._waiting_bytes = {}, 0

@@ -14,6 +14,7 @@ from examples.environments.ledger import Books
 from examples.smollm2 import make_data
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config.environments import EnvironmentConfig
+from holdfast.errors import ConfigError
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.env.registry import load_environment
 from tests.builders.scripted_sessions import scripted_session
@@ -87,6 +88,27 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
         right, *hostile = scores(environment, task, f" {task.answer}\n", *HOSTILE)
         assert right.reward == 1.0 and right.metrics["exact"] == 1.0
         assert all(0.0 <= score.reward < 1.0 and score.metrics["exact"] == 0.0 for score in hostile)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("sort_letters", {"min_length": 9, "max_length": 8}, "1 <= min_length <= max_length"),
+        ("sort_letters", {"max_length": 27, "distinct": True}, "max_length = 27 with distinct = true; there are 26"),
+        ("sort_letters", {"prompt": "Sort!"}, r"leaves out {letters}"),
+        ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
+        ("addition", {"grow_every": 0}, "grow_every = 0; allowed are whole numbers from 1"),
+        ("addition", {"min_digits": 3, "grow_every": 10}, "nothing to grow"),
+        ("guess_number", {"low": 5, "high": 5}, "0 <= low < high"),
+        ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
+        ("ledger", {"num_asked": 17}, "num_asked = 17; allowed are whole numbers from 1 to 16"),
+        ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
+        ("sums", {"terms": 4}, "terms = 4, largest = 9; allowed are 2 or 3 terms and 5 <= largest <= 50"),
+    ],
+)
+def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(name, **args)
 
 
 def test_letters_are_asked_for_in_the_users_words_and_earn_by_their_order() -> None:

@@ -431,6 +431,20 @@ def test_a_function_that_is_right_for_some_inputs_earns_their_share(environment:
     assert scored(environment, task, half) == [(0.5, 0.0)]
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"min_steps": 3, "max_steps": 2}, "1 <= min_steps <= max_steps"),
+        ({"num_inputs": 0}, "num_inputs = 0; allowed are whole numbers from 1 on"),
+        ({"memory_mb": 8}, "memory_mb = 8; allowed are whole numbers from 64 on"),
+        ({"prompt": "Write code."}, "leaves out {steps}"),
+    ],
+)
+def test_arguments_that_fit_no_task_are_refused(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PythonCode(**args)
+
+
 def test_files_memory_and_output_are_bounded() -> None:
     small = replace(PATIENT, files_bytes=2**20)
     assert "File too large" in ran("open('/tmp/a', 'wb').write(bytes(2**21))", small).output.decode()
