@@ -307,8 +307,9 @@ def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequen
         engines: the GPUs of each engine.
     """
     where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {_gpus(gpus)}" for gpus in engines)])
-    settings = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
-    return where + (f"; set by the device: {settings}" if settings else "")
+    # The name is enough: trainer and engine mostly get the same value.
+    settings = dict.fromkeys(f"{key.rpartition('.')[2]} = {str(value).lower()}" for key, value in chosen.items())
+    return where + (f"; set by the device: {', '.join(settings)}" if settings else "")
 
 
 def _gpus(gpus: Sequence[Gpu]) -> str:

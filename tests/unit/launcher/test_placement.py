@@ -203,7 +203,7 @@ def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_pat
     assert run.code == 0, run.log
     names = {1: "0", 2: "0,1", 8: "0,1,2,3,4,5,6,7"}[count]
     assert f"trainer on GPU {names} ({count} x NVIDIA H100 80GB HBM3); set by the device: " in run.log
-    assert "model.dtype = bfloat16, model.activation_checkpointing = true, model.logits_chunk_tokens = 1024" in run.log
+    assert "dtype = bfloat16, activation_checkpointing = true, logits_chunk_tokens = 1024" in run.log
     row = next(line for line in run.log.splitlines() if line.startswith("trainer  "))
     assert row.split()[1:4] == [os.uname().nodename, "GPU", names]
     assert row.split()[4] == str(count) and row.split()[-1] == "bfloat16"
@@ -216,9 +216,9 @@ def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_pat
 def test_what_is_set_stays_as_it_is(tmp_path: Path) -> None:
     flags = ("--model.dtype", "float32", "--parallel.num-ranks", "1", "--no-model.activation-checkpointing")
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", *flags, gpus=2)
-    assert "set by the device: parallel.device = cuda, model.logits_chunk_tokens = 1024\n" in run.log
+    assert "set by the device: device = cuda, logits_chunk_tokens = 1024\n" in run.log
     cpu = started("sft", tmp_path / "cpu", *SFT, "--dry-run", "--parallel.device", "cpu", gpus=2)
-    assert "trainer on the CPU; set by the device: parallel.num_ranks = 1, model.dtype = float32" in cpu.log
+    assert "trainer on the CPU; set by the device: num_ranks = 1, dtype = float32" in cpu.log
 
 
 @pytest.mark.launch
