@@ -270,7 +270,7 @@ def test_a_manifest_on_a_bad_sector_is_named(run_dir: RunDir) -> None:
     try:
         with pytest.raises(ReadError, match="manifest.json cannot be read: Input/output error"):
             verify(run_dir.checkpoint(NEWEST))
-        with pytest.raises(ReadError, match=f"That is no damage, so no older step is taken for step {NEWEST}"):
+        with pytest.raises(ReadError, match=f"It may be whole, so no older step replaces step {NEWEST}"):
             resolve_resume_step(run_dir, "auto")
     finally:
         path.unlink()

@@ -90,12 +90,12 @@ PLACES: dict[str, tuple[str, ...]] = {
         "test_inference_process.py::test_the_death_of_the_engine_ends_the_server_with_its_own_code",
         "test_rl_on_vllm.py::test_inference_and_its_engine_die_and_hang",
     ),
-    "launcher/cluster/hosts.py PipeWire.__init__": (
+    "launcher/cluster/hosts.py PipeChannel.__init__": (
         "test_remote_processes.py::test_what_runs_there_ends_with_the_agent_and_is_lost",
     ),
     # Programs of SLURM, whose failure of any kind is told before anything starts.
     "launcher/cluster/slurm.py _run": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
-    "launcher/cluster/slurm_job.py _submit": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
+    "launcher/cluster/slurm.py _submit": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
     # No new process: the launcher becomes another program.
     "launcher/launch.py _become": ("test_servers.py::test_a_port_is_held_until_its_holder_is_killed",),
 }  # fmt: skip
@@ -154,7 +154,7 @@ def _worker(directory: Path) -> object:
 
 
 def _check(_: Path) -> object:
-    return check_in_child("holdfast.launcher.check_functions", TrainerConfig.model_validate({"model": {"name": "m"}}))
+    return check_in_child("holdfast.launcher.preflight", TrainerConfig.model_validate({"model": {"name": "m"}}))
 
 
 def _probe(_: Path) -> object:
@@ -224,7 +224,7 @@ VICTIMS = {
         ),
         signals=(signal.SIGKILL,),  # the other one stops a run
     ),
-    "check of a start": Victim(_check, (("check_functions.py", "<module>", 0), _EXIT), told="Nothing was started"),
+    "check of a start": Victim(_check, (("launcher/preflight.py", "<module>", 0), _EXIT), told="Nothing was started"),
     "check of an environment": Victim(
         _probe, (("environments_probe.py", "<module>", 0), ("environments_probe.py", "probe", 0), _EXIT)
     ),

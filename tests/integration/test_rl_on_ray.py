@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from holdfast.errors import is_storage_failure
-from holdfast.launcher.cluster.cluster import Need, wait_for_places
+from holdfast.launcher.cluster.cluster import ResourceRequest, wait_for_places
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.process.imports import module_command
 from tests.runs.processes import WITH_STUB_ENGINE
@@ -79,15 +79,15 @@ def test_who_is_killed_last_is_killed_with_its_group_and_a_full_disk_is_one(
     program = "import subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
     (tmp_path / "starts.py").write_text(program)
     cluster = RayCluster(nodes.address, "pack")
-    cluster.check([Need("a", 1)])
+    cluster.check([ResourceRequest("a", 1)])
     assert wait_for_places(cluster, timeout_s=TIMEOUT_S, pause=lambda s: time.sleep(s), say=print) is None
 
     def fails() -> int:
         raise OSError(28, "No space left on device")
 
-    wire = cluster._wires["a"]
+    channel = cluster._channels["a"]
     with pytest.raises(OSError, match="No space left") as full:  # of a node, where a process cannot start
-        wire._get(wire.actor.behind.remote(cluster._ray.remote(fails).options(num_cpus=0).remote(), "about"))
+        channel._get(channel.actor.behind.remote(cluster._ray.remote(fails).options(num_cpus=0).remote(), "about"))
     assert is_storage_failure(full.value)
     process = cluster.host("a").start(module_command("starts"), log, {"PYTHONPATH": str(tmp_path)})
     while not (log.exists() and log.read_bytes().endswith(b"\n")):

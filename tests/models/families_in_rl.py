@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from holdfast.config import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import HoldfastError
-from holdfast.launcher.exit_reasons import engine_failure
+from holdfast.launcher.failures import engine_failure
 from holdfast.launcher.supervise import error_message
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch

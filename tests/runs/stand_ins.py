@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config import TrainerConfig
+from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
-from holdfast.launcher.plan import Healing, Plan, Restarts, StorageBackoff
+from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run.run_dir import RunDir
 
@@ -49,7 +50,10 @@ class Stands:
             self.attempts += 1
             return plan()
 
-        healing = Healing(
-            again=again, restarts=Restarts(restarts, 600), storage_backoff=StorageBackoff(600), heartbeat_timeout_s=60
+        healing = RestartPolicy(
+            again=again,
+            restarts=RestartLimit(restarts, 600),
+            storage_backoff=StorageBackoff(600),
+            heartbeat_timeout_s=60,
         )
         return watch(plan(), healing if heals else None)

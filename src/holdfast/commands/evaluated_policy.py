@@ -17,8 +17,7 @@ from holdfast.config.load import to_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, printable
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
 from holdfast.launcher.engines import release_all, reserve_first_free
-from holdfast.launcher.exit_reasons import death_of
-from holdfast.launcher.plan import Restarts
+from holdfast.launcher.failures import RestartLimit, death_of
 from holdfast.launcher.preflight import check_in_child
 from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.launcher.resume.resume_step import resolve_resume_step
@@ -389,7 +388,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
 
 
 def _watch(supervisor: Supervisor, progress: _PhasePrinter, path: Path) -> int:
-    restarts = Restarts(_MAX_RESTARTS, _RESTART_WINDOW_S)
+    restarts = RestartLimit(_MAX_RESTARTS, _RESTART_WINDOW_S)
     while True:
         ended = supervisor.run(progress.refresh)
         if ended is None:

@@ -68,8 +68,6 @@ class TrackingConfig(Section):
         return names
 
 
-MANY_STEPS = 20
-"""More than these are seldom looked at, and need much memory and disk."""
 _STEPS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 
 

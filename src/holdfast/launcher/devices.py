@@ -1,14 +1,12 @@
 """Decides which GPUs of this machine each process gets, and which device settings follow, before anything starts.
 
-No two processes of a run share a GPU unless that is asked for. The trainer has one rank on each of its GPUs, which are
-the first ones that CUDA_VISIBLE_DEVICES leaves. An engine gets neighbours from the end. The choices are made once,
-written into the run's settings and printed. A resumed run keeps its dtype on any device: dtype is the only device
-setting that changes the result.
+The trainer has one rank on each of its GPUs, which are the first ones that CUDA_VISIBLE_DEVICES leaves. An engine gets
+neighbours from the end. Processes share a GPU only if that is asked for. A resumed run keeps its dtype on any device,
+because it is the only device setting that changes the result.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +15,9 @@ from holdfast.config.devices import BY_DEVICE, DeviceType
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.resolved import choose_for_engine, choose_for_training
 from holdfast.config.rl import RlConfig
-from holdfast.config.training import ParallelConfig, TrainingCommand
+from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.launcher.resume.attempt import CONFIG_NAME
-from holdfast.process.child import available_cores
+from holdfast.launcher.resume.attempt import CONFIG_NAME, process_name
 from holdfast.process.gpus import (
     INSTALL_CPU,
     INSTALL_GPU,
@@ -38,19 +35,13 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
 _NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {INSTALL_CPU}"
-# Less than any rank has for itself, beside the imports that all share: what it refuses cannot start.
-_LEAST_RANK_BYTES = 64 << 20
 # Arguments of vLLM that multiply the GPUs of one engine.
 _SPLITTING = ("pipeline-parallel-size", "data-parallel-size")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the processes of a run have to share, and what is installed to use it.
-
-    Attributes:
-        engine_device: what the installed vLLM computes on.
-    """
+    """GPUs and installed builds; `engine_device` is what the installed vLLM computes on."""
 
     inventory: Inventory
     torch: TorchBuild
@@ -59,12 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of each process; none: it computes on the CPU.
-
-    Attributes:
-        engines: one entry for every engine.
-        hides_gpus: there are GPUs, which a process without any must not take.
-    """
+    """The GPUs of each process; none: the CPU. `hides_gpus`: a process without GPUs must not see those there are."""
 
     trainer: tuple[Gpu, ...] = ()
     engines: tuple[tuple[Gpu, ...], ...] = ()
@@ -82,22 +68,22 @@ class Placement:
 
     def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
         """Return the variables of a process that gets `gpus`."""
-        return {VISIBLE_DEVICES_ENV: ",".join(gpu.name for gpu in gpus)} if gpus or self.hides_gpus else {}
+        return {VISIBLE_DEVICES_ENV: names_of(gpus)} if gpus or self.hides_gpus else {}
 
 
 def this_machine(inventory: Inventory) -> Machine:
-    """Return what there is to share, of which `inventory` are the GPUs."""
+    """Return this machine, whose GPUs are `inventory`."""
     return Machine(inventory, torch_build(), vllm_device() or "cpu")
 
 
 def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "parallel") -> tuple[Gpu, ...]:
-    """Return the GPUs that a trainer may use; none: it is to use the CPU.
+    """Return the GPUs that a trainer may use; none: the CPU.
 
     Args:
         key: of `parallel`, for messages.
 
     Raises:
-        ConfigError: there are GPUs, and the installed PyTorch cannot use them; or they are asked for and not there.
+        ConfigError: the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`.
     """
     if parallel.device == "cpu":
         return ()
@@ -115,14 +101,9 @@ def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "para
 
 
 def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
-    """Return the GPUs of a trainer that has the machine for itself.
-
-    Raises:
-        ConfigError: there are fewer than ranks, or PyTorch cannot use them.
-    """
+    """Return the GPUs of a trainer without engines; raise `ConfigError` if there are fewer than ranks."""
     gpus = trainer_gpus(parallel, machine)
     if not gpus:
-        _refuse_without_memory(parallel.ranks, key="parallel")
         return Placement(hides_gpus=bool(machine.inventory.gpus))
     wanted = parallel.num_ranks or len(gpus)
     if wanted > len(gpus):
@@ -132,34 +113,10 @@ def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
     return Placement(gpus[:wanted])
 
 
-def _refuse_without_memory(ranks: int, *, key: str) -> None:
-    """Refuse more ranks on the CPU than its memory holds. More than there are cores are slow, and nothing else.
-
-    Raises:
-        ConfigError: there are more.
-    """
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if ranks * _LEAST_RANK_BYTES > total:
-        raise ConfigError(
-            f"{key}.num_ranks = {ranks}: on the CPU each takes at least {_LEAST_RANK_BYTES >> 20} MiB, and this "
-            f"machine has {total / 2**30:.0f} GiB of memory: set at most {total // _LEAST_RANK_BYTES}; more than the "
-            f"{available_cores()} cores that there are only take turns"
-        )
-
-
 def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> Placement:
-    """Return the GPUs of trainer and engines.
-
-    Args:
-        starts_inference: the run has engines of its own.
-
-    Raises:
-        ConfigError: there are too few, or PyTorch cannot use them; or what is asked for does not fit together.
-    """
+    """Return the GPUs of the trainer, and of the engines if the run starts any; raise `ConfigError` if too few."""
     gpus = machine.inventory.gpus
     trains = bool(trainer_gpus(config.trainer.parallel, machine, key="trainer.parallel"))
-    if not trains and config.cluster is None:
-        _refuse_without_memory(config.trainer.parallel.ranks, key="trainer.parallel")
     if starts_inference and config.cluster is None:
         check_build(config.inference, machine, key="inference.engine.device")
     samples = starts_inference and machine.engine_device == "cuda"
@@ -171,18 +128,14 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     of_trainer = (left if wanted is None else wanted) if trains else 0
     if of_engines > len(gpus) or (trains and not 1 <= of_trainer <= left):
         _refuse_too_few(config, len(gpus), engines=of_engines, ranks=wanted if trains else 0)
-    # The last ones: neighbours by twos and fours begin at even numbers, whatever the trainer gets.
+    # From the end: engines over 2 or 4 GPUs then begin at even numbers.
     begins = range(len(gpus) - of_engines, len(gpus), size)
     engines = tuple(gpus[begin : begin + size] for begin in begins)
     return Placement(gpus[:of_trainer], engines, hides_gpus=bool(gpus))
 
 
 def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]:
-    """Return the GPUs of an inference server by itself: the first ones, as many as its engine is split over.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
+    """Return the GPUs of an inference server by itself: the first ones; raise `ConfigError` if too few."""
     gpus, size = machine.inventory.gpus, gpus_per_engine(config)
     check_build(config, machine, key="engine.device")
     if machine.engine_device == "cpu":
@@ -196,15 +149,26 @@ def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]
     return gpus[:size]
 
 
+def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[Gpu, ...]:
+    """Return the GPUs of the evaluations beside a training program, if it has any: those that the trainer leaves."""
+    if not isinstance(config, EvaluatedCommand) or config.eval is None:
+        return ()
+    check_build(config.eval.inference, machine, key="eval.inference.engine.device")
+    if machine.engine_device == "cpu":
+        return ()
+    size = gpus_per_engine(config.eval.inference)
+    left = [gpu for gpu in machine.inventory.gpus if gpu not in placement.trainer]
+    if len(left) < size:
+        raise ConfigError(
+            f"the server of the evaluations needs {size} of the {len(machine.inventory.gpus)} GPUs, and the trainer "
+            f"leaves {len(left)}: lower parallel.num_ranks, or leave eval out and start `evaluate --run "
+            f"{config.output_dir} --follow` where there is room for it"
+        )
+    return tuple(left[:size])
+
+
 def check_build(config: InferenceConfig, machine: Machine, *, key: str) -> None:
-    """Refuse a vLLM that is built for another device than the engine is to compute on.
-
-    Args:
-        key: of `engine.device`, for messages.
-
-    Raises:
-        ConfigError: vLLM's build for CPUs on a machine with GPUs, or its build for GPUs where the CPU is asked for.
-    """
+    """Refuse a vLLM that is built for another device than `engine.device`, which messages call `key`."""
     flag = f"--{key.replace('_', '-')} cpu"
     if config.engine.device == "cpu" and machine.engine_device == "cuda":
         raise ConfigError(f"{key} = 'cpu', and the installed vLLM is its build for GPUs: {INSTALL_CPU}")
@@ -216,9 +180,9 @@ def check_build(config: InferenceConfig, machine: Machine, *, key: str) -> None:
 
 
 def with_engines(config: RlConfig, machine: Machine) -> RlConfig:
-    """Return `config` with as many engines as the GPUs are for: those that the trainer leaves, or else half of all.
+    """Return `config` with engines for the GPUs that the trainer leaves, or for half of all.
 
-    Where the user says how many there are, or names servers, or where engines compute on the CPU, that stays.
+    Engines or servers that the user names stay, and engines on the CPU.
     """
     inference, parallel = config.inference, config.trainer.parallel
     is_said = "engines" in inference.model_fields_set or "urls" in config.orchestrator.client.model_fields_set
@@ -261,10 +225,10 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
     """Fill in, in place, what a training program's settings leave to its device; return it by dotted key.
 
     Args:
-        clean: the run that the directory holds is removed, and nothing of it kept.
+        clean: the run in the directory is removed, and nothing of it kept.
 
     Raises:
-        ConfigError: as many ranks as there are GPUs cannot be divided as the settings say.
+        ConfigError: the number of ranks does not fit the other settings.
     """
     device = placement.trainer_device
     before = settings_of_run(config, clean=clean)
@@ -282,11 +246,9 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
     return chosen
 
 
-def choose_rl(config: RlConfig, placement: Placement, machine: Machine) -> dict[str, Any]:
+def choose_rl(config: RlConfig, placement: Placement, machine: Machine, *, starts_inference: bool) -> dict[str, Any]:
     """Fill in, in place, what the settings of trainer and engines leave to their devices; return it by dotted key."""
-    chosen = {
-        f"trainer.{key}": value for key, value in choose_training(config.trainer, placement, clean=config.clean).items()
-    }
+    of_trainer = choose_training(config.trainer, placement, clean=config.clean)
     of_engine = choose_for_engine(
         config.inference,
         machine.engine_device,
@@ -295,7 +257,8 @@ def choose_rl(config: RlConfig, placement: Placement, machine: Machine) -> dict[
     )
     if config.trainer.sampler_dtype is None:
         config.trainer.sampler_dtype = config.inference.model.dtype
-    return chosen | {f"inference.{key}": value for key, value in of_engine.items()}
+    chosen = {f"trainer.{key}": value for key, value in of_trainer.items()}
+    return chosen | {f"inference.{key}": value for key, value in of_engine.items() if starts_inference}
 
 
 def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any]:
@@ -304,15 +267,10 @@ def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any
 
 
 def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
-    """Return the settings of the run that `config` goes on with, or forks; empty where none is to be seen here.
-
-    Args:
-        clean: the run that the directory holds is removed; so is the rest of one whose removal was interrupted.
-    """
+    """Return the settings of the run that `config` continues or forks, if any; `clean`: that run is removed."""
     run_dir, ckpt = RunDir(config.output_dir), config.ckpt
-    name = "trainer" if config.program == "rl" else config.program
     numbers = () if clean or run_dir.is_being_removed() else range(run_dir.next_attempt() - 1, 0, -1)
-    candidates = [run_dir.configs(number) / f"{name}.toml" for number in numbers]
+    candidates = [run_dir.configs(number) / f"{process_name(config)}.toml" for number in numbers]
     if ckpt is not None and ckpt.resume_dir is not None:
         candidates.append(ckpt.resume_dir / TRAINER_DIR / CONFIG_NAME)
     for path in candidates:
@@ -322,12 +280,10 @@ def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
 
 
 def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:
-    """Return the optimizer's settings that the weights were trained with up to where `config` goes on.
-
-    Those of the checkpoint, if there is one here: an attempt that trained no step with others has changed nothing.
+    """Return the optimizer's settings of the checkpoint that `config` continues from, else of the last attempt.
 
     Args:
-        before, clean: what `settings_of_run` returned, and was given.
+        before, clean: the result and the argument of `settings_of_run`.
     """
     run_dir, wanted = RunDir(config.output_dir), config.ckpt.resume_step if config.ckpt else None
     steps = [] if clean or run_dir.is_being_removed() else run_dir.steps_there()
@@ -339,47 +295,28 @@ def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: b
                 break
             check_file(directory / name, entry)
             return read_settings(directory / name).get("optim", {})
-        except CheckpointError:  # a damaged step is passed over, and so are its settings
+        except CheckpointError:
             continue
     return before.get("optim", {})
 
 
-def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[str] = ()) -> str:
-    """Return the line that says what a run computes on, and what was chosen by that.
+def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[Sequence[Gpu]] = ()) -> str:
+    """Return the line that says what a run computes on, and which settings follow.
 
     Args:
-        engines: what the engines compute on.
+        engines: the GPUs of each engine.
     """
-    where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {engine}" for engine in engines)])
-    # One name for the trainer and the engine if both got the same value.
-    values: dict[str, set[str]] = {}
-    for key, value in chosen.items():
-        values.setdefault(key.rpartition(".")[2], set()).add(str(value).lower())
-    names = [(key, key.rpartition(".")[2], str(value).lower()) for key, value in chosen.items()]
-    settings = dict.fromkeys(f"{key if len(values[name]) > 1 else name} = {value}" for key, name, value in names)
+    where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {_gpus(gpus)}" for gpus in engines)])
+    # The name is enough: trainer and engine mostly get the same value.
+    settings = dict.fromkeys(f"{key.rpartition('.')[2]} = {str(value).lower()}" for key, value in chosen.items())
     return where + (f"; set by the device: {', '.join(settings)}" if settings else "")
 
 
-def describe_rl(placement: Placement, chosen: Mapping[str, Any], machine: Machine, *, starts_inference: bool) -> str:
-    """Return the same for `rl`."""
-    if not starts_inference:
-        return describe(placement, {key: value for key, value in chosen.items() if key.startswith("trainer.")})
-    return describe(placement, chosen, engines=[_gpus(gpus) for gpus in placement.engines or ((),)])
-
-
 def _gpus(gpus: Sequence[Gpu]) -> str:
-    """Return `GPU 0-3 (4 x NVIDIA H100)`, or `the CPU`."""
-    if not gpus:
-        return "the CPU"
-    model = gpus[0].model or "NVIDIA"
-    return f"GPU {names_of(gpus)} ({len(gpus)} x {model})"
+    """Return `GPU 0,1 (2 x NVIDIA H100)`, or `the CPU`."""
+    return f"GPU {names_of(gpus)} ({len(gpus)} x {gpus[0].model or 'NVIDIA'})" if gpus else "the CPU"
 
 
 def names_of(gpus: Sequence[Gpu]) -> str:
-    """Return the names of GPUs, numbers that follow each other as `0-3`."""
-    names = [gpu.name for gpu in gpus]
-    if len(names) > 2 and all(name.isdecimal() for name in names):
-        numbers = [int(name) for name in names]
-        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            return f"{numbers[0]}-{numbers[-1]}"
-    return ",".join(names)
+    """Return the names of GPUs as CUDA_VISIBLE_DEVICES has them."""
+    return ",".join(gpu.name for gpu in gpus)

@@ -1,4 +1,4 @@
-"""Chooses the inference servers of an `rl` run: free servers that already answer, servers given by URL, or its own.
+"""Chooses the inference servers of an `rl` run: a free server that already answers, servers given by URL, or its own.
 
 The launcher chooses and claims servers before it touches anything. So two launchers that look at the same moment never
 take the same server or port. A port reservation is an abstract Unix socket with the port in its name. The kernel gives
@@ -8,7 +8,6 @@ separates ports. A loading server does not listen yet, so nothing else could sho
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -17,7 +16,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 
@@ -38,11 +37,11 @@ from holdfast.protocol.inference import (
 from holdfast.run.run_dir import RunDir, directory_name, owner_of
 
 NUM_CANDIDATES = 100
-"""Ports that are tried from the first one on."""
+"""Ports to try."""
 
 
 class Reservation:
-    """A port that is this process's, and that of the server that it starts or becomes, until `release` or its end."""
+    """A port of this process, and of the server that it starts or becomes, until `release` or its end."""
 
     def __init__(self, port: int, holder: socket.socket) -> None:
         self.port = port
@@ -58,7 +57,7 @@ class Reservation:
 
 
 def reserve(host: str, port: int) -> Reservation | None:
-    """Reserve `port`; return None where a launcher or a server has it, or any program listens at it on `host`."""
+    """Reserve `port`; return None if a launcher or a server has it, or any program listens at it on `host`."""
     holder = socket.socket(socket.AF_UNIX)
     try:
         holder.bind(f"\0holdfast-port-{port}".encode())
@@ -74,7 +73,7 @@ def reserve(host: str, port: int) -> Reservation | None:
 
 
 def reserve_first_free(host: str, first: int, *, count: int = 1) -> list[Reservation]:
-    """Reserve the first `count` free ports from `first` on that lie one behind the other.
+    """Reserve the first `count` free ports in a row from `first` on.
 
     Raises:
         ConfigError: there are none among `NUM_CANDIDATES`.
@@ -118,33 +117,19 @@ def _can_bind(host: str, port: int) -> bool:
 
 
 _TIMEOUT_S = 10.0
-# How often the launcher claims what it has claimed: an orchestrator does so too, but may not have started, or be dead.
-_SIGN_OF_LIFE_S = 20.0
-# What a launcher that was killed leaves behind ends within moments; a busy machine takes longer.
-_ENDING_S = 30.0
+# The orchestrator sends heartbeats as well, but may not have started, or be dead.
+_HEARTBEAT_S = 20.0
+_ENDING_S = 30.0  # for what a launcher that was killed leaves
 _LOOK_AGAIN_S = 0.05
 _FAILURES = (OSError, ValueError, HTTPException, RecursionError)
-# Whoever answers at a port may do so without an end.
-_MOST_BYTES = 1 << 20
-
-
-class _NotOurs(Exception):
-    """Something answers that is no inference server of holdfast, or one that is ending.
-
-    Attributes:
-        may_be_ending: it gave no answer at all.
-    """
-
-    def __init__(self, reason: object, *, may_be_ending: bool = False) -> None:
-        super().__init__(printable(reason))
-        self.may_be_ending = may_be_ending
+_MOST_BYTES = 1 << 20  # of an answer, which may have no end
 
 
 class _Taken(Exception):
     """A server or port that this run cannot have, and why.
 
     Attributes:
-        may_be_ending: perhaps by what the last start of the run has left, which ends by itself.
+        may_be_ending: the last start of the run may have left it; then it ends by itself.
     """
 
     def __init__(self, reason: str, *, may_be_ending: bool = False) -> None:
@@ -158,7 +143,7 @@ class Servers:
 
     Attributes:
         starts_own: the run starts servers of its own at the addresses in its configuration.
-        line: what to tell the user about it; empty where nothing is to be told.
+        line: printed for the user; may be empty.
     """
 
     starts_own: bool
@@ -166,7 +151,7 @@ class Servers:
 
 
 def picks_its_port(config: RlConfig) -> bool:
-    """Whether the user, who wrote `config`, left it to the run which port its server has."""
+    """Whether `config`, as the user wrote it, leaves the port of the server to the run."""
     return (
         "port" not in config.inference.server.model_fields_set
         and "urls" not in config.orchestrator.client.model_fields_set
@@ -175,7 +160,7 @@ def picks_its_port(config: RlConfig) -> bool:
 
 @contextmanager
 def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
-    """Choose, and hold what was chosen until the end: then the run's servers are given back.
+    """Choose servers, and hold them until the end; then give them back.
 
     A port that is picked is written into `config`. A dry run holds nothing.
 
@@ -183,8 +168,7 @@ def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
         InferenceError: exit code 2, the address is taken by another run, another model or another program.
         ConfigError: no port is free.
     """
-    run_dir = RunDir(config.output_dir)
-    choice = _ServerChoice(config, run_dir)
+    choice = _ServerChoice(config)
     try:
         yield choice.make(picks_port=picks_port)
     finally:
@@ -192,31 +176,22 @@ def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
 
 
 class _ServerChoice:
-    def __init__(self, config: RlConfig, run_dir: RunDir) -> None:
+    def __init__(self, config: RlConfig) -> None:
         self._config = config
-        self._run_dir = run_dir
+        self._run_dir = RunDir(config.output_dir)
         self._new_id = uuid.uuid4().hex
         teacher = config.orchestrator.teacher
         self._teachers = {url.rstrip("/") for url in teacher.urls} if teacher else set[str]()
-        self._claimed: list[str] = []
-        self._to_give_back: list[str] = []
+        self._claimed: dict[str, bool] = {}  # by URL: whether the server was free
         self._held: list[Reservation] = []
         self._is_over = threading.Event()
-        self._living = threading.Thread(target=self._give_signs_of_life, daemon=True)
-
-    @property
-    def _me(self) -> Owner:
-        """The run, which may not have begun yet."""
-        if self._run_dir.holds_run():
-            return owner_of(self._run_dir)
-        return Owner(self._new_id, directory_name(self._run_dir))
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def make(self, *, picks_port: bool) -> Servers:
         config = self._config
         if config.orchestrator.is_sampled_by_teacher:
             return Servers(False, "the teacher samples: the policy needs no inference server")
-        own, urls = config.inference.urls, config.orchestrator.client.urls
-        begin = told = time.monotonic()
+        deadline, is_told = time.monotonic() + _ENDING_S, False
         while True:
             try:
                 return self._choose(picks_port=picks_port)
@@ -224,22 +199,18 @@ class _ServerChoice:
                 release_all(self._held)
                 if picks_port:
                     return self._own_servers(str(taken))
-                if taken.may_be_ending and self._was_cut_off and time.monotonic() < begin + _ENDING_S:
-                    if told == begin:
-                        told = time.monotonic()
-                        why = "the last start of this run may have left it"
-                        print(f"{taken}. Waiting for up to {_ENDING_S:g} s: {why}", flush=True)
-                    time.sleep(_LOOK_AGAIN_S)  # nothing tells when another process lets go of a port
-                    continue
-                other = "choose another port with --inference.server.port"
-                if urls != own:
-                    other = "name other servers with --orchestrator.client.urls"
-                raise _refusal(f"{taken}. Wait for it, or {other}.") from None
-
-    @property
-    def _was_cut_off(self) -> bool:
-        """Whether the directory holds a run whose launcher has ended: what it started ends too, within moments."""
-        return self._run_dir.holds_run() and not self._run_dir.is_under_way()
+                # What a launcher started ends moments after the launcher.
+                was_cut_off = self._run_dir.holds_run() and not self._run_dir.is_under_way()
+                if not (taken.may_be_ending and was_cut_off and time.monotonic() < deadline):
+                    other = "choose another port with --inference.server.port"
+                    if config.orchestrator.client.urls != config.inference.urls:
+                        other = "name other servers with --orchestrator.client.urls"
+                    raise _refusal(f"{taken}. Wait for it, or {other}.") from None
+                if not is_told:
+                    is_told = True
+                    why = "the last start of this run may have left it"
+                    print(f"{taken}. Waiting for up to {_ENDING_S:g} s: {why}", flush=True)
+                time.sleep(_LOOK_AGAIN_S)  # no event tells when another process lets go of a port
 
     def _choose(self, *, picks_port: bool) -> Servers:
         """Make the choice.
@@ -276,29 +247,27 @@ class _ServerChoice:
         return Servers(True, "")
 
     def end(self) -> None:
-        """Give back what was claimed, and the port."""
+        """Give the servers and ports back."""
         self._is_over.set()
         if self._claimed:
-            # A sign of life that is under way would claim the server again, behind its release.
-            self._living.join()
-        # One that was this run's before is not given back by a launcher that found the run under way, and ends. One
-        # whose run it was gives back all: its last sign of life may have come after the orchestrator gave it back.
-        for url in self._claimed if self._run_dir.is_own() else self._to_give_back:
+            self._heartbeat.join()  # it would claim the server again, after its release
+        # A launcher that found its run under way gives back only what was free. The launcher of the run gives back all:
+        # its last heartbeat may have come after the orchestrator gave the server back.
+        is_own = self._run_dir.is_own()
+        for url in [url for url, was_free in self._claimed.items() if was_free or is_own]:
             try:
-                _post(url, RELEASE_ROUTE, self._me, self._token())
+                self._post(url, RELEASE_ROUTE)
             except _FAILURES as error:
                 if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
                     continue  # it has ended
                 print(f"{url} was not given back, so other runs cannot use it yet: {error}")
         release_all(self._held)
 
-    def _give_signs_of_life(self) -> None:
-        while not self._is_over.wait(_SIGN_OF_LIFE_S):
+    def _send_heartbeats(self) -> None:
+        while not self._is_over.wait(_HEARTBEAT_S):
             for url in tuple(self._claimed):  # a copy: the other thread adds to it
-                try:
-                    _post(url, CLAIM_ROUTE, self._me, self._token())
-                except _FAILURES:  # the orchestrator says what is wrong, when it needs the server
-                    continue
+                with suppress(*_FAILURES):  # the orchestrator raises the error when it needs the server
+                    self._post(url, CLAIM_ROUTE)
 
     def _own_servers(self, why: str) -> Servers:
         """Start servers of this run at the first free ports."""
@@ -308,22 +277,20 @@ class _ServerChoice:
         while True:
             self._held = reserve_first_free(server.host, first, count=count)
             server.port = self._held[0].port
-            if self._teachers.isdisjoint(inference.urls):  # which may not have started yet
+            if self._teachers.isdisjoint(inference.urls):  # the teacher may not have started yet
                 break
             release_all(self._held)
             first = server.port + 1
-        # After the loop, which may have changed the ports and so the addresses.
         self._config.orchestrator.client.urls = inference.urls
         if server.port == wanted:
             return Servers(True, "")
-        if count == 1:
-            gets = f"the inference server of this run gets {server.port}"
-        else:
+        gets = f"the inference server of this run gets {server.port}"
+        if count > 1:
             gets = f"the inference servers of this run get {server.port} to {server.port + count - 1}"
         return Servers(True, f"port {wanted} is not free ({why}): {gets}")
 
     def _use(self, address: str, *, anyones: bool) -> str | None:
-        """Claim the server at `address` and return its model; None where nobody listens.
+        """Claim the server at `address` and return its model; None if nobody listens.
 
         Args:
             anyones: the user named it; otherwise it must be a server of the same user.
@@ -331,13 +298,7 @@ class _ServerChoice:
         Raises:
             _Taken: it is not for this run.
         """
-        try:
-            served = _look(address)
-        except _NotOurs as error:
-            raise _Taken(
-                f"something answers at {address}, but it is not an inference server of holdfast ({error})",
-                may_be_ending=error.may_be_ending,
-            ) from None
+        served = _look(address)
         if served is None:
             return None
         if not anyones and served.uid != os.getuid():
@@ -352,10 +313,10 @@ class _ServerChoice:
         return served.model
 
     def _claim_if_there(self, url: str) -> None:
-        """Claim a server that the user named, unless it is still to be started: the orchestrator waits for it."""
+        """Claim a server that the user named; the orchestrator waits for one that is not started yet."""
         try:
             served = _look(url)
-        except _NotOurs:  # the orchestrator says what is wrong, once it has waited for it
+        except _Taken:  # the orchestrator raises the error, after it has waited
             return
         if served is not None:
             self._claim(url, served)
@@ -366,8 +327,8 @@ class _ServerChoice:
         Raises:
             _Taken: another run does.
         """
-        owner = served.owner
-        if owner is not None and owner.run_id != self._me.run_id and owner.directory != self._me.directory:
+        owner, me = served.owner, self._me
+        if owner is not None and owner.run_id != me.run_id and owner.directory != me.directory:
             raise _Taken(f"the inference server at {url} belongs to the run in {printable(owner.directory)}")
         if owner is not None and owner.lease_s is None and not self._run_dir.is_under_way():
             # Its launcher has ended, so it is about to.
@@ -375,7 +336,7 @@ class _ServerChoice:
         if self._config.dry_run:
             return
         try:
-            _post(url, CLAIM_ROUTE, self._me, self._token())
+            self._post(url, CLAIM_ROUTE)
         except urllib.error.HTTPError as error:
             error.close()
             why = {
@@ -385,42 +346,44 @@ class _ServerChoice:
             raise _Taken(f"the inference server at {url} {why.get(error.code, f'says {error}')}") from None
         except _FAILURES as error:
             raise _Taken(f"the inference server at {url} gave no answer ({error})", may_be_ending=True) from None
-        if url not in self._claimed:
-            self._claimed.append(url)
-        if owner is None:
-            self._to_give_back.append(url)
-        if not self._living.is_alive():
-            self._living.start()
+        self._claimed.setdefault(url, owner is None)
+        if not self._heartbeat.is_alive():
+            self._heartbeat.start()
 
-    def _token(self) -> str | None:
-        return read_admin_token(self._config.orchestrator.client.admin_token_env)
+    @property
+    def _me(self) -> Owner:
+        """The run, which may not have begun yet."""
+        if self._run_dir.holds_run():
+            return owner_of(self._run_dir)
+        return Owner(self._new_id, directory_name(self._run_dir))
+
+    def _post(self, url: str, route: str) -> None:
+        token = read_admin_token(self._config.orchestrator.client.admin_token_env)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        request = urllib.request.Request(f"{url}{route}", msgspec.json.encode(self._me), headers)
+        with opener.open(request, timeout=_TIMEOUT_S):
+            return
 
 
 def _look(url: str) -> ServedWeights | None:
-    """Return what the server at `url` serves; None where nobody listens.
+    """Return what the server at `url` serves; None if nobody listens.
 
     Raises:
-        _NotOurs: something else answers.
+        _Taken: something else answers.
     """
     try:
         with opener.open(f"{url}{WEIGHTS_ROUTE}", timeout=_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)
     except urllib.error.HTTPError as error:
         error.close()
-        raise _NotOurs(f"HTTP {error.code}") from None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ConnectionRefusedError):
-            return None
-        raise _NotOurs(error.reason, may_be_ending=True) from None
+        why, may_be_ending = f"HTTP {error.code}", False
     except _FAILURES as error:
-        raise _NotOurs(f"{type(error).__name__}: {error}", may_be_ending=isinstance(error, OSError)) from None
-
-
-def _post(url: str, route: str, owner: Owner, token: str | None) -> None:
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    body = json.dumps({"run_id": owner.run_id, "directory": owner.directory}).encode()
-    with opener.open(urllib.request.Request(f"{url}{route}", body, headers), timeout=_TIMEOUT_S):
-        return
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, ConnectionRefusedError):
+            return None
+        why, may_be_ending = f"{type(error).__name__}: {reason}", isinstance(error, OSError)
+    message = f"something answers at {url}, but it is not an inference server of holdfast ({printable(why)})"
+    raise _Taken(message, may_be_ending=may_be_ending)
 
 
 def _refusal(reason: str) -> InferenceError:

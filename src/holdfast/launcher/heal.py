@@ -1,14 +1,13 @@
 """Watches a run: shows its progress, starts again what died, saves before a stop, says how the run ended.
 
-What a death costs:
-- inference: the launcher starts the server again. The orchestrator pushes the weights and repeats open requests, on any
-  server, with the same seeds. One of several servers that dies too often is left out.
-- orchestrator: it is started again and goes on behind the last journaled batch; the trainer waits.
-- trainer (any rank): trainer and orchestrator are started again as a new attempt, from the newest
-  checkpoint; batches in the journal and finished generations are used again.
-- the evaluations of `sft` and `dpo`: started again, and left out when that is in vain; training goes on.
-- a tracker or the live page: started again, after delays that grow.
-- a storage that cannot be written: the process that says so is started again when there may be room.
+After a death of
+- an inference server, the launcher starts it again. The orchestrator pushes the weights and repeats open requests, on
+  any server, with the same seeds. One of several servers that dies too often is left out.
+- the orchestrator, it is started again and continues after the last journaled batch; the trainer waits.
+- the trainer (any rank), trainer and orchestrator start again as a new attempt, from the newest checkpoint. Journaled
+  batches and finished generations are used again.
+- the evaluations of `sft` and `dpo`, they start again, or are left out if that fails; training continues.
+- a process whose storage fails, it is started again when there may be room.
 """
 
 from __future__ import annotations
@@ -23,45 +22,48 @@ from holdfast.config.inference import is_engine
 from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
-from holdfast.launcher.exit_reasons import Deaths, end_of, how_it_ended, profile_lines, report_stop
+from holdfast.launcher.failures import (
+    FailureDetector,
+    RestartLimit,
+    RestartPolicy,
+    StorageBackoff,
+    exit_report,
+    fullest,
+    how_it_ended,
+    profile_lines,
+    report_stop,
+)
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
+from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import SideProcesses
-from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff, fullest
-from holdfast.launcher.rendezvous import NodeGroup
+from holdfast.launcher.plan import EVALUATION, Plan
 from holdfast.launcher.resume.resume_step import clear_unpublished
-from holdfast.launcher.supervise import REFRESH_S, Child, Supervisor
+from holdfast.launcher.supervise import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
 from holdfast.view.console import Console, code_of_error, json_lines
 
-_TELLING_S = 10.0
-"""What a trainer whose time of grace is over gets to give up and say so."""
+_TELLING_S = 10.0  # for a trainer whose grace is over, to report it
 _MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S = 3, 600.0
 _EVALUATION_STORAGE_S = 3600.0
-"""Evaluations wait for their storage for as long, while no new step is trained."""
 T = TypeVar("T")
 
 
-def watch(
-    plan: Plan,
-    healing: Healing | None = None,
-    group: NodeGroup | None = None,
-) -> int:
+def watch(plan: Plan, healing: RestartPolicy | None = None, group: NodeGroup | None = None) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
         healing: unset: the first death ends the run.
-        group: of the nodes, where the run has several.
+        group: of the nodes, if the run has several.
 
     Raises:
-        ProcessDied: one of them ended before its time and was not to be started again.
+        ProcessDied: a process died and was not to be started again.
     """
     make_output_lossy()
     run_dir = plan.attempt.run_dir
-    # Without healing nobody is killed for silence: the first death ends the run.
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf
-    # The wait for the next question counts as silence: well below what is taken for death.
+    # The wait between two probes counts as silence, so it must be short.
     period_s = min(PROBE_PERIOD_S, timeout_s / 4)
     is_shared = healing is not None and healing.cluster is not None
     with (
@@ -91,7 +93,7 @@ class _Watcher:
         self,
         plan: Plan,
         supervisor: Supervisor,
-        healing: Healing | None,
+        healing: RestartPolicy | None,
         monitors: dict[str, LivenessMonitor],
         beats: Path,
         group: NodeGroup | None,
@@ -101,8 +103,8 @@ class _Watcher:
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
-        self._deaths = Deaths(healing, supervisor, monitors)
-        self._of_evaluation = Restarts(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
+        self._detector = FailureDetector(healing, supervisor, monitors)
+        self._of_evaluation = RestartLimit(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
         self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
         self._evaluation_storage = StorageBackoff(_EVALUATION_STORAGE_S)
         self._run_dir = plan.attempt.run_dir
@@ -119,7 +121,7 @@ class _Watcher:
         )
 
     def run(self) -> int | Plan:
-        """Return the exit code of the run, or the plan of the attempt in which it goes on."""
+        """Return the exit code of the run, or the plan of its next attempt."""
         try:
             with self._console:
                 outcome = self._run()
@@ -139,10 +141,8 @@ class _Watcher:
         return code
 
     def _run(self) -> int | Plan | None:
-        """Return the signal that the run was stopped by, the plan of its next attempt, or None where it is done."""
-        outcome = self._until_storage_takes_it(self._start)
-        if outcome is None:
-            outcome = self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+        """Return the signal that stopped the run, the plan of its next attempt, or None if it is done."""
+        outcome: Child | Plan | int | None = self._watch_after(self._start)
         while isinstance(outcome, Child):
             outcome = self._signal_taken_by(outcome) or self._bring_back(outcome)
         if isinstance(outcome, Plan):
@@ -154,13 +154,13 @@ class _Watcher:
         return outcome
 
     def _tell_end(self, exit_code: int, *, error: str | None = None) -> None:
-        """Say how the run can go on, to people, to `--log-format json`, and to who looks from elsewhere."""
+        """Report how the run can continue: on the console, in `--log-format json`, and in the events."""
         step = self._console.last_step
-        end = end_of(self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code)
-        for line in [*end.lines, *profile_lines(self._run_dir, self._plan.trainer)]:
+        lines, fields = exit_report(self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code)
+        for line in [*lines, *profile_lines(self._run_dir, self._plan.trainer)]:
             print(line, flush=True)
-        if (lines := json_lines()) is not None:
-            lines.end = end.fields
+        if (output := json_lines()) is not None:
+            output.end = fields
         self._console.note("ended", exit_code=exit_code, step=step, error=error)
 
     @property
@@ -168,9 +168,9 @@ class _Watcher:
         return self._logs / f"{self._plan.file_name('events')}.jsonl"
 
     def _start(self) -> None:
-        """Start what does not run yet; an inference server outlives an attempt."""
+        """Start what does not run; an inference server outlives an attempt."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._tell_of_healing()
+        self._note_healing()
         for name, argv in self._plan.commands.items():
             if any(child.name == name and child.process.poll() is None for child in self._supervisor.children):
                 continue
@@ -178,10 +178,9 @@ class _Watcher:
                 **self._plan.environments.get(name, {}),
                 EVENTS_ENV: str(self._events),
                 PROCESS_ENV: name,
-                # Nobody looks at them where nothing heals. A run within a run must not beat for the outer one.
+                # Empty: a run within a run must not send heartbeats for the outer one.
                 HEARTBEAT_ENV: str(_beat_of(self._beats, name)) if self._healing is not None else "",
             }
-            # Before it starts: beats of its predecessor must not speak for it.
             self._monitors[name].forget(self._plan.health.get(name))
             self._supervisor.start(
                 name,
@@ -197,89 +196,75 @@ class _Watcher:
         if child.name == "orchestrator":
             clear_unpublished(self._run_dir)
         self._monitors[child.name].forget()
-        self._tell_of_healing()
+        self._note_healing()
         child.environment[EVENTS_ENV] = str(self._events)  # it may be of an earlier attempt
         self._supervisor.restart(child)
 
     def _refresh(self) -> None:
-        self._look()
+        self._refresh_views()
         self._follow_group()
         if self._healing is not None:
-            self._deaths.end_the_silent(self._console.say)
+            self._detector.end_the_silent(self._console.say)
 
-    def _look(self) -> None:
-        """Show what is new, and see to those who are told of it."""
+    def _refresh_views(self) -> None:
         self._console.refresh()
         self._side_processes.look(self._console.say)
 
     def _pause(self, seconds: float = REFRESH_S) -> int | None:
-        """Wait; return the number of a signal that came meanwhile."""
+        """Wait; return the number of a signal that came."""
         return self._supervisor.pause(seconds, self._refresh_waiting)
 
     def _follow_group(self) -> None:
-        """Stop, or end the trainer, where another node makes us."""
-        if self._group is None or self._deaths.ended_by_group or (verdict := self._group.verdict()) is None:
+        """Stop, or end the trainer, if another node asks for it."""
+        if self._group is None or self._detector.ended_by_group or (order := self._group.stop_order()) is None:
             return
-        self._deaths.ended_by_group = verdict.reason
-        if verdict.signal:
-            self._supervisor.take_for_signaled(verdict.signal)
+        self._detector.ended_by_group = order.reason
+        if order.signal:
+            self._supervisor.take_for_signaled(order.signal)
         elif (trainer := self._trainer()) is not None and trainer.process.poll() is None:
-            self._console.say(f"{verdict.reason}: ending the trainer here, too")
-            self._supervisor.kill(trainer)
+            self._console.say(f"{order.reason}: ending the trainer here, too")
+            trainer.process.kill()
 
     def _refresh_waiting(self) -> None:
-        """Show what goes on while something is waited for, which nobody else shall mind."""
-        self._look()
-        self._tell_of_healing()
+        self._refresh_views()
+        self._note_healing()
 
-    def _tell_of_healing(self) -> None:
-        """Make those who wait for another process go on waiting, see `heartbeat.Wait`."""
+    def _note_healing(self) -> None:
+        """Tell processes that wait for another one to continue to wait, see `heartbeat.Wait`."""
         (self._beats / HEALING_NAME).touch()
 
     def _bring_back(self, child: Child) -> Child | Plan | int | None:
-        """Start a dead child again, after the delay that its death asks for; return what became of the run then.
-
-        Raises:
-            ProcessDied: it is not to be started again.
-        """
+        """Start a dead child again after a delay, or raise `ProcessDied`; return the outcome as `_run` does."""
         if child.name == EVALUATION:
             return self._evaluate_again(child)
         if self._group is not None:
-            # Its ranks as well, before the others go on: they write into the same directory.
-            self._supervisor.end(child)
+            # With its ranks, before the others continue: they write into the same directory.
+            child.process.clear(STOP_TIMEOUT_S)
             self._group.trainer_died(how_it_ended(child))
         if child.process.returncode == STORAGE_FAILED:
-            number = self._wait_for_storage(self._deaths.error_of(child))
+            number = self._wait_for_storage(self._detector.error_of(child))
             if number is None:
                 self._console.note("starting again", restarted=child.name, reason="its storage failed")
-        elif (delay_s := self._deaths.restart_delay_s(child, step=self._console.last_step)) is not None:
+        elif (delay_s := self._detector.restart_delay_s(child, step=self._console.last_step)) is not None:
             number = self._wait_to_restart(child, delay_s)
-        elif self._deaths.can_spare(child):
+        elif self._detector.can_spare(child):
             return self._go_on_without(child)
         else:
             self._supervisor.stop()
-            raise self._deaths.error_of(child)
+            raise self._detector.error_of(child)
         if number is not None:
             return number
         if (is_trainer(child.name) or child.process.loss is not None) and self._healing is not None:
-            # The orchestrator as well: `again` goes back to a step, and sets aside what lies after it. And where a
-            # server comes back at another address, it has to be told.
+            # The orchestrator as well: `again` goes back to a step, and servers may come back at another address.
             self._supervisor.stop(names={child.name for child in self._supervisor.children if not child.is_service})
             number = self._wait_for_places(self._healing)
-            if number is not None:
-                return number
-            if self._group is not None:
+            if number is None and self._group is not None:
                 number = self._group.gather(self._pause, self._console.say)
-                if number is not None:
-                    return number
-            return self._until_storage_takes_it(self._healing.again)
-        number = self._until_storage_takes_it(lambda: self._restart(child))
-        if number is not None:
-            return number
-        return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+            return self._until_storage_takes_it(self._healing.again) if number is None else number
+        return self._watch_after(lambda: self._restart(child))
 
     def _evaluate_again(self, child: Child) -> Child | int | None:
-        """Start evaluations again, or train on without: whatever they die of, training goes on."""
+        """Start evaluations again, or train on without them."""
         storage_s = None
         if child.process.returncode == STORAGE_FAILED:
             storage_s = self._evaluation_storage.delay_s(self._console.last_step)
@@ -296,38 +281,32 @@ class _Watcher:
             self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
             number = self._pause(delay_s)
         else:
-            number = self._pause_for_storage(self._deaths.error_of(child), delay_s)
+            number = self._pause_for_storage(self._detector.error_of(child), delay_s)
         if number is not None:
             return number
         self._console.note("starting again", restarted=child.name, reason=how_it_ended(child))
-        number = self._until_storage_takes_it(lambda: self._restart(child))
+        return self._watch_after(lambda: self._restart(child))
+
+    def _wait_for_places(self, healing: RestartPolicy) -> int | None:
+        """Wait until the cluster has a place for every process; return the number of a signal that came."""
+        if healing.cluster is None:
+            return None
+        try:
+            timeout_s, say = healing.cluster_timeout_s, self._console.say
+            return wait_for_places(healing.cluster, timeout_s=timeout_s, pause=self._pause, say=say)
+        except TimeoutError as missing:
+            self._supervisor.stop()
+            raise ProcessDied(f"the cluster had no places within {healing.cluster_timeout_s:g} s: {missing}") from None
+
+    def _watch_after(self, start: Callable[[], None]) -> Child | int | None:
+        """Do `start`, and watch until a child fails, a signal comes or the run is done."""
+        number = self._until_storage_takes_it(start)
         if number is not None:
             return number
         return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
 
-    def _wait_for_places(self, healing: Healing) -> int | None:
-        """Wait until the cluster has a place for every process; return the number of a signal that came meanwhile.
-
-        Raises:
-            ProcessDied: it has none for too long.
-        """
-        if healing.cluster is None:
-            return None
-        try:
-            return wait_for_places(
-                healing.cluster,
-                timeout_s=healing.cluster_timeout_s,
-                pause=self._pause,
-                say=self._console.say,
-            )
-        except TimeoutError as missing:
-            self._supervisor.stop()
-            raise ProcessDied(
-                f"the cluster was waited for in vain for {healing.cluster_timeout_s:g} s: {missing}"
-            ) from None
-
     def _until_storage_takes_it(self, action: Callable[[], T]) -> T | int:
-        """Do what writes to the run directory, again while that fails; return its result, or the number of a signal."""
+        """Do what writes to the run directory, again while the storage fails; return its result, or a signal."""
         while True:
             try:
                 return action()
@@ -339,17 +318,13 @@ class _Watcher:
                 return number
 
     def _wait_for_storage(self, error: Exception) -> int | None:
-        """Wait before the next try; return the number of a signal that came meanwhile.
-
-        Raises:
-            ProcessDied: the storage has failed for too long.
-        """
+        """Wait before the next try, or raise `ProcessDied`; return the number of a signal that came."""
         delay_s = self._storage_backoff.delay_s(self._console.last_step)
         if delay_s is None:
             self._supervisor.stop()
             given_up = ProcessDied(str(error))
             if timeout_s := self._storage_backoff.timeout_s:
-                path, free_bytes = fullest(self._run_dir)  # on a full disk the log of the process may have no reason
+                path, free_bytes = fullest(self._run_dir)  # on a full disk the log may have no reason
                 told = f"waited for in vain for {timeout_s:g} s: {path} has {free_bytes:,} bytes free"
                 given_up.args = (f"{error}\n       the storage was {told}",)
             given_up.exit_code = STORAGE_FAILED
@@ -366,43 +341,42 @@ class _Watcher:
         return self._pause(delay_s)
 
     def _wait_to_restart(self, child: Child, delay_s: float) -> int | None:
-        """Wait out the delay before `child` is started again; return the number of a signal that came meanwhile."""
-        how, which = self._deaths.restart_of(child)
+        """Wait before `child` is started again; return the number of a signal that came."""
+        how, which = self._detector.restart_of(child)
         self._console.say(f"{child.name} {how}: starting it again (restart {which})")
         self._console.note("starting again", restarted=child.name, reason=how)
         return self._pause(delay_s)
 
     def _go_on_without(self, child: Child) -> Child | int | None:
-        """Leave a dead process out until the next attempt; return what became of the run then."""
-        reason = str(self._deaths.error_of(child)).replace("\n", "\n  ")
+        """Leave a dead process out until the next attempt; return the outcome as `_run` does."""
+        reason = str(self._detector.error_of(child)).replace("\n", "\n  ")
         self._console.say(f"WARNING: the run continues without {child.name}, which is not started again. {reason}")
-        self._supervisor.give_up(child)
-        return self._until_storage_takes_it(lambda: self._supervisor.run(self._refresh))
+        return self._watch_after(lambda: self._supervisor.give_up(child))
 
     def _signal_taken_by(self, child: Child) -> int | None:
-        """Return the signal that a trainer saved for and ended by: a scheduler may signal ranks as well as us."""
+        """Return the signal that the trainer saved for and ended by: a scheduler may signal ranks directly."""
         number = child.process.returncode - 128
         is_request = number in (signal.SIGTERM, signal.SIGUSR1) and self._plan.trainer.ckpt is not None
         return number if is_trainer(child.name) and is_request else None
 
     def _save_before_stop(self, number: int) -> None:
-        """Have the trainer save its current step, where checkpoints are on."""
+        """Have the trainer save its current step, if checkpoints are on."""
         ckpt = self._plan.trainer.ckpt
         saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
         self._console.say(f"{signal.Signals(number).name}: {saving}")
         trainer = self._trainer()
         if not ckpt or not trainer:
             return
-        # The trainer keeps to the grace itself, from the same signal on, and then says what has not landed.
+        # The trainer keeps to the grace itself, and then reports what is not saved.
         timeout_s = ckpt.grace_s + _TELLING_S
         if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
-            self._supervisor.kill(trainer)  # the time is over, or a second signal wants it over
+            trainer.process.kill()  # the time is over, or a second signal came
 
     def _trainer(self) -> Child | None:
-        """The trainer; None where the storage let none start."""
+        """The trainer; None if the storage let none start."""
         return next((child for child in self._supervisor.children if child.name == "trainer"), None)
 
 
 def _beat_of(beats: Path, name: str) -> Path:
-    """Return what the beats of process `name` begin with; those of `inference_10` do not begin as `inference_1`'s."""
+    """Return the prefix of the heartbeats of process `name`; the point tells `inference_1` from `inference_10`."""
     return beats / f"{name}."

@@ -1,126 +1,81 @@
 """The launcher: prepares the run directory and the plan of a run; `launcher.heal` starts and watches the processes.
 
-`rl` decides once which step to resume from, and gives the same number to all processes. It starts everything at the
-same time; a process that is ready first waits for the others through the run directory. For evaluations beside
-training, it checks them and places their process before anything starts.
+`rl` decides once which step to resume from, for all processes, and starts them at the same time: a process that is
+ready first waits for the others through the run directory. `sft`, `dpo` and `reward-model` may start evaluations beside
+training. On several nodes, each command starts the ranks of its node.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from holdfast.config.base import CkptConfig, ModelConfig
+from holdfast.config.base import CkptConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import NOT_ON_NODES, EvaluatedCommand, SupervisedCommand, TrainingCommand
-from holdfast.errors import ConfigError, RunDirError
-from holdfast.launcher.cluster.slurm_job import submit_rl, submit_training
+from holdfast.config.training import EvaluatedCommand, SupervisedCommand, TrainingCommand
+from holdfast.errors import ConfigError, HoldfastError, RunDirError
+from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
-    Machine,
     Placement,
-    check_build,
     choose_inference,
     choose_rl,
     choose_training,
     describe,
-    describe_rl,
-    gpus_per_engine,
+    evaluation_gpus,
     inference_gpus,
     place_rl,
     place_training,
     this_machine,
     with_engines,
 )
-from holdfast.launcher.engines import Servers, chosen_servers, picks_its_port, reserve
+from holdfast.launcher.engines import chosen_servers, picks_its_port, reserve
+from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
-from holdfast.launcher.nodes import launch_on_nodes, process_name, trainer_command, with_outer_nodes
+from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.outputs import check_outputs
-from holdfast.launcher.placement import Placed, placed
-from holdfast.launcher.plan import EVALUATION, Healing, Plan, Restarts, StorageBackoff
+from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
+from holdfast.launcher.plan import (
+    EVALUATION,
+    Plan,
+    PlannedProcess,
+    of_cluster,
+    planned_engine,
+    planned_trainer,
+    print_table,
+)
 from holdfast.launcher.preflight import (
-    check_in_child,
+    check_evaluations,
     check_inference,
     check_orchestrator,
     check_rl,
     check_training,
-    planned_engine,
-    planned_orchestrator,
-    planned_trainer,
-    print_table,
     settle_length,
     summary,
 )
-from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
+from holdfast.launcher.rendezvous import with_outer_nodes
+from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.process.child import available_cores
 from holdfast.process.events import PROCESS_ENV
-from holdfast.process.gpus import Gpu, find_gpus, require_vllm
+from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
-from holdfast.run.inputs import check_max_len
 from holdfast.run.run_dir import RunDir
+from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
 
-
-def check_evaluations(config: TrainingCommand) -> None:
-    """Check what a training program asks of the policy meanwhile, if it does.
-
-    Raises:
-        ConfigError, DataError: what cannot be used, or is trained on.
-    """
-    if not isinstance(config, EvaluatedCommand) or config.eval is None:
-        return
-    if config.parallel.nodes > 1:  # by an outer launcher
-        raise ConfigError(NOT_ON_NODES)
-    require_vllm()
-    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
-    for section in config.eval.environments:
-        for value in section.args.values():
-            if isinstance(value, str) and _is_part(value, of=config.data.name):
-                raise ConfigError(
-                    f"eval.environments: '{section.label}' asks what is in {value}, and that is trained on "
-                    f"(data.name = '{config.data.name}'): nothing of it is held out. Name another file."
-                )
-    asked = config.eval.following(config.output_dir, config.output_dir)
-    model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
-    check_in_child(
-        "holdfast.orchestrator.check",
-        asked.model_copy(update={"run": None, "follow": False, "interval": None, "model": model}),
-        "evaluation",
-    )
-
-
-def _is_part(name: str, *, of: str) -> bool:
-    """Whether `name` is a file that is the data `of`, or lies in them."""
-    return os.path.isfile(name) and Path(name).resolve().is_relative_to(Path(of).resolve())  # noqa: PTH113 - whatever the text is
-
-
-def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[Gpu, ...]:
-    """Return the GPUs of the evaluations of a training program: those that the trainer leaves.
-
-    Raises:
-        ConfigError: these are too few.
-    """
-    if not isinstance(config, EvaluatedCommand) or config.eval is None:
-        return ()
-    check_build(config.eval.inference, machine, key="eval.inference.engine.device")
-    if machine.engine_device == "cpu":
-        return ()
-    size = gpus_per_engine(config.eval.inference)
-    left = [gpu for gpu in machine.inventory.gpus if gpu not in placement.trainer]
-    if len(left) < size:
-        raise ConfigError(
-            f"the server of the evaluations needs {size} of the {len(machine.inventory.gpus)} GPUs, and the trainer "
-            f"leaves {len(left)}: lower parallel.num_ranks, or leave eval out and start `evaluate --run "
-            f"{config.output_dir} --follow` where there is room for it"
-        )
-    return tuple(left[:size])
+_ANSWERING_S = 10.0  # a timely answer may arrive so late on a busy machine
+_NODE_RESTART_WINDOW_S = 600.0
+_NODE_HEARTBEAT_TIMEOUT_S = 120.0
+_MOMENT_S = 0.1
 
 
 def with_evaluations(
@@ -131,7 +86,7 @@ def with_evaluations(
         return plan
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
-        run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt: this one tries again
+        run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt
     settings = config.eval.following(run_dir.path, run_dir.evaluations)
     path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
     return replace(
@@ -141,10 +96,6 @@ def with_evaluations(
         environments=plan.environments | {EVALUATION: placement.environment(gpus)},
         processes=[*plan.processes, planned_engine(EVALUATION, config.eval.inference, gpus)],
     )
-
-
-# Between the answer that a server gives in time and its arrival here, on a busy machine.
-_ANSWERING_S = 10.0
 
 
 def launch_training(config: TrainingCommand) -> int:
@@ -183,8 +134,76 @@ def launch_training(config: TrainingCommand) -> int:
     return _print_plan(plan) if config.dry_run else watch(plan)
 
 
+def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: dict[str, str]) -> int:
+    """Run a training program on this node and the others; return the exit code.
+
+    Args:
+        rank: of this node, from an outer launcher; None: the head is the host of `parallel.rdzv_endpoint`.
+        environment: variables of the trainer.
+    """
+    group = NodeGroup(config, process_name(config), rank=rank)
+    code, said = 1, ""
+    try:
+        if group.is_head:
+            RunDir(config.output_dir).lock()
+        code = _run(config, group, environment)
+    except HoldfastError as error:
+        code, said = error.exit_code, str(error)
+        raise
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    finally:
+        code = group.leave(code, said)
+    return code
+
+
+def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str]) -> int:
+    number = group.gather(lambda: time.sleep(_MOMENT_S), lambda text: print(text, flush=True))
+    if number is not None:
+        return 128 + number
+    healing = None
+    if config.ckpt is not None:
+        healing = RestartPolicy(
+            again=lambda: plan_on_node(config, group, environment, again=True),
+            restarts=RestartLimit(config.parallel.max_restarts, _NODE_RESTART_WINDOW_S),
+            storage_backoff=StorageBackoff(0.0),
+            heartbeat_timeout_s=_NODE_HEARTBEAT_TIMEOUT_S,
+        )
+    return watch(plan_on_node(config, group, environment), healing, group)
+
+
+def plan_on_node(
+    config: TrainingCommand, group: NodeGroup, environment: dict[str, str], *, again: bool = False
+) -> Plan:
+    """Return this node's part of the next attempt, which the head node prepares."""
+    run_dir = RunDir(config.output_dir)
+    if group.is_head:
+        # A restarted head node continues the run that the others wait for.
+        again = again or group.is_rejoined()
+        clean = config.clean and not again
+        attempt = prepare(config, clean=clean, dry_run=False, again=again, is_locked=True)
+        resumed = with_resume(config, attempt.resume_step)
+        path = write_config(attempt, process_name(config), resumed, dry_run=False)
+        part = group.begin(attempt)
+    else:
+        part = group.join()
+        attempt = Attempt(run_dir, part.attempt, part.resume_step)
+        resumed = with_resume(config, attempt.resume_step)
+        path = run_dir.configs(part.attempt) / f"{process_name(config)}.toml"
+        print(f"node {part.rank} of {config.parallel.nodes}: {attempt.start} (attempt {attempt.number})", flush=True)
+    environment = {**environment, NODE_RANK_ENV: str(part.rank), ENDPOINT_ENV: part.endpoint}
+    commands = {"trainer": trainer_command(config, path)}
+    return Plan(attempt, commands, resumed, [path], environments={"trainer": environment}, node=part.rank)
+
+
+def trainer_command(config: TrainingCommand, path: Path) -> list[str]:
+    """Return the command line of the process that starts the ranks, which reads `config` from `path`."""
+    return module_command("holdfast.trainer.launch", config.program, str(path))
+
+
 def launch_rl(config: RlConfig) -> int:
-    """Run trainer, orchestrator and, unless some are there, inference servers; return the exit code."""
+    """Run trainer, orchestrator and, unless it uses running ones, inference servers; return the exit code."""
     picks_port = picks_its_port(config)
     machine, given = this_machine(find_gpus()), config
     is_here = config.cluster is None and config.slurm is None
@@ -193,25 +212,26 @@ def launch_rl(config: RlConfig) -> int:
         check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
         return submit_rl(config, given)
     with (
-        placed(config) as places,
-        _servers(config, places, picks_port=picks_port) as servers,
+        placed_on_cluster(config) as places,
+        nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port) as servers,
     ):
         machine = places.machine if places else machine
         check_rl(config, starts_inference=servers.starts_own)
         check_outputs(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         settle_length(config.trainer, clean=config.clean)
-        chosen = choose_rl(config, placement, machine)
-        plan = _plan_rl(config, placement, starts_inference=servers.starts_own, places=places)
+        chosen = choose_rl(config, placement, machine, starts_inference=servers.starts_own)
+        make_plan = partial(_plan_rl, config, placement, starts_inference=servers.starts_own, places=places)
+        plan = make_plan()
         if servers.line:
             print(servers.line)
-        print(describe_rl(placement, chosen, machine, starts_inference=servers.starts_own))
+        print(describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
         print(summary(config.trainer, None, config.orchestrator))
         if config.dry_run:
             return _print_plan(plan)
-        healing = Healing(
-            again=lambda: _plan_rl(config, placement, starts_inference=servers.starts_own, places=places, again=True),
-            restarts=Restarts(config.max_restarts, config.restart_window_s),
+        healing = RestartPolicy(
+            again=partial(make_plan, again=True),
+            restarts=RestartLimit(config.max_restarts, config.restart_window_s),
             storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             cluster=places.cluster if places else None,
@@ -220,22 +240,20 @@ def launch_rl(config: RlConfig) -> int:
         return watch(plan, healing)
 
 
-def _servers(config: RlConfig, places: Placed | None, *, picks_port: bool) -> AbstractContextManager[Servers]:
-    """Choose the servers of the run; on a cluster they have their places already."""
-    return nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port)
-
-
 def _plan_rl(
-    config: RlConfig, placement: Placement, *, starts_inference: bool, places: Placed | None, again: bool = False
+    config: RlConfig,
+    placement: Placement,
+    *,
+    starts_inference: bool,
+    places: ClusterPlacement | None,
+    again: bool = False,
 ) -> Plan:
-    """Decide where the run starts, or goes on after its trainer died, and write every process's configuration."""
+    """Decide where the run starts, or continues after its trainer died; write the configurations."""
     if places is not None and again:
         places.tell_addresses(config)
-    # --clean was for the first start: again it would remove the run itself.
-    clean = config.clean and not again
     attempt = prepare(
         config.trainer,
-        clean=clean,
+        clean=config.clean and not again,
         dry_run=config.dry_run,
         orchestrator=config.orchestrator,
         inference=config.inference if starts_inference else None,
@@ -254,17 +272,20 @@ def _plan_rl(
     }
     environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
     cluster = str(config.cluster) if places is not None else None
-    processes = [*planned_trainer(trainer, placement, cluster=cluster), planned_orchestrator(cluster=cluster)]
+    processes = [
+        *planned_trainer(trainer, placement, cluster=cluster),
+        PlannedProcess("orchestrator", host=of_cluster(cluster)),
+    ]
     health: dict[str, Health] = {}
     if starts_inference:
         servers = {}
         for number, (name, one) in enumerate(inference.of_each().items()):
             if places is not None and not config.dry_run:
                 places.tell_address(name, one)
-            if name not in paths or places is not None:  # one of several, told with those of all; or it has its place
+            if name not in paths or places is not None:
                 paths[name] = write_config(attempt, name, one, dry_run=config.dry_run, tells=False)
             servers[name] = module_command("holdfast.inference.main", str(paths[name]), str(attempt.run_dir.path))
-            # The server itself says when its engine takes too long.
+            # The server itself reports an engine that takes too long.
             health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
             gpus = placement.engines[number] if placement.engines else ()
             environments[name] = placement.environment(gpus)
@@ -279,7 +300,6 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
     check_orchestrator(config)
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
-        # Inheritable: the lock belongs to the program that this process becomes.
         run_dir.lock_orchestrator(over_exec=True)
         if run_dir.is_being_removed():
             raise RunDirError(
@@ -294,7 +314,7 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
             "that first, then this with --ckpt.resume-step and the number of the step."
         )
     resume_step = resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
-    # That of the trainer, which counts attempts; its logs and settings lie together.
+    # The attempt of the trainer, which counts them.
     attempt = Attempt(run_dir, max(1, run_dir.next_attempt() - 1), resume_step)
     config = with_resume(config, resume_step)
     path = write_config(attempt, "orchestrator", config, dry_run=config.dry_run)
@@ -330,16 +350,13 @@ def launch_inference(config: InferenceConfig) -> int:
 
 def _become(argv: list[str], process: str) -> int:
     os.environ[PROCESS_ENV] = process
-    # execv drops what Python has not written yet.
+    # execv drops buffered output.
     sys.stdout.flush()
     os.execv(argv[0], argv)
 
 
 def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_on_gpu: bool) -> None:
-    """Give all cores to the trainer and all to the engines, as each often waits for the other.
-
-    An engine on GPUs has use for few, and takes what vLLM decides.
-    """
+    """Give all cores to the trainer and all to the engines on the CPU, as each often waits for the other."""
     cores = available_cores()
     if trainer.parallel.threads is None:
         trainer.parallel.threads = max(1, (cores // 2 if engine_on_gpu else cores) // trainer.parallel.ranks)
@@ -347,7 +364,7 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_o
         return
     if inference.engine.threads is None:
         inference.engine.threads = max(1, cores // inference.engines)
-    # A thread that spins while it waits keeps the other process from its core: a step takes three times as long.
+    # Waiting threads that spin would make a step take three times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same for Intel's and LLVM's OpenMP
 

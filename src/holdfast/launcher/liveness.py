@@ -1,7 +1,6 @@
-"""Listening for signs of life: beats of processes, and answers of the health route of a server.
+"""Watches whether processes live: by their heartbeats, and by answers of the health route of a server.
 
-Times in which the launcher itself was frozen do not count: whoever froze it may have frozen all, and nobody could be
-heard.
+Times in which the launcher itself was frozen do not count.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ _MEMORY = Path("/dev/shm")
 
 @contextmanager
 def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> Iterator[Path]:
-    """Make a directory for the beats of the run in `run_dir`, in memory where there is a place; remove it at the end.
+    """Make a directory for the heartbeats of the run in `run_dir`, in memory if possible; remove it at the end.
 
     Args:
-        is_shared: processes of other hosts beat as well, so it lies in `run_dir`, which they see.
-        node: of several with this run; some may be on one machine.
+        is_shared: processes of other hosts send heartbeats as well: it lies in `run_dir`, which they see.
+        node: number of this node; several may be on one machine.
 
-    What a launcher that was killed left is taken over by the next one, which holds the lock of the run, or removed by
-    that of another run.
+    The next launcher takes over the directory of a killed one, or the launcher of another run removes it.
     """
     if is_shared:
         place = run_dir.absolute() / "beats"
@@ -51,7 +49,7 @@ def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> 
             shutil.rmtree(place, ignore_errors=True)
         return
     home = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    status = run_dir.stat()  # containers may share the memory, and have directories of the same name
+    status = run_dir.stat()  # containers may share the memory
     digest = hashlib.sha256(
         f"{status.st_dev} {status.st_ino} {run_dir}{f' {node}' if node else ''}".encode()
     ).hexdigest()[:16]
@@ -68,16 +66,16 @@ def _held_place(place: Path) -> Path:
         place.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return make_scratch(Path(tempfile.gettempdir()))
-    # Anyone may write to /dev/shm, and the name can be foretold.
+    # Anyone may write to /dev/shm, and can guess the name.
     if place.is_symlink() or place.stat().st_uid != os.getuid():
-        return make_scratch(Path(tempfile.gettempdir()))  # somebody else made it
-    # Not held: another launcher took it for abandoned, and removed it this moment.
+        return make_scratch(Path(tempfile.gettempdir()))
+    # Not held: another launcher removed it this moment, as abandoned.
     return place if hold(place) else _held_place(place)
 
 
 @dataclass
 class _Part:
-    """What is known of one part of a process: when it beat last, and moved on last."""
+    """One part of a process: its last heartbeat, and its last progress."""
 
     mark: tuple[int, int]
     beat: Beat
@@ -87,11 +85,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A part that has come no further for longer than it may.
-
-    Attributes:
-        part: such as `rank 1`; empty for the process itself.
-    """
+    """A part that made no progress for too long: `rank 1`, or empty for the process itself."""
 
     part: str
     doing: str
@@ -100,25 +94,19 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Health:
-    """Where a process answers whether it is well.
-
-    Attributes:
-        url: of the route.
-        timeout_s: for how long one answer is waited for.
-    """
+    """The health route of a process, and the deadline of one answer."""
 
     url: str
     timeout_s: float = 30.0
 
 
 class LivenessMonitor:
-    """Signs of life of one process: its heartbeats, and the answers of its health route where it has one.
+    """Heartbeats of one process, and the answers of its health route if it has one.
 
     A health route that generates a token for its answer tells a hung engine from a living one.
 
     Args:
-        probe_period_s: between a good answer of the health route and the next question. It counts as
-            silence, so it must be well below what is taken for death.
+        probe_period_s: between a good answer of the health route and the next probe; it counts as silence.
     """
 
     def __init__(
@@ -131,7 +119,7 @@ class LivenessMonitor:
 
     @property
     def was_well(self) -> bool:
-        """Whether its health route ever answered well, of this process or one before it."""
+        """Whether the health route ever answered well, of this process or one before it."""
         return self._health is not None and self._health.was_good
 
     @property
@@ -140,15 +128,12 @@ class LivenessMonitor:
         return self._health is not None and self._health.has_answered
 
     def silent_s(self) -> float:
-        """Return for how long the most silent of the parts that ever gave a sign has been silent.
-
-        Where none ever did, the silence counts from `_FIRST_BEAT_S` after the start.
-        """
+        """Return the silence of the most silent part; without parts, since `_FIRST_BEAT_S` after the start."""
         now = awake_s()
         self._listen(now)
         longest = max((now - part.heard for part in self._parts.values()), default=0.0)
         if self._health is not None:
-            # Who says that it cannot answer now is not taken for silent.
+            # A process that reports that it cannot answer now is not silent.
             if all(part.beat.answers for part in self._parts.values()):
                 longest = max(longest, self._health.silent_s())
             else:
@@ -156,7 +141,7 @@ class LivenessMonitor:
         return longest if self._parts else max(longest, now - self._begin - _FIRST_BEAT_S)
 
     def stuck(self) -> Stuck | None:
-        """Return the part that has not moved for longest, if that is longer than it may; `silent_s` comes first."""
+        """Return the part that made no progress for longest, if too long; to be called after `silent_s`."""
         now = awake_s()
         over = [
             Stuck(path.name.removeprefix(self.prefix.name).replace("_", " ").strip(), part.beat.doing, now - part.moved)
@@ -166,7 +151,7 @@ class LivenessMonitor:
         return max(over, key=lambda one: one.seconds, default=None)
 
     def pids(self) -> list[int]:
-        """Return the processes that beat."""
+        """Return the ids of the processes that send heartbeats."""
         return sorted({part.beat.pid for part in self._parts.values() if part.beat.pid})
 
     def _listen(self, now: float) -> None:
@@ -182,23 +167,19 @@ class LivenessMonitor:
                     beat = read_beat(path)
                     moved = known.moved if beat.moves == known.beat.moves else now
                     self._parts[path] = _Part(mark, beat, now, moved)
-            except FileNotFoundError:  # this part has just ended
+            except FileNotFoundError:
                 continue
             there.add(path)
         for path in self._parts.keys() - there:
-            self._parts[path].heard = self._parts[path].moved = now  # it has ended, or is about to beat again
+            self._parts[path].heard = self._parts[path].moved = now  # it has ended, or writes its file at this moment
 
     def end(self) -> None:
-        """Ask no more."""
+        """Probe no more."""
         if self._health:
             self._health.end()
 
     def forget(self, health: Health | None = None) -> None:
-        """Start again, for a process that takes the place of another.
-
-        Args:
-            health: where it is asked from now on, if that is another place.
-        """
+        """Start again, for a process that replaces another; `health`: its route, if that is another one."""
         for path in self.prefix.parent.glob(f"{self.prefix.name}*"):
             path.unlink(missing_ok=True)
         self._parts.clear()
@@ -208,7 +189,7 @@ class LivenessMonitor:
 
 
 class HealthProbe:
-    """Asks a health route again and again, in a thread, and remembers when it last answered well."""
+    """Probes a health route in a thread, and remembers the last good answer."""
 
     def __init__(self, health: Health, period_s: float) -> None:
         self._health = health
@@ -219,7 +200,7 @@ class HealthProbe:
         threading.Thread(target=self._ask, name="health", daemon=True).start()
 
     def end(self) -> None:
-        """Ask no more; an answer that is being waited for is waited for."""
+        """Probe no more, after the current answer."""
         self._ended.set()
 
     def silent_s(self) -> float:
@@ -232,7 +213,7 @@ class HealthProbe:
         return self._last_good is not None
 
     def excuse(self) -> None:
-        """Count silence from now on: until now there was a reason for it."""
+        """Count silence from now on."""
         if self._last_good is not None:
             self._last_good = awake_s()
 
@@ -246,13 +227,11 @@ class HealthProbe:
             asked = awake_s()
             try:
                 with opener.open(self._health.url, timeout=self._health.timeout_s):
-                    # When it was asked, not when it answered: that is what the answer proves.
-                    self._last_good = asked
+                    self._last_good = asked  # which is what the answer proves
                     self.was_good = True
-            # Any failure is silence, and silence is what kills; HTTPException is no OSError.
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()
-                self._ended.wait(PERIOD_S)  # nobody there, or not well: its silence is what counts
+                self._ended.wait(PERIOD_S)
             else:
                 self._ended.wait(self._period_s)

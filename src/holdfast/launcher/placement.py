@@ -1,4 +1,4 @@
-"""A run whose processes have places on a cluster: finding them, and telling the processes where the others are."""
+"""Places the processes of a run on a cluster, and tells them the addresses of the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from functools import partial
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
-from holdfast.launcher.cluster.cluster import Cluster, check_shared, needs_of, trainer_names, wait_for_places
-from holdfast.launcher.cluster.hosts import RemoteHost, Wire
+from holdfast.launcher.cluster.cluster import Cluster, check_shared, requests_of, trainer_names, wait_for_places
+from holdfast.launcher.cluster.hosts import RemoteHost, RpcChannel
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.devices import Machine, gpus_per_engine
@@ -27,18 +27,18 @@ _RDZV_PORT = 29400
 
 
 @dataclass
-class Placed:
+class ClusterPlacement:
     """The processes of a run on a cluster.
 
     Attributes:
-        machine: what trainer and engines share of the cluster, counted as if it were one machine.
-        starts_inference: the run has a server of its own there.
+        machine: the GPUs of one trainer node and of all engines, as if they were of one machine.
+        starts_inference: the run has servers of its own.
     """
 
     cluster: Cluster
     machine: Machine
     starts_inference: bool
-    _ports: dict[Wire, int] = field(default_factory=dict)
+    _ports: dict[RpcChannel, int] = field(default_factory=dict)
 
     def servers(self, config: RlConfig) -> Servers:
         """Return what the run samples with."""
@@ -46,14 +46,10 @@ class Placed:
         return Servers(self.starts_inference, "" if self.starts_inference else f"using the inference servers at {urls}")
 
     def wait(self, config: RlConfig) -> None:
-        """Wait until every process has a place.
-
-        Raises:
-            ConfigError: some have none for too long, or a node cannot run them.
-        """
+        """Wait until every process has a place; raise `ConfigError` after `cluster_timeout_s`."""
         timeout_s = config.cluster_timeout_s
         try:
-            # A signal ends the launcher here: nothing has been started.
+            # `time.sleep`: a signal ends the launcher, as nothing has been started.
             wait_for_places(self.cluster, timeout_s=timeout_s, pause=time.sleep, say=partial(print, flush=True))
         except TimeoutError as missing:
             raise ConfigError(
@@ -61,11 +57,7 @@ class Placed:
             ) from None
 
     def tell_addresses(self, config: RlConfig) -> None:
-        """Write into `config` where the servers of the run listen.
-
-        Raises:
-            ConfigError: other machines can reach it, and there is no admin token.
-        """
+        """Write into `config` where the servers of the run listen."""
         if not self.starts_inference:
             return
         urls = []
@@ -108,21 +100,17 @@ class Placed:
         return replace(plan, commands=commands, hosts=hosts, environments=environments)
 
     def _port(self, host: RemoteHost, *, first: int) -> int:
-        """Return a port that is this run's on `host`, for as long as that place lives.
-
-        Raises:
-            ProcessDied: the host does not answer.
-        """
-        if host.wire not in self._ports:
-            self._ports[host.wire] = host.ask("reserve", first)
-        return self._ports[host.wire]
+        """Return a port that the agent on `host` reserves for this run."""
+        if host.channel not in self._ports:
+            self._ports[host.channel] = host.ask("reserve", first)
+        return self._ports[host.channel]
 
 
 @contextmanager
-def placed(config: RlConfig) -> Iterator[Placed | None]:
-    """Find places for the processes of a run on the cluster that `config` names; None where it names none.
+def placed_on_cluster(config: RlConfig) -> Iterator[ClusterPlacement | None]:
+    """Find places for the processes of a run on the cluster that `config` names, if any; give them back at the end.
 
-    A dry run checks that the cluster has what is needed, and takes nothing. At the end everything is given back.
+    A dry run takes nothing.
 
     Raises:
         ConfigError: there is no such cluster, or it cannot run this.
@@ -145,11 +133,13 @@ def placed(config: RlConfig) -> Iterator[Placed | None]:
     try:
         on_gpus = cluster.has_gpus and config.trainer.parallel.device != "cpu"
         _check_ranks(config, on_gpus=on_gpus)
-        cluster.check(needs_of(config, on_gpus=on_gpus, starts_inference=starts_inference))
-        if not on_gpus:  # as many as were asked for on their nodes
+        cluster.check(requests_of(config, on_gpus=on_gpus, starts_inference=starts_inference))
+        if not on_gpus:  # `requests_of` asks for so many cores
             config.trainer.parallel.threads = config.trainer.parallel.threads or 1
             config.inference.engine.threads = config.inference.engine.threads or 1
-        run = Placed(cluster, _machine(config, on_gpus=on_gpus, starts_inference=starts_inference), starts_inference)
+        run = ClusterPlacement(
+            cluster, _machine(config, on_gpus=on_gpus, starts_inference=starts_inference), starts_inference
+        )
         if not config.dry_run:
             run.wait(config)
             run.tell_addresses(config)
@@ -159,26 +149,18 @@ def placed(config: RlConfig) -> Iterator[Placed | None]:
 
 
 def _starts_inference(config: RlConfig) -> bool:
-    """Whether the run has a server of its own, which is where the user names none.
-
-    Raises:
-        ConfigError: an address was set that the cluster decides on.
-    """
+    """Whether the run has servers of its own; refuse `server.host`, which the cluster chooses."""
     if "host" in config.inference.server.model_fields_set:
         raise ConfigError(
             f"inference.server.host = '{config.inference.server.host}' names one machine, and `cluster` chooses it: "
-            "leave it out. A server that is there already is named by --orchestrator.client.urls."
+            "leave it out. Name a running server with --orchestrator.client.urls."
         )
     is_own = config.orchestrator.client.urls == config.inference.urls
     return is_own and not config.orchestrator.is_sampled_by_teacher
 
 
 def _check_ranks(config: RlConfig, *, on_gpus: bool) -> None:
-    """Refuse what is left to the GPUs of one machine, or divides them.
-
-    Raises:
-        ConfigError: on a cluster the cluster divides them, by what is asked for.
-    """
+    """Refuse settings for the GPUs of one machine."""
     if config.share_gpus:
         raise ConfigError(
             "share_gpus is for one machine, and `cluster` gives every process GPUs of its own: leave one of them out"
@@ -190,7 +172,6 @@ def _check_ranks(config: RlConfig, *, on_gpus: bool) -> None:
 
 
 def _machine(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> Machine:
-    """Return a machine with the GPUs of one trainer node and of all engines, by which settings are chosen."""
     if not on_gpus:
         return Machine(Inventory(), torch_build(), "cpu")
     engines = config.inference.engines * gpus_per_engine(config.inference) if starts_inference else 0

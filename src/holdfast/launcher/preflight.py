@@ -1,39 +1,39 @@
-"""Checks before anything starts, how long a run trains, and what its first lines and `--dry-run` say of it.
+"""Checks before anything starts, the length of a run, and the lines that describe it.
 
 The checks cover models and data with local paths, settings that the processes of `rl` must share, and the user's code.
-A child process imports environments, losses and advantages, so that the launcher stays light and free of their side
-effects. Another one reads the data of a dry run, and of a run whose steps are epochs. Nothing here checks models and
-data on hubs, or the constructor of a user's environment.
+A child process imports environments, losses and advantages, to keep the launcher light and free of their side effects.
+Another one reads the data of a dry run, and of a run whose steps are epochs.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
+import sys
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from pydantic import BaseModel
 
+from holdfast.config.base import ModelConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import RATES, SupervisedCommand, TrainingCommand
+from holdfast.config.training import NOT_ON_NODES, RATES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
-from holdfast.launcher.devices import Placement, names_of, rates_of_run, settings_of_run
-from holdfast.process.child import LAUNCHER_ENV, available_cores, killed_by
-from holdfast.process.events import EVENTS_ENV
-from holdfast.process.gpus import Gpu, require_vllm
-from holdfast.process.imports import module_command
+from holdfast.launcher.devices import rates_of_run, settings_of_run
+from holdfast.process.child import (
+    LAUNCHER_ENV,
+    die_with_launcher,
+    killed_by,
+    run_reporting_errors,
+)
+from holdfast.process.gpus import require_vllm
+from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
     Survey,
@@ -51,17 +51,14 @@ from holdfast.run.inputs import (
     too_few_for_a_step,
 )
 from holdfast.run.run_dir import RunDir
-from holdfast.view.tables import Grid, print_parts, size
-
-_TELL_S = 10.0
+from holdfast.view.tables import size
 
 
 def check_training(config: TrainingCommand) -> None:
     """Check models, data and functions of the user of one training program.
 
     Raises:
-        DataError: a local path is not there, or its files are not what they are taken for.
-        ReadError: one cannot be read.
+        DataError, ReadError: a local path is missing, of another kind or unreadable.
         ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
     """
     check_model_path(config.model.name, key="model.name")
@@ -93,15 +90,11 @@ def check_training(config: TrainingCommand) -> None:
             "which `rl` does by itself"
         )
     if any(":" in name for name in (config.loss.type, *config.advantages)):
-        check_in_child("holdfast.launcher.check_functions", config)
+        check_in_child("holdfast.launcher.preflight", config)
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
-    """Check that every environment is there and takes its arguments.
-
-    Raises:
-        ConfigError, DataError: one is not, or does not; or the admin token is none.
-    """
+    """Check the admin token, and that every environment exists and takes its arguments; else raise an error."""
     read_admin_token(config.client.admin_token_env)
     check_in_child("holdfast.orchestrator.check", config, "environments")
 
@@ -110,10 +103,8 @@ def check_inference(config: InferenceConfig) -> None:
     """Check that model, weights and tokenizer are there, and whole as far as headers tell.
 
     Raises:
-        DataError: they are not.
-        ReadError: one cannot be read.
-        ConfigError: vLLM is not installed, the admin token is none, several servers are asked for, or sessions longer
-            than the model takes.
+        DataError, ReadError: they are not.
+        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers or too long sessions.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -131,11 +122,7 @@ def check_inference(config: InferenceConfig) -> None:
 
 
 def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
-    """Check the three processes of `rl`, and that the server takes sessions as long as they may become.
-
-    Raises:
-        ConfigError, DataError: what cannot be used.
-    """
+    """Check the three processes of `rl`, and that the server takes the longest sessions; else raise an error."""
     if starts_inference:
         require_vllm()
     model = config.orchestrator.model
@@ -152,20 +139,44 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
-def check_in_child(module: str, config: BaseModel, *arguments: str, events: Path | None = None) -> None:
-    """Run `module` with the configuration on its standard input; raise what it says is wrong.
+def check_evaluations(config: TrainingCommand) -> None:
+    """Check the evaluations of a training program, if it has any; they must not use data that it trains on."""
+    if not isinstance(config, EvaluatedCommand) or config.eval is None:
+        return
+    if config.parallel.nodes > 1:  # by an outer launcher
+        raise ConfigError(NOT_ON_NODES)
+    require_vllm()
+    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
+    for section in config.eval.environments:
+        for value in section.args.values():
+            if isinstance(value, str) and _is_part(value, of=config.data.name):
+                raise ConfigError(
+                    f"eval.environments: '{section.label}' asks what is in {value}, and that is trained on "
+                    f"(data.name = '{config.data.name}'): nothing of it is held out. Name another file."
+                )
+    asked = config.eval.following(config.output_dir, config.output_dir)
+    model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
+    check_in_child(
+        "holdfast.orchestrator.check",
+        asked.model_copy(update={"run": None, "follow": False, "interval": None, "model": model}),
+        "evaluation",
+    )
 
-    Args:
-        events: gets what it reports.
-    """
-    told = {EVENTS_ENV: str(events)} if events is not None else {}
-    with tempfile.TemporaryFile() as output:  # no pipe: what the user's code starts may hold it open for ever
+
+def _is_part(name: str, *, of: str) -> bool:
+    """Whether the file `name` is the data `of`, or lies in them."""
+    return os.path.isfile(name) and Path(name).resolve().is_relative_to(Path(of).resolve())  # noqa: PTH113 - whatever the text is
+
+
+def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
+    """Run `module` with the configuration on its standard input; raise the error that it reports."""
+    with tempfile.TemporaryFile() as output:  # not a pipe, which children of the user's code may hold open
         child = subprocess.run(
             module_command(module, *arguments),
             input=config.model_dump_json().encode(),
             stdout=subprocess.DEVNULL,
             stderr=output,
-            env={**os.environ, LAUNCHER_ENV: str(os.getpid()), **told},
+            env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
         )
         if child.returncode == 0:
             return
@@ -188,18 +199,18 @@ def check_in_child(module: str, config: BaseModel, *arguments: str, events: Path
 
 
 def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
-    """Fill in, in place, how long a run trains and at which rates, as far as its settings leave it open.
+    """Fill in, in place, the length and rates of a run that its settings leave open.
 
-    A run that goes on keeps what it has; a new one reads its data if it is to train for a number of epochs.
+    A resumed run keeps its values; a new one reads its data if its length is a number of epochs.
 
     Args:
-        clean: the run that the directory holds is removed, and nothing of it kept.
+        clean: the run in the directory is removed, and nothing of it kept.
 
     Returns:
-        What there is to train on, if the data were read: `--dry-run` reads them.
+        The size of the data, if they were read, as `--dry-run` does.
 
     Raises:
-        ConfigError: the data cannot be used, or other settings lie behind the last step.
+        ConfigError: the data cannot be used, or other settings exceed the last step.
     """
     is_fork = config.ckpt is not None and config.ckpt.resume_dir is not None
     before = settings_of_run(config, clean=clean) if is_fork or RunDir(config.output_dir).has_work() else {}
@@ -230,7 +241,7 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
 
 
 def _is_here(config: SupervisedCommand) -> bool:
-    """Whether the data and the tokenizer are files of this machine: a dry run asks no hub."""
+    """Whether data and tokenizer are files of this machine: a dry run asks no hub."""
     return Path(config.data.name).exists() and Path(config.model.tokenizer_name).exists()
 
 
@@ -242,42 +253,14 @@ def _survey(config: SupervisedCommand) -> Survey:
             ask_hub(name, key=key, file=file)
     print(f"reading {config.data.name}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        path, events = Path(directory) / "survey.json", Path(directory) / "events.jsonl"
+        path = Path(directory) / "survey.json"
         asked = config.model_copy(update={"max_steps": 2**31, "profile": None})
-        with _telling(events, lambda text: print(text, flush=True)):
-            check_in_child("holdfast.trainer.survey", asked, config.program, str(path), events=events)
+        check_in_child("holdfast.trainer.survey", asked, config.program, str(path))
         return msgspec.json.decode(path.read_bytes(), type=Survey)
 
 
-@contextmanager
-def _telling(events: Path, say: Callable[[str], None], *, every_s: float = _TELL_S) -> Iterator[None]:
-    """Say now and then how far a child is by the last of its events: many rows take long."""
-    from holdfast.view.follow import Tail
-    from holdfast.view.state import Phase
-
-    ended, tail = threading.Event(), Tail(events)
-
-    def tell() -> None:
-        while not ended.wait(every_s):
-            for one in deque(tail, maxlen=1):
-                phase = Phase("", one.pop("phase"), one.pop("time"), {k: v for k, v in one.items() if k != "process"})
-                say(f"  {phase.name} {phase.text}".rstrip())
-
-    thread = threading.Thread(target=tell, name="survey", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def summary(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None = None) -> str:
-    """Return the lines that say what a run does.
-
-    Args:
-        survey: what there is to train on, if the data were read here; else the trainer says it.
-    """
+    """Return the lines that describe a run; `survey`: of its data, if they were read."""
     return "\n".join(_lines(config, survey, orchestrator))
 
 
@@ -333,100 +316,19 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
     return f"memory: about {size(each)} per rank for {what}, plus activations and logits (docs/memory.md)"
 
 
-_COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")
+def check_functions(config: TrainerConfig) -> None:
+    """Load the loss and the advantages of the user; the launcher has a child do it: `python -m` this module.
 
-
-@dataclass(frozen=True)
-class PlannedProcess:
-    """One process of a run, or several that are alike on machines of their own.
-
-    Attributes:
-        host: that it runs on; empty: this machine.
-        devices: `CPU`, or its GPUs by name; and whether parameters are offloaded from there.
-        ranks: of a trainer; 0: it has none.
-        threads: of each rank, or of the process; 0: as many as its libraries take.
-        port: that it listens at; 0: none.
-        dtype: that it computes the model in; empty: it does not.
+    Raises:
+        ConfigError: a function cannot be loaded, or does not take `loss.args`.
     """
-
-    name: str
-    devices: str = "CPU"
-    ranks: int = 0
-    threads: int = 0
-    port: int = 0
-    dtype: str = ""
-    host: str = ""
+    for name in config.advantages:
+        if ":" in name:
+            load_function(name, key="advantage")
+    if ":" in config.loss.type:
+        load_loss(config.loss.type, config.loss.args)
 
 
-def planned_trainer(
-    config: TrainingCommand, placement: Placement, *, cluster: str | None = None
-) -> list[PlannedProcess]:
-    """Return the rows of a training program: its own, and that of the other nodes where it has several.
-
-    Args:
-        cluster: which chooses the nodes; None: the one that leads is named, and the others are not.
-    """
-    parallel, nodes = config.parallel, config.parallel.nodes
-    devices = _shown(placement.trainer, is_counted=cluster is not None)
-    one = PlannedProcess(
-        "trainer",
-        f"{devices}, CPU offload" if parallel.cpu_offload else devices,
-        ranks=parallel.ranks,
-        # Of another machine nobody knows its cores yet.
-        threads=parallel.threads or (0 if cluster or nodes > 1 else max(1, available_cores() // parallel.ranks)),
-        dtype=config.model.compute_dtype,
-        host=_of_cluster(cluster),
-    )
-    if nodes == 1:
-        return [one]
-    if cluster is not None:
-        return [replace(one, name=f"trainer ({nodes} nodes)")]
-    others = "node 1" if nodes == 2 else f"nodes 1-{nodes - 1}"
-    leads = replace(one, name="trainer (node 0)", host=parallel.rendezvous[0])
-    return [leads, replace(one, name=f"trainer ({others})", host="others")]
-
-
-def planned_orchestrator(*, cluster: str | None = None) -> PlannedProcess:
-    """Return the row of the orchestrator."""
-    return PlannedProcess("orchestrator", host=_of_cluster(cluster))
-
-
-def planned_engine(
-    name: str, config: InferenceConfig, gpus: Sequence[Gpu], *, cluster: str | None = None
-) -> PlannedProcess:
-    """Return the row of the inference server `name`."""
-    return PlannedProcess(
-        name,
-        _shown(gpus, is_counted=cluster is not None),
-        threads=config.engine.threads or 0,
-        port=0 if cluster else config.server.port,  # which is chosen where it comes to lie
-        dtype=config.model.dtype or "",
-        host=_of_cluster(cluster),
-    )
-
-
-def _of_cluster(cluster: str | None) -> str:
-    return "" if cluster is None else f"by {cluster}"
-
-
-def print_table(processes: Sequence[PlannedProcess]) -> None:
-    """Print them, one a line."""
-    here = socket.gethostname()
-    rows = [
-        (
-            one.name,
-            one.host or here,
-            one.devices,
-            *(str(number or "-") for number in (one.ranks, one.threads, one.port)),
-            one.dtype,
-        )
-        for one in processes
-    ]
-    print_parts([Grid(_COLUMNS, rows)])
-
-
-def _shown(gpus: Sequence[Gpu], *, is_counted: bool) -> str:
-    """Return the names of GPUs, or their number where the names are those of another machine."""
-    if not gpus:
-        return "CPU"
-    return f"{len(gpus)} x GPU" if is_counted else f"GPU {names_of(gpus)}"
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: check_functions(TrainerConfig.model_validate_json(sys.stdin.buffer.read())))

@@ -4,7 +4,6 @@ run.json                 run id, creation time, the checkpoint of another run th
                          went back to in order to take another way
 run.lock                 held by the launcher while the run is going, or by a trainer started by hand
 removal.mark             there while `--clean` removes the run: the next start removes the rest
-nodes.mark               written by the head node, while several nodes train: the other nodes must see it
 orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
 configs/attempt_K/       the resolved TOML of every process, and inputs.json: libraries and files by content
 checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)

@@ -17,9 +17,10 @@ from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml, to_toml
 from holdfast.errors import ConfigError, DataError, ProcessDied
-from holdfast.launcher.devices import place_training
-from holdfast.launcher.launch import check_evaluations, evaluation_gpus, with_evaluations
+from holdfast.launcher.devices import evaluation_gpus, place_training
+from holdfast.launcher.launch import with_evaluations
 from holdfast.launcher.plan import Plan
+from holdfast.launcher.preflight import check_evaluations
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import identity_of

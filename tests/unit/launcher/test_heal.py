@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from holdfast.launcher import heal, plan
-from holdfast.launcher.exit_reasons import engine_failure
-from holdfast.launcher.plan import Restarts
+from holdfast.launcher import failures, heal
+from holdfast.launcher.failures import RestartLimit, engine_failure
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.run.run_dir import RunDir
 from tests.runs.ports import free_port
@@ -173,8 +172,8 @@ def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -
 def test_a_stop_while_evaluations_are_started_again_ends_the_run(
     stands: Stands, terminated_when: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_FIRST_DELAY_S", 1e6)
-    monkeypatch.setattr(plan, "_LAST_DELAY_S", 1e6)
+    monkeypatch.setattr(failures, "_FIRST_DELAY_S", 1e6)
+    monkeypatch.setattr(failures, "_LAST_DELAY_S", 1e6)
     terminated_when("evaluation ended with exit code 1: starting it again")
     trainer = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(600)"
     assert stands.watch(heals=False, evaluation="sys.exit(1)", trainer=trainer) == 128 + signal.SIGTERM
@@ -305,24 +304,24 @@ def test_without_healing_nobody_is_watched_or_started_again(stands: Stands) -> N
 
 @pytest.mark.parametrize("code", [1, 75, -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGSEGV])
 def test_crashes_and_deaths_by_a_signal_are_started_again(code: int) -> None:
-    assert Restarts(3, 600).delay_s("trainer", code) is not None
+    assert RestartLimit(3, 600).delay_s("trainer", code) is not None
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_an_error_that_was_told_is_not(code: int) -> None:
-    restarts = Restarts(3, 600)
+    restarts = RestartLimit(3, 600)
     assert restarts.delay_s("trainer", code) is None
     assert restarts.used("trainer") == 0
 
 
 def test_delays_double_up_to_a_limit() -> None:
-    restarts = Restarts(9, 600)
+    restarts = RestartLimit(9, 600)
     delays = [restarts.delay_s("inference", 1) for _ in range(9)]
     assert delays == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 10])
 
 
 def test_the_allowance_is_each_process_own_and_ends() -> None:
-    restarts = Restarts(2, 600)
+    restarts = RestartLimit(2, 600)
     assert [restarts.delay_s("trainer", 1) is None for _ in range(3)] == [False, False, True]
     assert restarts.used("trainer") == 2
     assert restarts.delay_s("orchestrator", 1) == 0.2
@@ -330,8 +329,8 @@ def test_the_allowance_is_each_process_own_and_ends() -> None:
 
 def test_what_lies_before_the_window_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: now))
-    restarts = Restarts(1, 60)
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now))
+    restarts = RestartLimit(1, 60)
     assert restarts.delay_s("trainer", 1) == 0.2
     now += 59
     assert restarts.delay_s("trainer", 1) is None
@@ -393,7 +392,7 @@ def test_the_last_engine_died_of_its_first_exception(lines: list[str], expected:
 
 
 def test_the_same_failure_at_the_same_step_comes_again() -> None:
-    restarts = Restarts(9, 600)
+    restarts = RestartLimit(9, 600)
     told = [
         restarts.comes_again("inference", failure, step=step)
         for failure, step in [("a", 1), ("b", 1), ("b", 2), ("b", 2), (None, 2), (None, 2), ("b", 2)]

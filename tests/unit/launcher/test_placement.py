@@ -50,15 +50,6 @@ def tensor_parallel(size: int, **inference: Any) -> dict[str, Any]:
     return {"inference": {"engine": {"tensor_parallel_size": size}, **inference}}
 
 
-def test_more_ranks_than_the_memory_of_the_cpu_holds_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^parallel\.num_ranks = 100000: on the CPU each takes at least 64 MiB"):
-        place_training(ParallelConfig(num_ranks=100_000), machine(0))
-    settings = {"trainer": {"parallel": {"num_ranks": 100_000}}}
-    assert "trainer.parallel.num_ranks = 100000: on the CPU" in refusal(settings, machine(0, engine="cpu"))
-    assert place_training(ParallelConfig(num_ranks=8), machine(0)) == Placement()
-    assert not placed({**settings, "cluster": "ray"}, machine(0, engine="cpu")).trainer, "the memory is that of others"
-
-
 def test_without_gpus_all_is_on_the_cpu() -> None:
     placement = placed({}, machine(0, engine="cpu"))
     assert placement == Placement() and placement.trainer_device == "cpu" and not placement.shares
@@ -155,7 +146,7 @@ def test_a_training_program_has_the_machine_for_itself() -> None:
 def test_an_engine_by_itself_gets_the_first_ones() -> None:
     split = InferenceConfig.model_validate({"engine": {"tensor_parallel_size": 2}})
     assert [gpu.name for gpu in inference_gpus(split, machine(8))] == ["0", "1"]
-    with pytest.raises(ConfigError, match=r"GPU 0-7 .*To sample on the CPU all the same: --engine.device cpu"):
+    with pytest.raises(ConfigError, match=r"GPU 0,1,2,.* .*To sample on the CPU all the same: --engine.device cpu"):
         inference_gpus(split, machine(8, engine="cpu"))
     split.engine.device = "cpu"
     assert inference_gpus(split, machine(8, engine="cpu")) == ()
@@ -210,7 +201,7 @@ def resolved(output: Path, name: str) -> dict[str, Any]:
 def test_a_trainer_takes_every_gpu_and_the_settings_for_them(count: int, tmp_path: Path) -> None:
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", gpus=count)
     assert run.code == 0, run.log
-    names = {1: "0", 2: "0,1", 8: "0-7"}[count]
+    names = {1: "0", 2: "0,1", 8: "0,1,2,3,4,5,6,7"}[count]
     assert f"trainer on GPU {names} ({count} x NVIDIA H100 80GB HBM3); set by the device: " in run.log
     assert "dtype = bfloat16, activation_checkpointing = true, logits_chunk_tokens = 1024" in run.log
     row = next(line for line in run.log.splitlines() if line.startswith("trainer  "))
@@ -235,13 +226,13 @@ def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
     flags = ("--dry-run", "--trainer.parallel.num-ranks", "4", "--inference.engine.tensor-parallel-size", "4")
     run = started("rl", tmp_path / "run", *RL, *flags, gpus=8, fault=GPU_VLLM)
     assert run.code == 0, run.log
-    assert "trainer on GPU 0-3 (4 x NVIDIA H100 80GB HBM3), engine on GPU 4-7 (4 x NVIDIA" in run.log
+    assert "trainer on GPU 0,1,2,3 (4 x NVIDIA H100 80GB HBM3), engine on GPU 4,5,6,7 (4 x NVIDIA" in run.log
     halves = started("rl", tmp_path / "halves", *RL, "--dry-run", gpus=4, fault=GPU_VLLM)
     rows = [line.split()[2:4] for line in halves.log.splitlines() if line.startswith("inference_")]
     assert rows == [["GPU", "2"], ["GPU", "3"]], halves.log
     assert len(resolved(tmp_path / "halves", "orchestrator")["client"]["urls"]) == 2
     rows = [line.split() for line in run.log.splitlines() if line.startswith(("trainer ", "inference "))]
-    assert [row[2:4] for row in rows[1:]] == [["GPU", "0-3"], ["GPU", "4-7"]] and rows[-1][-1] == "bfloat16"
+    assert [row[2:4] for row in rows[1:]] == [["GPU", "0,1,2,3"], ["GPU", "4,5,6,7"]] and rows[-1][-1] == "bfloat16"
     engine = resolved(tmp_path / "run", "inference")
     assert engine["engine"]["eager"] is False and engine["engine"]["gpu_memory_utilization"] == 0.9
     assert "threads" not in engine["engine"]  # what vLLM takes

@@ -112,7 +112,7 @@ def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(
         HoldfastError, match=r"checking the configuration failed \(exit code 7\):\nno licence"
     ) as caught:
-        preflight.check_in_child("holdfast.launcher.check_functions", TrainerConfig(advantage="dies:advantage"))
+        preflight.check_in_child("holdfast.launcher.preflight", TrainerConfig(advantage="dies:advantage"))
     assert caught.value.exit_code == 1
 
 

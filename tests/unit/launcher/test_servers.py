@@ -310,7 +310,7 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[B
 
 
 def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launcher.engines._SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr("holdfast.launcher.engines._HEARTBEAT_S", 0.01)
     with offered() as (engine, port, stack):
         Launcher(tmp_path, port).choose(stack)
 

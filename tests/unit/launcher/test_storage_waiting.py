@@ -26,7 +26,7 @@ from holdfast.errors import (
     is_storage_failure,
 )
 from holdfast.launcher import heal
-from holdfast.launcher.plan import StorageBackoff, fullest
+from holdfast.launcher.failures import StorageBackoff, fullest
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.child import _LossyFile
 from holdfast.process.events import EVENTS_ENV, append, report
@@ -161,7 +161,7 @@ def test_an_event_that_cannot_be_told_disturbs_nobody(monkeypatch: pytest.Monkey
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets seconds pass."""
     now = 1000.0
-    monkeypatch.setattr("holdfast.launcher.plan.awake_s", lambda: now)
+    monkeypatch.setattr("holdfast.launcher.failures.awake_s", lambda: now)
 
     def pass_s(seconds: float) -> None:
         nonlocal now

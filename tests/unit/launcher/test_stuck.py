@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import STUCK, ProcessDied
+from holdfast.launcher.failures import RestartLimit
 from holdfast.launcher.liveness import Health, LivenessMonitor
-from holdfast.launcher.plan import Restarts
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait, show_stacks
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
@@ -112,11 +112,11 @@ def test_what_is_stuck_at_the_same_step_again_and_again_ends_the_run(stands: Sta
     stuck = "does('a loss of its own', bound_s=0.1); time.sleep(600)"
     with pytest.raises(ProcessDied, match="trainer made no progress in a loss of its own") as raised:
         stands.watch(restarts=1, trainer=stuck, orchestrator="time.sleep(600)")
-    assert "it was started again 1 times behind step 0" in str(raised.value)
+    assert "it was started again 1 times after step 0" in str(raised.value)
 
 
 def test_being_stuck_is_counted_by_step_and_not_by_time() -> None:
-    restarts = Restarts(2, window_s=0.0)
+    restarts = RestartLimit(2, window_s=0.0)
     delays = [restarts.delay_s("trainer", STUCK, stuck_at=7) is not None for _ in range(3)]
     assert delays == [True, True, False]
     assert restarts.delay_s("trainer", STUCK, stuck_at=8) is not None

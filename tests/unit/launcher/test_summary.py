@@ -1,7 +1,6 @@
 """How many steps epochs are, what a run keeps of the one before, and what is said before a start."""
 
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from holdfast.errors import ConfigError
 from holdfast.launcher import preflight
 from holdfast.launcher.preflight import settle_length, summary
 from holdfast.launcher.resume.attempt import CONFIG_NAME
-from holdfast.process.events import append
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import Survey, count_parameters, steps_of
 from holdfast.run.run_dir import RunDir
@@ -153,13 +151,3 @@ def test_a_step_of_more_than_all_samples_is_told(tmp_path: Path) -> None:
         lines = summary(sft(tmp_path, max_steps=2, data=data), SURVEY).splitlines()
         assert lines[2].startswith("  data.batch_size = 61 exceeds the 60 samples: ") is is_told
         assert ("lower data.batch_size" in lines[2]) is is_told
-
-
-def test_how_far_the_reading_of_data_is_is_said(tmp_path: Path) -> None:
-    events, said = tmp_path / "events.jsonl", SimpleQueue[str]()
-    for done in (500, 1000):
-        append(events, "", "tokenising", done=done, total=9000, unit="rows", left_s=61.0)
-    with preflight._telling(events, said.put, every_s=0.01):
-        assert said.get(timeout=30) == "  tokenising 1,000 of 9,000 rows, left 1:01"
-        append(events, "", "asking the hub for some/data")
-        assert said.get(timeout=30) == "  asking the hub for some/data"

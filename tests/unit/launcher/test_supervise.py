@@ -117,7 +117,7 @@ def test_a_second_signal_ends_the_wait_for_a_child(tmp_path: Path, monkeypatch: 
         assert supervisor.run(lambda: None) == signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)  # before the launcher has passed the first one on
         assert not supervisor.ask_to_end(child, signal.SIGTERM, lambda: pytest.fail("it waits"), timeout_s=HANG_S)
-        supervisor.kill(child)
+        child.process.kill()
 
 
 def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path, ends: Ends) -> None:

@@ -22,7 +22,7 @@ from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.engines import _look
 from holdfast.launcher.liveness import Health, HealthProbe
-from holdfast.launcher.nodes import outer_nodes, with_outer_nodes
+from holdfast.launcher.rendezvous import outer_nodes, with_outer_nodes
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.process.child import _LossyFile
@@ -194,14 +194,14 @@ def test_one_node_is_as_without(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, r"torchrun starts 8 processes .* --parallel.num-ranks 8"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "torchrun starts several processes on a node"),
         ({key: TORCHRUN[key] for key in TORCHRUN if key != "GROUP_RANK"}, "torchrun .* GROUP_RANK is not set"),
         (TORCHRUN | {"GROUP_RANK": "one"}, "GROUP_RANK of torchrun should be a number, got 'one'"),
-        (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT should be the number of a port, got 'x'"),
-        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT of torchrun should be a number, got 'x'"),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_PORT, MASTER_ADDR is not set"),
         (PLAIN | {"LOCAL_RANK": "3"}, "several processes on a node"),
         (PLAIN | {"LOCAL_WORLD_SIZE": "4"}, "several processes on a node"),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, "srun starts 16 tasks on 2 nodes"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, "srun starts several processes on a node"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
         (SRUN | {"SLURM_STEP_NODELIST": "["}, "should be a list of hosts"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
-from holdfast.launcher.check_functions import check_functions
+from holdfast.launcher.preflight import check_functions
 from holdfast.process.child import heavy_imports
 from holdfast.process.imports import import_users, leave_out_working_directory, load_function
 

@@ -346,7 +346,7 @@ class TestFetch:
         flip(place / "weights/step_1/model.safetensors")
         said: list[str] = []
         assert fetch(url, empty, 3, older_weights=2, say=said.append) == 3
-        assert empty.published_weights() == [2] and "going on without the weights of version 1" in "".join(said)
+        assert empty.published_weights() == [2] and "continuing without the weights of version 1" in "".join(said)
 
     @pytest.mark.parametrize(
         ("method", "name", "nth", "wanted"),

@@ -19,9 +19,9 @@ from torch.distributed import TCPStore
 from holdfast.config import SftConfig
 from holdfast.config.training import ParallelConfig, SftOptimConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied
-from holdfast.launcher import node_checks, rendezvous
-from holdfast.launcher.node_checks import NodePart
-from holdfast.launcher.rendezvous import Meeting, NodeGroup, free_port
+from holdfast.launcher import node_group
+from holdfast.launcher.node_group import NodeGroup, NodePart
+from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
@@ -79,7 +79,7 @@ class Nodes:
     def end(self) -> None:
         self._is_over = True
         for group in self._groups:
-            group._meeting.end()
+            group._rendezvous.end()
         self._threads.shutdown()
 
 
@@ -104,8 +104,8 @@ def reason(group: NodeGroup, *others: NodeGroup) -> str:
 
     def look() -> bool:
         for other in others:
-            other.verdict()
-        verdict = group.verdict()
+            other.stop_order()
+        verdict = group.stop_order()
         found[:] = [verdict] if verdict else []
         return bool(verdict)
 
@@ -116,12 +116,12 @@ def reason(group: NodeGroup, *others: NodeGroup) -> str:
 def test_the_first_leads_and_all_get_one_attempt(nodes: Nodes) -> None:
     settings = {"optim": SftOptimConfig(max_grad_norm=math.inf)}  # which JSON cannot say
     leader, other = nodes.group(**settings), nodes.group(**settings)
-    assert leader.leads and not other.leads
+    assert leader.is_head and not other.is_head
     mine, others = nodes.begin(leader, other)
     assert (mine.rank, others.rank) == (0, 1)
     assert (mine.attempt, mine.resume_step, mine.endpoint) == (others.attempt, others.resume_step, others.endpoint)
     assert mine.endpoint.rpartition(":")[2] != str(nodes.port)  # nothing of an attempt is found by the next
-    assert leader.verdict() is None and other.verdict() is None
+    assert leader.stop_order() is None and other.stop_order() is None
     assert any("1 of 2 nodes are here" in line for line in nodes.said)
 
 
@@ -163,7 +163,7 @@ def test_a_node_with_another_command_is_refused_with_both_names(
 
 def test_a_node_with_other_code_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = nodes.gather(nodes.group())
-    monkeypatch.setattr(rendezvous, "digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
+    monkeypatch.setattr(node_group, "digest_of_code", lambda: "0.1 2.13 ffffffffffffffff")
     with pytest.raises(ConfigError, match=r"nodes run other code: .* holdfast 0\.1 \(source ffffffff\) with torch"):
         nodes.gather(nodes.group()).result(HANG_S)
     waiting.cancel()
@@ -172,66 +172,38 @@ def test_a_node_with_other_code_is_refused(nodes: Nodes, monkeypatch: pytest.Mon
 def test_the_code_of_a_node_is_that_of_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes may have other packages beside it."""
     (tmp_path / "holdfast" / "launcher").mkdir(parents=True)
-    own = tmp_path / "holdfast" / "launcher" / "node_checks.py"
+    own = tmp_path / "holdfast" / "launcher" / "node_group.py"
     own.write_text("a = 1\n")
-    monkeypatch.setattr(node_checks, "__file__", str(own))
-    digest = node_checks.digest_of_code()
+    monkeypatch.setattr(node_group, "__file__", str(own))
+    digest = node_group.digest_of_code()
     (tmp_path / "other.py").write_text("b = 1\n")
-    assert node_checks.digest_of_code() == digest
+    assert node_group.digest_of_code() == digest
     (tmp_path / "holdfast" / "errors.py").write_text("c = 1\n")
-    assert node_checks.digest_of_code() != digest
+    assert node_group.digest_of_code() != digest
 
 
 def test_a_node_that_cannot_be_understood_is_refused(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
     leader = nodes.group()
-    stranger = Meeting(("localhost", nodes.port), lambda: b'{"other": "version"}', hosts=False)
-    stranger.say(b"{}")
-    until(lambda: leader.verdict() or "cannot be understood" in capsys.readouterr().out)
+    stranger = Rendezvous(("localhost", nodes.port), lambda: b'{"other": "version"}', hosts=False)
+    stranger.send(b"{}")
+    until(lambda: leader.stop_order() or "cannot be understood" in capsys.readouterr().out)
     stranger.end()
 
 
-def test_another_directory_of_the_same_name_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it was mounted on one machine only."""
-    waiting = nodes.gather(nodes.group())
-    other = nodes.group(visible_s=0.1)
-    monkeypatch.setattr(other, "_mark", nodes.run_dir.path / "is_not_there")
-    with pytest.raises(ConfigError, match="is not the directory of that path"):
-        nodes.gather(other).result(HANG_S)
-    waiting.cancel()
-
-
-def test_a_directory_that_one_node_cannot_write_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = nodes.gather(nodes.group())
-    monkeypatch.setattr(Path, "touch", lambda self: Path("/proc/holdfast").mkdir())  # root may write anywhere else
-    with pytest.raises(ConfigError, match=r"cannot be written \("):
-        nodes.gather(nodes.group()).result(HANG_S)
-    waiting.cancel()
-
-
-def test_a_problem_heard_while_the_leader_counts_is_not_lost(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader looks twice, at what differs and at who is ready; here the word comes between the two."""
-    leader, other = nodes.group(), nodes.group()
-    until(leader._present)
-    assert not leader._all_are_here()
-    until(lambda: other._lead_now().mark)
-    monkeypatch.setattr("holdfast.launcher.rendezvous.why_not_writable", lambda _: "cannot be written (no space)")
-    follow = leader._follow
-
-    def follow_then_hear() -> None:
-        monkeypatch.setattr(leader, "_follow", follow)
-        follow()
-        other._answer(other._lead_now())
-        until(lambda: any(word.problem for _, word in leader._present().values()))
-
-    monkeypatch.setattr(leader, "_follow", follow_then_hear)
-    assert not leader._all_are_here()
-    assert not leader._all_are_here() and "cannot be written (no space)" in str(leader._refused)
+def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group(visible_s=0.1)
+    joining = nodes.gather(other)
+    assert nodes.gather(leader).result(HANG_S) is None
+    nodes.run_dir.create()
+    leader.begin(Attempt(nodes.run_dir, 1, None))
+    with pytest.raises(ConfigError, match="is not on this node: all nodes must share the output directory"):
+        joining.result(HANG_S)
 
 
 def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
     with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*1 of 2 nodes are here"):
         nodes.gather(nodes.group(parallel={"rdzv_timeout_s": 0.2})).result(HANG_S)
-    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*waiting for the node that leads"):
+    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*waiting for the head node"):
         nodes.gather(nodes.group(rank=1, parallel={"rdzv_timeout_s": 0.2, "rdzv_endpoint": "localhost:1"})).result(
             HANG_S
         )
@@ -241,7 +213,7 @@ def test_one_node_too_many_is_waited_for_no_longer_than_is_set(nodes: Nodes) -> 
     leader, *others = (nodes.group(parallel={"rdzv_timeout_s": 0.2}) for _ in range(3))
     for other in others:
         nodes.gather(other)
-    until(lambda: len(leader._meeting.others()) == 2)
+    until(lambda: len(leader._rendezvous.others()) == 2)
     with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*3 commands are here, and parallel\.nodes is 2"):
         nodes.gather(leader).result(HANG_S)
 
@@ -253,13 +225,13 @@ def test_a_signal_ends_the_wait(nodes: Nodes) -> None:
 def test_a_silent_node_is_lost_and_comes_again_under_another_number(nodes: Nodes) -> None:
     leader, other = nodes.group(silent_s=0.5), nodes.group()
     nodes.begin(leader, other)
-    number = other._meeting.number
-    other._meeting._ended.set()  # as if it were frozen
+    number = other._rendezvous.number
+    other._rendezvous._ended.set()  # as if it were frozen
     assert "has not been heard" in reason(leader)
     leader.trainer_died("was ended")
     thawed = nodes.group()
-    thawed._word = msgspec.structs.replace(other._word)
-    until(lambda: thawed._meeting.number > number)
+    thawed._status = msgspec.structs.replace(other._status)
+    until(lambda: thawed._rendezvous.number > number)
     nodes.begin(leader, _ended(thawed), number=2)
 
 
@@ -271,11 +243,11 @@ def _ended(group: NodeGroup) -> NodeGroup:
 def test_who_was_taken_for_lost_ends_its_trainer_and_comes_again(nodes: Nodes) -> None:
     leader, other = nodes.group(silent_s=0.5), nodes.group()
     nodes.begin(leader, other)
-    before = other._meeting._take_turn
+    before = other._rendezvous._take_turn
     held: list[Any] = []
-    other._meeting._take_turn = held.append  # type: ignore[method-assign]
+    other._rendezvous._take_turn = held.append  # type: ignore[method-assign]
     assert "has not been heard" in reason(leader)
-    other._meeting._take_turn = before  # type: ignore[method-assign]
+    other._rendezvous._take_turn = before  # type: ignore[method-assign]
     assert reason(other, leader) == "this node was taken for lost"
     nodes.begin(_ended(leader), _ended(other), number=2)
 
@@ -288,9 +260,9 @@ def test_a_command_that_was_killed_is_noticed_by_its_process(nodes: Nodes, monke
         me = Holder.me()
         patch.setattr(Holder, "me", classmethod(lambda cls: Holder(ended.pid, me.host, me.pid_space)))
         dead = nodes.group()
-    until(lambda: dead._meeting.number > 0)
+    until(lambda: dead._rendezvous.number > 0)
     waiting = nodes.gather(leader)
-    until(lambda: dead._meeting.number in leader._lead.gone)
+    until(lambda: dead._rendezvous.number in leader._head.gone)
     nodes.gather(nodes.group())
     assert waiting.result(HANG_S) is None
 
@@ -310,25 +282,24 @@ def test_a_signal_to_one_node_stops_all_with_one_exit_code(nodes: Nodes) -> None
     leader, other = nodes.group(), nodes.group()
     nodes.begin(leader, other)
     leaving = nodes._threads.submit(other.leave, 138)
-    until(lambda: leader.verdict())
-    verdict = leader.verdict()
+    until(lambda: leader.stop_order())
+    verdict = leader.stop_order()
     assert verdict is not None and verdict.signal == 10
     assert leaving.result(HANG_S) == 138
     assert nodes.gather(leader).result(HANG_S) == 10
     assert leader.leave(143) == 138  # that of the first
-    assert not (nodes.run_dir.path / "nodes.mark").exists()
 
 
 def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes) -> None:
     leader, other = nodes.group(), nodes.group(silent_s=0.5)
     nodes.begin(leader, other)
-    leader._meeting.end()
+    leader._rendezvous.end()
     assert "has not been heard for 0.5 s" in reason(other)
     other.trainer_died("was ended")
     waiting = nodes.gather(other)
     until(lambda: any("is lost: waiting for its command" in line for line in nodes.said))
     again = nodes.group()
-    assert again.leads
+    assert again.is_head
     assert nodes.gather(again).result(HANG_S) is None
     assert again.is_rejoined()
     nodes.run_dir.configs(2).mkdir()
@@ -359,7 +330,7 @@ def test_who_must_lead_and_cannot_is_refused(nodes: Nodes, monkeypatch: pytest.M
 
 def test_only_a_host_that_is_here_can_lead(nodes: Nodes) -> None:
     for elsewhere in ("192.0.2.1", "no.such.host.invalid"):  # an address of documentation
-        assert not nodes.group(parallel={"rdzv_endpoint": f"{elsewhere}:{nodes.port}"}).leads
+        assert not nodes.group(parallel={"rdzv_endpoint": f"{elsewhere}:{nodes.port}"}).is_head
 
 
 @pytest.fixture

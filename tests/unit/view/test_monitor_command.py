@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.config import SftConfig
 from holdfast.errors import RunDirError
-from holdfast.launcher.exit_reasons import end_of
+from holdfast.launcher.failures import exit_report
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
@@ -190,7 +190,7 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     config = SftConfig.model_validate({"max_steps": 20, "ckpt": {}})
 
     def lines(step: int, exit_code: int) -> list[str]:
-        return end_of(Attempt(run_dir, 1, None), config, step=step, exit_code=exit_code).lines
+        return exit_report(Attempt(run_dir, 1, None), config, step=step, exit_code=exit_code)[0]
 
     assert lines(0, 2) == [], "a mistake in what was given is one message"
     assert lines(5, 143) == [] and len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]

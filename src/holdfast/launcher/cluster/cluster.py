@@ -18,14 +18,8 @@ _TELL_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
-class Need:
-    """What one process of the run needs of the node that it is placed on.
-
-    Attributes:
-        name: of the process.
-        cpus: cores.
-        gpus: devices.
-    """
+class ResourceRequest:
+    """The cores and GPUs that one process of the run needs on its node."""
 
     name: str
     cpus: int
@@ -33,23 +27,19 @@ class Need:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray calls them."""
+        """By Ray's names."""
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
 class Cluster(Protocol):
-    """Nodes, and what of the run is placed on which."""
+    """Nodes, and the processes of the run that are placed on them."""
 
     def place(self) -> None:
-        """Begin to look for a place for every process that has none, or has lost it."""
+        """Begin to find a place for every process without one."""
         ...
 
     def is_placed(self) -> bool:
-        """Whether every process has a place now, without waiting.
-
-        Raises:
-            ConfigError: a node cannot run what it should.
-        """
+        """Whether every process has a place now; raise `ConfigError` if a node cannot run its process."""
         ...
 
     def missing(self) -> str:
@@ -61,15 +51,11 @@ class Cluster(Protocol):
         ...
 
     def devices(self, name: str) -> list[int]:
-        """Return which GPUs of its node are those of a process; empty where the cluster sees to that itself."""
+        """Return which GPUs of its node a process gets; empty if the cluster assigns them itself."""
         ...
 
-    def check(self, needs: list[Need]) -> None:
-        """Take what the processes need, where the nodes have it at all.
-
-        Raises:
-            ConfigError: they could not have it even if nothing else ran there.
-        """
+    def check(self, needs: list[ResourceRequest]) -> None:
+        """Note what the processes need; raise `ConfigError` if empty nodes do not have it."""
         ...
 
     @property
@@ -78,22 +64,22 @@ class Cluster(Protocol):
         ...
 
     def close(self) -> None:
-        """End everything that runs on other hosts, and give the places back."""
+        """End all processes on other hosts, and give the places back."""
         ...
 
 
 def wait_for_places(
     cluster: Cluster, *, timeout_s: float, pause: Callable[[float], int | None], say: Callable[[str], object]
 ) -> int | None:
-    """Find a place for every process that has none; return None, or the number of a signal that ended the wait.
+    """Find a place for every process without one; return None, or the number of a signal that ended the wait.
 
     Args:
-        pause: waits for so many seconds; returns the number of a signal that came meanwhile.
-        say: what is told once when it takes long.
+        pause: waits for so many seconds; returns the number of a signal that came.
+        say: gets a line if it takes long.
 
     Raises:
-        TimeoutError: some have none after `timeout_s`; it says which.
-        ConfigError: a node cannot run what it should.
+        TimeoutError: some have none after `timeout_s`; the error names them.
+        ConfigError: a node cannot run its process.
     """
     cluster.place()
     begin, is_told = time.monotonic(), False
@@ -115,30 +101,26 @@ def is_trainer(name: str) -> bool:
 
 
 def trainer_names(nodes: int) -> list[str]:
-    """Return the names of the processes that start the ranks, one on every node of the trainer."""
+    """Return the names of the processes that start the ranks, one per node."""
     return ["trainer", *(f"trainer_{node}" for node in range(1, nodes))]
 
 
-def needs_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> list[Need]:
-    """Return what every process of a run needs.
-
-    Args:
-        on_gpus: the nodes have GPUs, and the run takes them.
-    """
+def requests_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> list[ResourceRequest]:
+    """Return what every process of a run needs; `on_gpus`: the nodes have GPUs, and the run takes them."""
     parallel, engine = config.trainer.parallel, config.inference.engine
     ranks, shards = parallel.ranks, engine.tensor_parallel_size
     needs = [
-        Need(name, ranks * (1 if on_gpus else parallel.threads or 1), ranks if on_gpus else 0)
+        ResourceRequest(name, ranks * (1 if on_gpus else parallel.threads or 1), ranks if on_gpus else 0)
         for name in trainer_names(parallel.nodes)
     ]
     if starts_inference:
         cpus, gpus = (shards, shards) if on_gpus else (engine.threads or 1, 0)
-        needs += [Need(name, cpus, gpus) for name in config.inference.of_each()]
-    return [*needs, Need("orchestrator", 1)]
+        needs += [ResourceRequest(name, cpus, gpus) for name in config.inference.of_each()]
+    return [*needs, ResourceRequest("orchestrator", 1)]
 
 
-def assign(needs: list[Need], nodes: list[dict[str, float]]) -> list[int] | None:
-    """Return the number of the node for every process: the largest first, where most is left; None: they do not fit."""
+def assign(needs: list[ResourceRequest], nodes: list[dict[str, float]]) -> list[int] | None:
+    """Return the node of every process: the largest first, on the emptiest node; None: they do not fit."""
     left = [dict(node) for node in nodes]
     chosen = [0] * len(needs)
     for number in sorted(range(len(needs)), key=lambda number: (-needs[number].gpus, -needs[number].cpus)):
@@ -152,8 +134,8 @@ def assign(needs: list[Need], nodes: list[dict[str, float]]) -> list[int] | None
     return chosen
 
 
-def wanted_and_there(needs: list[Need], nodes: list[dict[str, float]]) -> str:
-    """Return two lines that say what is wanted and what nodes have."""
+def wanted_and_there(needs: list[ResourceRequest], nodes: list[dict[str, float]]) -> str:
+    """Return two lines: what is wanted, and what nodes have."""
     wanted = "; ".join(f"{need.name}: {_shown(need.resources)}" for need in needs)
     there = "; ".join(_shown(node) for node in nodes) or "no node"
     return f"       wanted, each on one node: {wanted}\n       there, node by node: {there}"
@@ -164,12 +146,7 @@ def _shown(resources: dict[str, float]) -> str:
 
 
 def check_shared(cluster: Cluster, names: list[str], run_dir: Path) -> None:
-    """Check that every host sees the directory of the run.
-
-    Raises:
-        ConfigError: one does not.
-        ProcessDied: one does not answer.
-    """
+    """Check that every host sees the directory of the run; raise `ConfigError` if one does not."""
     run_dir = run_dir.absolute()
     marker = run_dir / f"{atomic.TEMPORARY_PREFIX}shared"
     marker.touch()

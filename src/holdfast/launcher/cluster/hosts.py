@@ -1,8 +1,9 @@
 """Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
 
-`RemoteHost` talks to a `RemoteAgent` on another host, over any `Wire`. An agent is a Ray actor, or a SLURM step that
-reads its stdin. It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
-`PipeWire` is the launcher's end of a command such as `srun`, with its two pipes.
+`RemoteHost` talks to a `RemoteAgent` on another host, over an `RpcChannel`. An agent is a Ray actor, or a SLURM step
+that runs this module as a program. It starts one process after the other, watches it and ends it. Everything that it
+starts dies with it. `PipeChannel` is the launcher's end of a command such as `srun`: one line of JSON for each call and
+answer.
 """
 
 from __future__ import annotations
@@ -22,17 +23,25 @@ from collections.abc import Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied
+from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.heartbeat import awake_s, show_stacks
 from holdfast.process.imports import module_command
 
 if TYPE_CHECKING:
     from holdfast.launcher.engines import Reservation
+
+# Variables of each host. The rest of the launcher's environment goes to other hosts, as with `srun`.
+_OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
+_OWN_PREFIXES = ("RAY_", "SLURM_", "SLURMD_", "PMI", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "XDG_", "SSH_", "KUBERNETES_")
+_POLL_S = 0.02
+_LOST = -signal.SIGKILL
+CALL_TIMEOUT_S = 60.0
+"""For one answer; the first one waits for a scheduler and the imports of the agent."""
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class Process(Protocol):
@@ -45,53 +54,53 @@ class Process(Protocol):
 
     @property
     def returncode(self) -> int | Any:
-        """How it ended, as `subprocess` says it; None: `poll` and `wait` have not seen its end."""
+        """Its exit code as in `subprocess`; None until `poll` or `wait` has seen its end."""
         ...
 
     @property
     def loss(self) -> str | None:
-        """How its host was lost, with whatever ran there; None where the process ended by itself."""
+        """How its host was lost; None if the process ended by itself."""
         ...
 
     def poll(self) -> int | None:
-        """Return how it ended, without waiting; None while it runs."""
+        """Return its exit code without waiting; None while it runs."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for its end, at most so long; return how it ended, None if it runs still."""
+        """Wait for its end; return its exit code, None if it still runs."""
         ...
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone; one that has ended gets none."""
+        """Send a signal to the process only, if it runs."""
         ...
 
     def kill(self) -> None:
-        """Kill it and what it started; also what it left behind when it ended."""
+        """Kill its process group, also after its own end."""
         ...
 
     def clear(self, timeout_s: float) -> None:
-        """Kill it and what it started, and wait until they have let go of ports and memory."""
+        """Kill its process group, and wait until ports and memory are free."""
         ...
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
-        """Have those of its processes that are called `pids` write into `log` what each of their threads does."""
+        """Have its processes `pids` write the stacks of their threads into `log`."""
         ...
 
 
 class Host(Protocol):
-    """Where processes can be started."""
+    """A machine that can start processes."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         ...
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> Process:
         """Start a process in a group of its own, which dies with the launcher.
 
         Args:
-            log: where its output goes, behind what is there.
-            environment: on top of the launcher's own.
+            log: its output is appended here.
+            environment: added to that of the launcher.
         """
         ...
 
@@ -106,39 +115,32 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process and its group."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | Any:
-        """As `subprocess` says it."""
         return self._process.returncode
 
     def poll(self) -> int | None:
-        """Return how it ended, without waiting."""
         return self._process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for its end."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill its group."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
     def clear(self, timeout_s: float) -> None:
-        """Kill its group and wait until all of it is gone."""
-        import psutil  # takes 0.03 s, and few processes come here
+        import psutil  # takes 0.03 s
 
         self.kill()
         self._process.wait()
@@ -147,18 +149,17 @@ class LocalProcess:
             try:
                 if os.getpgid(pid) != self.pid:
                     continue
-                # Not waitpid: they are no children of ours. A descriptor is not fooled by a reused id.
+                # They are not our children. A descriptor is safe from a reused id.
                 descriptor = os.pidfd_open(pid)
             except (ProcessLookupError, PermissionError):
                 continue
             try:
-                # A large process takes seconds to die, and holds port and memory until then.
+                # A large process takes seconds to die.
                 select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             finally:
                 os.close(descriptor)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
-        """Have its processes write their stacks into `log`."""
         show_stacks(pids, of=self.pid, log=log)
 
 
@@ -168,21 +169,20 @@ class LocalHost:
     name = "this machine"
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> LocalProcess:
-        """Start a child in a session of its own."""
         return start_here(argv, log, {**os.environ, **environment})
 
 
 def start_here(argv: list[str], log: Path, environment: Mapping[str, str]) -> LocalProcess:
-    """Start a child in a session of its own, with `environment` alone."""
+    """Start a child in a session of its own, with exactly this `environment`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
         process = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,  # nothing that a user types is for a child
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**environment, LAUNCHER_ENV: str(os.getpid())},
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops them in order
+            start_new_session=True,  # Ctrl-C reaches only the launcher
         )
     return LocalProcess(process)
 
@@ -190,13 +190,8 @@ def start_here(argv: list[str], log: Path, environment: Mapping[str, str]) -> Lo
 THIS_MACHINE = LocalHost()
 
 
-# What a host has of its own; everything else of the launcher's environment comes along, as with `srun`.
-_OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
-_OWN_PREFIXES = ("RAY_", "SLURM_", "SLURMD_", "PMI", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "XDG_", "SSH_", "KUBERNETES_")
-
-
 def travelling(environment: dict[str, str]) -> dict[str, str]:
-    """Return what of the launcher's environment goes to processes on other hosts."""
+    """Return the part of the launcher's environment that goes to other hosts."""
     return {
         name: value
         for name, value in environment.items()
@@ -205,28 +200,20 @@ def travelling(environment: dict[str, str]) -> dict[str, str]:
 
 
 class RemoteAgent:
-    """The launcher's hand on a host. Arguments and results are plain values, which any wire takes."""
+    """Starts and ends one process on its host for the launcher. Arguments and results are plain values."""
 
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
         self._reservations: list[Reservation] = []
 
-    def about(self) -> dict[str, str]:
-        """Return what this host is called, and what runs there."""
-        return {
-            "name": socket.gethostname(),
-            "version": version("holdfast"),
-            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        }
-
     def missing(self, paths: list[str]) -> list[str]:
-        """Return those of `paths` that are not there on this host."""
-        # By its directory: that a file is not there may be remembered for a while on a network's filesystem.
+        """Return those of `paths` that do not exist on this host."""
+        # By its directory: network filesystems cache that a file is missing.
         return [path for path in paths if not _is_there(Path(path))]
 
     def reserve(self, first: int) -> int:
-        """Return the first free port from `first` on; it is held until this place ends."""
-        # Not at the top: an agent would import the settings of all programs before it minds signals.
+        """Return the first free port from `first` on; it is held until the agent ends."""
+        # Not at the top: the agent must handle signals before long imports.
         from holdfast.launcher.engines import reserve_first_free
 
         (reservation,) = reserve_first_free("0.0.0.0", first)
@@ -238,8 +225,8 @@ class RemoteAgent:
 
         Args:
             module: its name and its arguments.
-            environment: on top of what this host has.
-            directory: where it works, as the launcher does.
+            environment: added to that of this host.
+            directory: its working directory.
 
         Raises:
             ConfigError: the directory is not there.
@@ -255,25 +242,21 @@ class RemoteAgent:
         return self._process.pid
 
     def wait(self) -> int:
-        """Wait for the end of the process that was started last; return how it ended."""
+        """Wait for the end of the process; return its exit code."""
         code = self._started().wait()
         assert code is not None
         return code
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         self._started().signal(number)
 
     def kill(self) -> None:
-        """Kill it and what it started."""
         self._started().kill()
 
     def clear(self, timeout_s: float) -> None:
-        """Kill it and what it started, and wait until they are gone."""
         self._started().clear(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: str) -> None:
-        """Have its processes write their stacks into `log`."""
         self._started().show_stacks(pids, Path(log))
 
     def _started(self) -> LocalProcess:
@@ -289,68 +272,54 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-_POLL_S = 0.02
-_LOST = -signal.SIGKILL
-
-
 class HostLost(Exception):
-    """Nothing is heard of a place any more: what ran there is dead, or is about to be."""
+    """An agent is out of reach: what it started is dead, or will be soon."""
 
 
-class Wire(Protocol):
-    """What leads to one `RemoteAgent`."""
+class RpcChannel(Protocol):
+    """The connection to one `RemoteAgent`."""
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the place; return its result.
-
-        Raises:
-            HostLost: there is no answer, and will be none.
-            HoldfastError: what the method raised.
-        """
+        """Call a method of the agent; return its result, or raise its error, or `HostLost`."""
         ...
 
     def post(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the place without waiting; if no answer comes in time, `ended` raises an error."""
+        """Call a method of the agent without waiting; without an answer in time, `ended` raises an error."""
         ...
 
     def ended(self) -> int | None:
-        """Return how the process that was started last ended, without waiting; None while it starts or runs.
+        """Return the exit code of the process without waiting; None while it starts or runs.
 
         Raises:
-            HostLost: nobody will ever know.
-            OSError, HoldfastError: it could not be started.
+            HostLost: the agent is out of reach.
+            OSError, HoldfastError: the process could not be started.
         """
         ...
 
     def lose(self) -> HostLost:
-        """Give the place up, without waiting; return why."""
+        """Give the agent up, without waiting; return why."""
         ...
 
 
 class RemoteProcess:
-    """A process on another host. What is asked of it waits for no answer: the host may be mute."""
+    """A process on another host. No method waits for an answer, except `clear`: the host may be mute."""
 
-    def __init__(self, wire: Wire, *, host: str, started: Future[int]) -> None:
+    def __init__(self, channel: RpcChannel, *, host: str, started: Future[int]) -> None:
         self.loss: str | None = None
         self.returncode: Any = None
-        self._wire = wire
+        self._channel = channel
         self._host = host
         self._started = started
 
     @property
     def pid(self) -> int:
-        """Its process id on its host; 0 before it has started."""
         return self._started.result() if self._started.done() and self._started.exception() is None else 0
 
     def poll(self) -> int | None:
-        """Return how it ended, without waiting; a lost host counts as SIGKILL.
-
-        Raises:
-            OSError, HoldfastError: it could not be started; this is said once.
-        """
+        """Return its exit code; SIGKILL for a lost host. Raise once if the process could not be started."""
         if self.returncode is None:
             try:
-                self.returncode = self._wire.ended()
+                self.returncode = self._channel.ended()
             except HostLost as lost:
                 self._lose(lost)
             except (OSError, HoldfastError) as error:
@@ -359,37 +328,32 @@ class RemoteProcess:
         return self.returncode
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for its end, at most so long."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.poll() is None and (deadline is None or time.monotonic() < deadline):
-            time.sleep(_POLL_S)  # neither Ray nor a pipe wakes who waits for a signal as well
+            time.sleep(_POLL_S)  # neither Ray nor a pipe has an event that a signal interrupts
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone."""
         if self.poll() is None:
-            self._wire.post("signal", int(number))
+            self._channel.post("signal", int(number))
 
     def kill(self) -> None:
-        """Kill it and what it started."""
         self._post("kill")
 
     def clear(self, timeout_s: float) -> None:
-        """Kill it and what it started, and wait until they are gone; a host that does not say so in time is lost."""
+        """Kill its group and wait until it is gone; a host without an answer in time is lost."""
         cleared = self._post("clear", timeout_s)
         if cleared is None:
             return
-        # An error of the call itself is met again by `wait`.
         if futures.wait([cleared], max(CALL_TIMEOUT_S, timeout_s)).not_done:
-            self._lose(self._wire.lose())
+            self._lose(self._channel.lose())
         self.wait(timeout_s)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
-        """Have its processes write their stacks into `log`."""
         self._post("show_stacks", list(pids), str(log))
 
     def _post(self, method: str, *arguments: Any) -> Future[Any] | None:
-        return self._wire.post(method, *arguments) if self.loss is None else None
+        return self._channel.post(method, *arguments) if self.loss is None else None
 
     def _lose(self, lost: HostLost) -> None:
         self.loss = f"{self._host} is lost: {lost}"
@@ -398,51 +362,33 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """A host on which one process of the run has its place.
+    """The host of one process; `address` is for other hosts."""
 
-    Args:
-        address: where other hosts reach it.
-    """
-
-    def __init__(self, name: str, address: str, wire: Wire) -> None:
+    def __init__(self, name: str, address: str, channel: RpcChannel) -> None:
         self.name = name
         self.address = address
-        self.wire = wire
+        self.channel = channel
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> RemoteProcess:
-        """Start a process of ours there, without waiting for it; `argv` is that of `module_command`."""
+        """Start one of our modules, without waiting; `argv` is that of `module_command`."""
         arguments = (argv[3:], str(log.absolute()), {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
-        return RemoteProcess(self.wire, host=self.name, started=self.wire.post("start", *arguments))
+        return RemoteProcess(self.channel, host=self.name, started=self.channel.post("start", *arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the place, and wait for its result.
-
-        Raises:
-            ProcessDied: the host does not answer.
-            HoldfastError: what the method raised.
-        """
+        """Call a method of the agent; return its result, or raise its error, or `ProcessDied` for a lost host."""
         try:
-            return self.wire.call(method, *arguments)
+            return self.channel.call(method, *arguments)
         except HostLost as lost:
             raise ProcessDied(f"{self.name} is lost: {lost}") from None
 
 
-CALL_TIMEOUT_S = 60.0
-"""Within which an answer comes; the first one waits for a scheduler, and for the imports of the agent."""
-_CLOSE_TIMEOUT_S = 10.0
-
-
 def agent_command() -> list[str]:
     """Return the command line of an agent."""
-    return module_command("holdfast.launcher.cluster.agent")
+    return module_command("holdfast.launcher.cluster.hosts")
 
 
-class PipeWire:
-    """Leads to a place in an agent. Nothing but `call` and `close` waits for the agent.
-
-    Args:
-        argv: starts the agent; its stdin and stdout are the agent's.
-    """
+class PipeChannel:
+    """The connection to an agent that `argv` starts. Only `call` and `close` wait for it."""
 
     def __init__(self, argv: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -451,7 +397,7 @@ class PipeWire:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the launcher alone
+            start_new_session=True,
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -463,14 +409,12 @@ class PipeWire:
         threading.Thread(target=self._read, daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the place, and wait for its result."""
         try:
             return self.post(method, *arguments).result(CALL_TIMEOUT_S)
         except TimeoutError:
             raise self.lose() from None
 
     def post(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the place."""
         answer: Future[Any] = Future()
         with self._lock:
             if method == "start":
@@ -483,7 +427,6 @@ class PipeWire:
         return answer
 
     def ended(self) -> int | None:
-        """Return how the process there ended."""
         assert self._started is not None
         if self._started.done() and (code := self._ends.get(self._started.result())) is not None:
             return code
@@ -497,12 +440,12 @@ class PipeWire:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent has ended, or was given up."""
+        """Whether the agent is out of reach."""
         return self._lost is not None
 
     def close(self) -> None:
-        """End the agent, with what it started."""
-        # By the end of its stdin: an agent on another host would not hear of a dead `srun`.
+        """End the agent and its process."""
+        # By the end of its stdin: a killed `srun` would not end it.
         self._lines.put(None)
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
@@ -511,7 +454,7 @@ class PipeWire:
             self._process.wait()
 
     def lose(self) -> HostLost:
-        """Give the agent up: an answer that comes late must not be taken for that of a later call."""
+        """Give the agent up: a late answer would be taken for that of a later call."""
         threading.Thread(target=self.close, daemon=True).start()
         return self._lose("it does not answer")
 
@@ -524,7 +467,7 @@ class PipeWire:
         return lost
 
     def _write(self) -> None:
-        """Write calls in a thread of its own: who does not read them holds nobody but it."""
+        # In a thread: an agent may read nothing.
         assert self._process.stdin is not None
         with suppress(OSError), self._process.stdin as stdin:
             while (line := self._lines.get()) is not None:
@@ -540,10 +483,10 @@ class PipeWire:
                     self._ends[message["pid"]] = message["ended"]
                     continue
                 with self._lock:
-                    if not self._calls:  # they were given up
+                    if not self._calls:
                         continue
                     answer, _ = self._calls.popleft()
-                if answer is self._started:  # the host may give it the number of one that ended before
+                if answer is self._started:  # its id may be that of an earlier process
                     self._ends.clear()
                 if "error" in message:
                     number, said = message.get("errno"), message["error"]
@@ -554,10 +497,42 @@ class PipeWire:
         self._lose(errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})")
 
 
-def close_all(wires: Iterable[PipeWire]) -> None:
-    """End all agents at once: each that is mute is waited for."""
-    threads = [threading.Thread(target=wire.close) for wire in wires]
+def close_all(channels: Iterable[PipeChannel]) -> None:
+    """End all agents at once, as a mute one takes its time."""
+    threads = [threading.Thread(target=channel.close) for channel in channels]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def main() -> None:
+    """Be an agent until stdin ends: the launcher has ended, or is out of reach. What was started here ends too."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        # A scheduler may send them; the launcher decides. Not SIG_IGN, which children would inherit.
+        signal.signal(number, lambda *_: None)
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else may come between the lines
+    lock, place = threading.Lock(), RemoteAgent()
+
+    def say(**message: Any) -> None:
+        with lock:
+            channel.write(f"{json.dumps(message)}\n")
+            channel.flush()
+
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            result = getattr(place, call["method"])(*call["arguments"])
+        except (OSError, HoldfastError) as error:
+            say(error=str(error), errno=getattr(error, "errno", None) if is_storage_failure(error) else None)
+            continue
+        say(result=result)
+        if call["method"] == "start":
+            # In a thread: the next call may end the process.
+            threading.Thread(target=lambda pid=result: say(ended=place.wait(), pid=pid), daemon=True).start()
+    os._exit(0)  # the kernel ends what was started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""A run on a cluster of Ray's: a placement group with a bundle for every process, and an actor in each.
+"""A run on a Ray cluster: a placement group with a bundle for every process, and an actor in each.
 
-The actors are owned by the launcher, so Ray ends them when it dies, and the kernel ends what they have started. A node
-that is lost takes its actors along; Ray gives its bundles to other nodes, or waits for one to come.
+The launcher owns the actors, so Ray ends them when it dies, and the kernel ends what they have started. Ray gives the
+bundles of a lost node to other nodes, or waits for one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launcher.cluster.cluster import Need, assign, wanted_and_there
+from holdfast.launcher.cluster.cluster import ResourceRequest, assign, wanted_and_there
 from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, RemoteAgent, RemoteHost
 from holdfast.process.heartbeat import awake_s
 
 _CONNECT_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
-# Waiting for the end of a process takes one of its threads, a call another.
+# Waiting for the end of a process takes a thread of the actor, a call another one.
 _CALLS_AT_ONCE = 4
 
 
-class RayWire:
-    """Leads to a place in an actor."""
+class RayChannel:
+    """The connection to an actor."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray
@@ -38,11 +38,9 @@ class RayWire:
         self._lost: HostLost | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor, and wait for its result."""
         return self._get(getattr(self.actor, method).remote(*arguments))
 
     def post(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the actor."""
         if method == "start":
             reference = self._started = self.actor.start.remote(*arguments)
             self._end = self.actor.behind.remote(self._started, "wait")
@@ -52,7 +50,6 @@ class RayWire:
         return reference.future()
 
     def ended(self) -> int | None:
-        """Return how the process in the actor ended, without waiting."""
         if self._lost is not None:
             raise self._lost
         if self._is_there(self._end):
@@ -64,11 +61,10 @@ class RayWire:
 
     @property
     def asked(self) -> list[Any]:
-        """The calls that may not be answered yet."""
+        """The calls without an answer."""
         return [call for call, _ in self._posted]
 
     def lose(self) -> HostLost:
-        """Give the actor up."""
         self._ray.kill(self.actor)
         self._lost = HostLost("it does not answer")
         return self._lost
@@ -82,7 +78,7 @@ class RayWire:
         try:
             return self._ray.get(reference, timeout=CALL_TIMEOUT_S)
         except errors.RayTaskError as error:
-            # As it was raised: one of Ray's has no number that says that a disk is full.
+            # Only the original error has the number of a full disk.
             if isinstance(error.cause, HoldfastError | OSError):
                 raise error.cause from None
             raise
@@ -94,8 +90,8 @@ class RayCluster:
     """Places processes on the nodes of a Ray cluster.
 
     Args:
-        address: of the cluster, `HOST:PORT` of its head; None: the one that this machine belongs to.
-        strategy: whether places lie on few nodes or on many.
+        address: `HOST:PORT` of the head; None: the cluster of this machine.
+        strategy: few nodes or many.
 
     Raises:
         ConfigError: there is no such cluster, or Ray is not installed.
@@ -104,41 +100,33 @@ class RayCluster:
     def __init__(self, address: str | None, strategy: Literal["pack", "spread"]) -> None:
         self._ray = _connected(address)
         self._strategy = strategy.upper()
-        self._needs: list[Need] = []
+        self._needs: list[ResourceRequest] = []
         self._group: Any = None
-        self._wires: dict[str, RayWire] = {}
+        self._channels: dict[str, RayChannel] = {}
         self._about: dict[str, Any] = {}
         self._hosts: dict[str, RemoteHost] = {}
 
     @property
     def has_gpus(self) -> bool:
-        """Whether any node has GPUs."""
         return bool(self._ray.cluster_resources().get("GPU"))
 
-    def check(self, needs: list[Need]) -> None:
-        """Take what the processes need, where the nodes have it at all.
-
-        Raises:
-            ConfigError: they could not have it even if nothing else ran there.
-        """
+    def check(self, needs: list[ResourceRequest]) -> None:
         nodes = [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
         if assign(needs, nodes) is None:
             raise ConfigError(f"the Ray cluster has too few resources.\n{wanted_and_there(needs, nodes)}")
         self._needs = needs
 
     def place(self) -> None:
-        """Ask for a place for every process that has none, or has lost it."""
         if self._group is None:
             make = importlib.import_module("ray.util.placement_group").placement_group
             self._group = make([need.resources for need in self._needs], strategy=self._strategy)
         for number, need in enumerate(self._needs):
-            if need.name not in self._wires:
-                self._wires[need.name] = self._new_place(number, need)
-            self._about[need.name] = self._wires[need.name].actor.about.remote()
+            if need.name not in self._channels:
+                self._channels[need.name] = self._new_place(number, need)
+            self._about[need.name] = self._channels[need.name].actor.about.remote()
         self._hosts.clear()
 
     def is_placed(self) -> bool:
-        """Whether every process has a place; one whose place was lost gets another."""
         ready, waiting = self._ray.wait(list(self._about.values()), num_returns=len(self._about), timeout=0)
         for number, need in enumerate(self._needs):
             if need.name in self._hosts or self._about[need.name] not in ready:
@@ -147,17 +135,16 @@ class RayCluster:
                 about = self._ray.get(self._about[need.name])
             except self._ray.exceptions.RayActorError as error:
                 _check_imports(error)
-                self._wires[need.name] = self._new_place(number, need)
-                self._about[need.name] = self._wires[need.name].actor.about.remote()
+                self._channels[need.name] = self._new_place(number, need)
+                self._about[need.name] = self._channels[need.name].actor.about.remote()
                 waiting.append(self._about[need.name])
                 continue
             _check_version(about)
             address = about["address"]
-            self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, self._wires[need.name])
+            self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, self._channels[need.name])
         return not waiting
 
     def missing(self) -> str:
-        """Say which processes have no place, and what the nodes have left."""
         names = ", ".join(need.name for need in self._needs if need.name not in self._hosts)
         nodes = [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
         available = self._ray.available_resources()
@@ -165,27 +152,24 @@ class RayCluster:
         return f"no place for {names} (free altogether: {free or 'nothing'})\n{wanted_and_there(self._needs, nodes)}"
 
     def host(self, name: str) -> RemoteHost:
-        """Return where a process is placed."""
         return self._hosts[name]
 
     def devices(self, name: str) -> list[int]:
-        """None: Ray tells every actor its own."""
-        return []
+        return []  # Ray assigns them
 
     def close(self) -> None:
-        """End the actors, with what runs in them, and leave the cluster."""
-        if asked := [call for wire in self._wires.values() for call in wire.asked]:
-            # Before the actors go: a `kill` is of a whole group, and the kernel ends what is ours of it alone.
+        if asked := [call for channel in self._channels.values() for call in channel.asked]:
+            # Before the actors go: `kill` ends a whole group, the kernel only our processes of it.
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_TIMEOUT_S)
-        for wire in self._wires.values():
-            self._ray.kill(wire.actor)
+        for channel in self._channels.values():
+            self._ray.kill(channel.actor)
         if self._group is not None:
-            with contextlib.suppress(self._ray.exceptions.RayError):  # the head may be what was lost
+            with contextlib.suppress(self._ray.exceptions.RayError):
                 importlib.import_module("ray.util.placement_group").remove_placement_group(self._group)
         self._ray.shutdown()
 
-    def _new_place(self, number: int, need: Need) -> RayWire:
+    def _new_place(self, number: int, need: ResourceRequest) -> RayChannel:
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
         strategy = scheduling.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         make: Any = self._ray.remote(_RayPlace).options(
@@ -195,22 +179,22 @@ class RayCluster:
             max_concurrency=_CALLS_AT_ONCE,
             scheduling_strategy=strategy,
         )
-        return RayWire(self._ray, make.remote())
+        return RayChannel(self._ray, make.remote())
 
 
 class _RayPlace(RemoteAgent):
     def behind(self, started: int, method: str, *arguments: Any) -> Any:
-        """Call a method when there is what `start` has started: the actor does several things at once, in no order."""
+        """Call a method after `start` has started a process: an actor runs its calls in no order."""
         del started  # Ray has waited for it
         return getattr(self, method)(*arguments)
 
     def about(self) -> dict[str, str]:
         address = importlib.import_module("ray.util").get_node_ip_address()
-        return {**super().about(), "address": address}
+        return {"name": socket.gethostname(), "version": version("holdfast"), "address": address}
 
 
 def _connected(address: str | None) -> Any:
-    # Under `uv run` Ray would send this directory to every node and make an environment from it there. Read at import.
+    # Read at import: under `uv run` Ray would send this directory to every node and make an environment from it.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     try:
         ray = importlib.import_module("ray")

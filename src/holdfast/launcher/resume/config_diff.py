@@ -1,4 +1,8 @@
-"""What a resumed run changes: in its configuration, its schedule and its model."""
+"""What a resumed run changes: its settings, its schedule, its model, and the content of the files that it uses.
+
+Every attempt notes versions of libraries and digests of files: tokenizer, models, named files and code. The next
+attempt prints a line for each that has changed. It does not use journaled batches that were made with other inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,28 @@ from pydantic import ValidationError
 
 from holdfast.config.base import Command
 from holdfast.config.load import to_toml
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.preference import DpoConfig
 from holdfast.config.resolved import is_free
-from holdfast.config.training import OptimConfig, TrainingCommand, learning_rate, schedule_end
-from holdfast.errors import CheckpointError
-from holdfast.run.settings import flat_settings
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.training import EvaluatedCommand, OptimConfig, TrainingCommand, learning_rate, schedule_end
+from holdfast.errors import CheckpointError, DataError, ReadError
+from holdfast.run import checked
+from holdfast.run.manifest import content_digest, library_versions, read_manifest
+from holdfast.run.run_dir import INPUTS_NAME
+from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings
 
-# These say where and from which step an attempt starts, not what it computes.
+_TOKENIZER = "tokenizer, "
+_OF_EVALUATIONS = "eval, "
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
+)  # fmt: skip
+
+# Where and from which step an attempt starts, not what it computes.
 _OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
 
-# Keys of a transformers config that decide which tensors there are and their shapes, at any depth.
+# Keys of a transformers config, at any depth, that decide the tensors and their shapes.
 _SHAPING = {
     "model_type", "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
     "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
@@ -31,7 +48,7 @@ _SHAPING = {
 
 
 @dataclass(frozen=True)
-class Drift:
+class ConfigDiff:
     """Settings that differ, one line `key: old -> new` each.
 
     Attributes:
@@ -43,7 +60,7 @@ class Drift:
     free: list[str]
 
     def describe(self, name: str, since: str) -> list[str]:
-        """Return the lines to print about the process `name`; none where nothing differs."""
+        """Return the lines to print about the process `name`, if any."""
         lines = []
         for text, keys in (
             ("changes what is computed from here on", self.computing),
@@ -54,7 +71,7 @@ class Drift:
         return lines
 
 
-def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Drift:
+def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> ConfigDiff:
     """Return what differs between two resolved configurations of one process."""
     old, new = flat_settings(before), flat_settings(after)
     changed = {
@@ -62,7 +79,7 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Dri
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in _OF_THE_ATTEMPT
     }
-    return Drift(
+    return ConfigDiff(
         computing=[line for key, line in changed.items() if not is_free(key)],
         free=[line for key, line in changed.items() if is_free(key)],
     )
@@ -73,15 +90,10 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 
 
 def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> str | None:
-    """Say how another `max_steps` moves the end of the learning-rate schedule; None where it does not.
-
-    Args:
-        before: the resolved configuration until `step`.
-        step: the step that the run goes on from.
-    """
+    """Return a line if another `max_steps` than that of `before` moves the end of the schedule after `step`."""
     try:
         optim = OptimConfig.model_validate(before.get("optim", {}))
-    except ValidationError:  # of another version: the diff of the settings says what changed
+    except ValidationError:  # of another version
         return None
     old_max_steps = before.get("max_steps", after.max_steps)
     old_end, new_end = schedule_end(optim, old_max_steps), schedule_end(after.optim, after.max_steps)
@@ -98,18 +110,15 @@ def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step:
 
 
 def settings_of(config: Command) -> dict[str, Any]:
-    """Return `config` as it would be read back from its file."""
+    """Return `config` as read back from its file."""
     return tomli.loads(to_toml(config))
 
 
 def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int) -> None:
-    """Refuse to load the checkpoint of `step` into a model of another shape.
-
-    Both files are config.json of Hugging Face directories; where one is not there, nothing is
-    compared: the trainer compares names and shapes of all tensors anyway.
+    """Refuse to load the checkpoint of `step` into a model of another shape, by two files config.json, if both exist.
 
     Raises:
-        CheckpointError: listing the keys that differ.
+        CheckpointError: with the keys that differ.
     """
     if not (saved.is_file() and wanted.is_file()):
         return
@@ -126,18 +135,18 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
         raise CheckpointError(
             f"the checkpoint of step {step} is of another model than model.name = '{model_name}':\n"
             + "".join(f"         {line}\n" for line in changed)
-            + "       A run goes on with the model that it began with. Give that as --model.name."
+            + "       A run continues with its own model. Give that as --model.name."
         )
 
 
 def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
-    """Refuse to go on with other tensors than those of the checkpoint of `step`: adapters, critic, average, reference.
+    """Refuse to continue with other tensors than those of the checkpoint: adapters, critic, average, reference.
 
     Args:
         before: the resolved configuration until `step`.
 
     Raises:
-        CheckpointError: saying what differs.
+        CheckpointError: with what differs.
     """
     old, lora = before.get("model", {}).get("lora"), after.model.lora
     new = lora.model_dump() if lora is not None else None
@@ -159,6 +168,99 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
         raise CheckpointError(
             f"the checkpoint of step {step} holds other tensors than this configuration has:\n"
             + "".join(f"         {line}\n" for line in changed)
-            + "       A run goes on with what it began with. For a new run from its weights, export them (ckpt export "
+            + "       A run continues with its own tensors. For a new run from its weights, export them (ckpt export "
             "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
         )
+
+
+def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | None, *, is_fresh: bool) -> dict[str, str]:
+    """Return versions and digests by the names that messages give them.
+
+    Args:
+        is_fresh: the run begins with the weights of `model.name`; else with a checkpoint.
+
+    Raises:
+        ReadError: a file cannot be read.
+    """
+    found = {name: number for name, number in library_versions().items() if number != "not installed"}
+    files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}
+    for key, model in _models(trainer, is_fresh=is_fresh).items():
+        files |= {f"{key}, {path.name}": path for path in files_of_model(Path(model), has_weights=is_fresh)}
+    for key, name in _functions(trainer):
+        if (path := file_of_object(name)) is not None:
+            files[f"{key} = {name}"] = path
+    evaluations = trainer.eval if isinstance(trainer, EvaluatedCommand) else orchestrator and orchestrator.eval
+    asked = [("", section) for section in (orchestrator.environments if orchestrator is not None else ())]
+    asked += [(_OF_EVALUATIONS, section) for section in (evaluations.environments if evaluations else None) or ()]
+    for asked_by, section in asked:
+        of_section = files_of_environment(section)
+        shown = {key if " = " in key else f"{key} = {path}": path for key, path in of_section.items()}
+        files |= {f"{asked_by}environment '{section.label}', {key}": path for key, path in shown.items()}
+    for name, path in files.items():
+        try:
+            found[name] = content_digest(path)
+        except OSError as error:
+            raise ReadError(f"{path} cannot be read: {error.strerror or error}") from None
+    return found
+
+
+def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """Return a line `name: old -> new` for each input that both have and that has changed, or file of a tokenizer."""
+    knows = all(any(name.startswith(_TOKENIZER) for name in known) for known in (now, before))
+    names = [*now, *(name for name in before if name not in now)]
+    both = [name for name in names if (name in now and name in before) or (knows and name.startswith(_TOKENIZER))]
+    pairs = [(name, before.get(name, "not there"), now.get(name, "not there")) for name in both]
+    return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+
+
+def change_training(changed: list[str]) -> bool:
+    """Whether lines of `changed_inputs` concern more than evaluations."""
+    return any(not line.startswith(_OF_EVALUATIONS) for line in changed)
+
+
+def inputs_of(configs: Path) -> dict[str, str]:
+    """Return the inputs that an attempt noted beside its settings in `configs`, if any.
+
+    Raises:
+        DataError: they are damaged.
+        OSError: they cannot be read.
+    """
+    path = configs / INPUTS_NAME
+    if not path.exists():
+        return {}
+    try:
+        return checked.decode(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+
+
+def libraries_of(checkpoint: Path | None) -> dict[str, str]:
+    """Return the versions of libraries that saved `checkpoint`."""
+    return dict(read_manifest(checkpoint).libraries) if checkpoint is not None else {}
+
+
+def _models(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
+    """Return the models that the trainer loads, by dotted key."""
+    found: dict[str, Path | str | None] = {"model.name": trainer.model.name}
+    if trainer.ckpt is not None and is_fresh:
+        found["ckpt.weights_only"] = trainer.ckpt.weights_only
+    if isinstance(trainer, TrainerConfig):
+        found["critic.name"] = trainer.critic and trainer.critic.name
+        found["kl.reference"] = trainer.kl and trainer.kl.reference
+        found["reward_model.name"] = trainer.reward_model and trainer.reward_model.name
+    if isinstance(trainer, DpoConfig):
+        found["loss.reference_model"] = trainer.loss.reference_model
+    return {key: str(name) for key, name in found.items() if name}
+
+
+def _functions(trainer: TrainingCommand) -> list[tuple[str, str]]:
+    """Return the key and name of what may be code of the user."""
+    if not isinstance(trainer, TrainerConfig):
+        return []
+    return [("loss.type", trainer.loss.type), *(("advantage", name) for name in trainer.advantages)]
+
+
+def _tokenizer_files(trainer: TrainingCommand) -> list[Path]:
+    directory = Path(trainer.model.tokenizer_name)
+    templates = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    return [*(path for name in _OF_TOKENIZERS if (path := directory / name).is_file()), *templates]

@@ -1,26 +1,45 @@
-"""Where an attempt starts: afresh, from a checkpoint or from another run, and what of the directory still holds.
+"""Where an attempt starts: from scratch, a checkpoint or another run, and what of the directory it keeps.
 
-Nothing in the run directory is touched before everything that can be refused has been.
+Nothing in the run directory is touched before everything that can be refused has been. If `ckpt.resume_step` is unset,
+the same command continues an unfinished run of the same settings. A finished run, or other settings, are refused. No
+way out that a refusal names removes what can be resumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from holdfast.config import PROGRAMS
 from holdfast.config.base import CkptConfig, Command
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import TrainingCommand
-from holdfast.config.view import MANY_STEPS
+from holdfast.config.training import TrainingCommand, schedule_end
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, StorageError
-from holdfast.launcher.resume.attempt import CONFIG_NAME, Attempt, last_started
-from holdfast.launcher.resume.config_diff import compare_settings, refuse_other_model, refuse_other_tensors, settings_of
-from holdfast.launcher.resume.fork import copy_fork, find_fork
-from holdfast.launcher.resume.inputs import change_training, changed_inputs, find_inputs, inputs_of, libraries_of
+from holdfast.launcher.resume.attempt import (
+    CONFIG_NAME,
+    Attempt,
+    copy_fork,
+    find_fork,
+    last_started,
+    process_name,
+)
+from holdfast.launcher.resume.config_diff import (
+    change_training,
+    changed_inputs,
+    compare_settings,
+    describe_stretch,
+    find_inputs,
+    inputs_of,
+    libraries_of,
+    refuse_other_model,
+    refuse_other_tensors,
+    settings_of,
+)
 from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
     refuse_to_leave_behind,
@@ -28,12 +47,15 @@ from holdfast.launcher.resume.resume_step import (
     set_aside_after,
     set_aside_damaged,
 )
-from holdfast.launcher.resume.same_command import go_on_or_refuse
 from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
 from holdfast.run.manifest import Verification, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
+
+_MOST_LINES = 12
+_PROGRAM_FILES = {"trainer" if program == "rl" else program: program for program in PROGRAMS}
+_OF_DEVICES = ("model.activation_checkpointing:", "model.logits_chunk_tokens:", "engine.eager:")
 
 S = TypeVar("S")
 
@@ -48,23 +70,21 @@ def prepare(
     again: bool = False,
     is_locked: bool = False,
 ) -> Attempt:
-    """Take the run directory, decide where to start, and set aside what that supersedes.
+    """Lock the run directory, decide where to start, and set aside what that supersedes.
 
     Args:
-        trainer: what trains; its `output_dir` is the run directory.
+        trainer: its `output_dir` is the run directory.
         clean: remove the run that is there.
         dry_run: decide and check everything, touch nothing.
-        orchestrator: for RL runs: what makes the batches; decides whether journaled ones still hold.
-        inference: of the engine that the run starts itself; it decides about them, too.
-        again: go on with the run that this process has started before: from its newest checkpoint, or
-            its beginning, whatever the configuration says about resuming.
-        is_locked: this process has taken the directory already.
+        orchestrator, inference: of RL runs; journaled batches are kept only if these settings still make them.
+        again: this process has started the run before: continue from the newest checkpoint, or the beginning.
+        is_locked: this process holds the lock already.
 
     Raises:
         RunDirError: the directory is in use, cannot be written, or holds a run that is finished or of other settings,
-            and neither resume nor --clean was asked.
-        ConfigError: options that contradict each other.
-        CheckpointError: the step to resume from is not there, damaged, or of another model.
+            without resume or --clean.
+        ConfigError: options contradict each other.
+        CheckpointError: the step to resume from is missing, damaged, or of another model.
         ReadError: a file that decides about it cannot be read.
     """
     run_dir = RunDir(trainer.output_dir)
@@ -73,9 +93,8 @@ def prepare(
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
     if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
-        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the directory is made for its lock
+        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the lock makes the directory
     if not (dry_run or again or is_locked):  # then this process holds the lock
-        # Before anything is looked at: another launcher could change it behind the look.
         run_dir.lock()
         if orchestrator is not None:
             run_dir.lock_orchestrator()
@@ -86,14 +105,15 @@ def prepare(
         else:
             _remove_rest(run_dir)
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
+    sections = (trainer, orchestrator, inference)
     store, whole = None if dry_run else ckpt.dir, None
     if again and store is not None:
-        # A store that is away must not keep a run from going on that has all it needs here.
+        # A run that has all it needs here continues without its store.
         whole = _newest_if_whole(run_dir, ckpt.verify)
         store = store if whole is None and run_dir.entries() else None
     if ckpt.dir is not None and dry_run:
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
-    if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, orchestrator, inference):
+    if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, _sections(*sections)):
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     attempt = _decide(run_dir, ckpt, clean=clean, store=store, whole=whole, async_level=async_level, again=again)
     if attempt.resume_step is None:
@@ -104,12 +124,12 @@ def prepare(
     _check_fits(attempt, trainer)
     inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
     attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
-    for line in profile_notes(trainer, done=attempt.resume_step or 0):
-        print(line)
+    window, done = trainer.profiled_steps, attempt.resume_step or 0
+    if window is not None and done >= window.last:
+        print(f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}")
     if not dry_run:
-        sections = (trainer, orchestrator, inference)
         _make_room(attempt, ckpt, sections, clean=clean, again=again)
-        # Last: a start that is refused or fails here must not have touched the store.
+        # Last: a refused start must not have touched the store.
         if store is not None and attempt.fork is None:
             from holdfast.launcher.resume.remote import set_aside_remote_after
 
@@ -118,7 +138,7 @@ def prepare(
 
 
 def _to_go_on(trainer: TrainingCommand) -> str:
-    """Return what the user does to go on with the run, by the flags of the command that started it."""
+    """Return how the user continues the run, by the flags of its command."""
     if trainer.clean:
         return "give the same command again without --clean"
     if trainer.ckpt is not None and trainer.ckpt.resume_step not in (None, "auto", "latest", -1):
@@ -126,17 +146,8 @@ def _to_go_on(trainer: TrainingCommand) -> str:
     return "give the same command again"
 
 
-def _goes_on(
-    run_dir: RunDir,
-    trainer: TrainingCommand,
-    orchestrator: OrchestratorConfig | None,
-    inference: InferenceConfig | None,
-) -> bool:
-    """Whether the same command goes on with what is in `run_dir`, as `ckpt.resume_step` is unset.
-
-    Raises:
-        RunDirError: what is there is finished, of other settings, or not forked from `ckpt.resume_dir`.
-    """
+def _goes_on(run_dir: RunDir, trainer: TrainingCommand, sections: Mapping[str, Command]) -> bool:
+    """Whether the same command continues what is in `run_dir`; raise `RunDirError` if it must not."""
     if not (run_dir.holds_run() or run_dir.entries()):
         return False
     if (run_dir.path / "config" / "evaluate.toml").exists():
@@ -147,11 +158,16 @@ def _goes_on(
             f"{run_dir.path} already holds a run that was not forked from {source}: continue that run by "
             "--ckpt.resume-step auto, or choose another directory with --output-dir."
         )
-    others: dict[str, Command] = {"orchestrator": orchestrator} if orchestrator is not None else {}
-    if inference is not None:
-        others["inference"] = inference
-    go_on_or_refuse(run_dir, run_dir.next_attempt(), trainer, others)
+    _go_on_or_refuse(run_dir, run_dir.next_attempt(), trainer, sections)
     return True
+
+
+def _sections(
+    trainer: TrainingCommand, orchestrator: OrchestratorConfig | None = None, inference: InferenceConfig | None = None
+) -> dict[str, Command]:
+    """Return the settings of the processes of a run, by the names of their files."""
+    found = {process_name(trainer): trainer, "orchestrator": orchestrator, "inference": inference}
+    return {name: section for name, section in found.items() if section is not None}
 
 
 def _make_room(
@@ -162,19 +178,13 @@ def _make_room(
     clean: bool,
     again: bool,
 ) -> None:
-    """Set aside or remove what the attempt supersedes in the run directory.
-
-    Raises:
-        RunDirError: the storage fails, or an orchestrator that lives would be left behind.
-        ReadError: a file that decides about it cannot be read.
-    """
+    """Set aside or remove what the attempt supersedes in the run directory."""
     trainer, orchestrator, inference = sections
     run_dir = attempt.run_dir
-    lives = orchestrator is None and run_dir.has_orchestrator()  # one that was started by hand, as this trainer
+    lives = orchestrator is None and run_dir.has_orchestrator()  # started by hand, as this trainer
     try:
-        # Before anything moves: it compares with what the last attempt left.
         holds = True if clean else _tell_changed_inputs(attempt, trainer)
-        # A trainer that is started by hand does not know with what its orchestrator makes batches.
+        # A trainer that is started by hand does not know the settings of its orchestrator.
         keeps = not clean and (holds or orchestrator is None)
         last_batch = last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
         if lives:
@@ -183,7 +193,7 @@ def _make_room(
             run_dir.remove_run()
         run_dir.require_writable()
         if again:
-            # They will be published again, bit for bit: many deaths must not fill the disk with copies.
+            # They will be published again, bit for bit, and many copies would fill the disk.
             run_dir.remove_weights_after(attempt.resume_step or 0)
         elif (
             attempt.number > 1
@@ -193,10 +203,7 @@ def _make_room(
             run_dir.note_rewind(attempt.resume_step or 0, by_attempt=attempt.number)
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         if trainer.keep_attempts != "all":
-            own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
-            others = {"orchestrator": orchestrator, "inference": inference}
-            names = (own, *(name for name, section in others.items() if section is not None))
-            _forget_attempts(attempt, trainer.keep_attempts, names)
+            _forget_attempts(attempt, trainer.keep_attempts, tuple(_sections(*sections)))
     except OSError as error:
         raise RunDirError(
             f"{run_dir.path} could not be prepared: {error}. No committed checkpoint is lost: mend the storage "
@@ -205,11 +212,6 @@ def _make_room(
 
 
 def _remove_rest(run_dir: RunDir) -> None:
-    """Go on with the removal of a run that was interrupted.
-
-    Raises:
-        RunDirError: the storage fails.
-    """
     try:
         run_dir.remove_run()
     except OSError as error:
@@ -220,16 +222,12 @@ def _remove_rest(run_dir: RunDir) -> None:
 
 
 def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
-    """Say which libraries and files are not those of the checkpoint and of the last attempt.
-
-    Returns:
-        Whether the last attempt trained with the same: then what it made is what this one would make.
-    """
-    own = "trainer" if isinstance(trainer, TrainerConfig) else trainer.program
+    """Print which libraries and files have changed; return whether the last attempt trained with the same."""
     saved, is_known = libraries_of(attempt.checkpoint), True
     try:
-        before = last_started(attempt.run_dir, attempt.number, (own,)) or attempt.run_dir.path  # of another machine
-        noted = inputs_of(before if not attempt.fork else None)
+        before = last_started(attempt.run_dir, attempt.number, (process_name(trainer),))
+        # In the run directory itself: those of another machine.
+        noted = {} if attempt.fork else inputs_of(before or attempt.run_dir.path)
     except DataError as error:
         print(f"WARNING: whether files or libraries have changed since the last attempt is not known: {error}")
         noted, is_known = {}, False
@@ -242,13 +240,11 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
 def _takes_another_way(
     attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
 ) -> bool:
-    """Whether the steps that are trained again are meant to become others: trackers must not mix the two."""
+    """Whether the steps that are trained again will differ: trackers must not mix the two."""
     step, wanted = attempt.resume_step or 0, ckpt.resume_step
     if wanted not in (None, "latest", "auto", -1) and any(later > step for later in attempt.run_dir.steps_there()):
         return True
-    given: dict[str, Command] = {"trainer" if isinstance(trainer, TrainerConfig) else trainer.program: trainer}
-    if orchestrator is not None:
-        given["orchestrator"] = orchestrator
+    given = _sections(trainer, orchestrator)
     before = last_started(attempt.run_dir, attempt.number, tuple(given))
     return before is not None and any(
         compare_settings(read_settings(before / f"{name}.toml"), settings_of(config)).computing
@@ -257,7 +253,7 @@ def _takes_another_way(
 
 
 def _forget_attempts(attempt: Attempt, keep: int, names: tuple[str, ...]) -> None:
-    """Remove what the oldest attempts left, but for the settings `names` that the next one compares its own with."""
+    """Remove what the oldest attempts left, except the settings that the next attempt compares with."""
     started = last_started(attempt.run_dir, attempt.number, names)
     last = attempt.number - keep
     if started is not None:
@@ -265,29 +261,8 @@ def _forget_attempts(attempt: Attempt, keep: int, names: tuple[str, ...]) -> Non
     attempt.run_dir.remove_old_attempts(last)
 
 
-def profile_notes(trainer: TrainingCommand, *, done: int) -> list[str]:
-    """Return what is to be said of the steps to profile in an attempt that goes on behind step `done`."""
-    window = trainer.profiled_steps
-    if window is None:
-        return []
-    if done >= window.last:
-        return [f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}"]
-    notes = []
-    if done >= window.first:
-        notes.append(f"profile = {window}: the run continues from step {done}, and is profiled from there")
-    if len(window) > MANY_STEPS:
-        notes.append(
-            f"WARNING: profile = {window} records {len(window)} steps: a step of a large model takes hundreds of MB of "
-            "memory and disk, and a few steps show as much"
-        )
-    return notes
-
-
 def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
-    """Do what needs the object store; a run that has been started already goes on without it, and says so.
-
-    All that this process ever uploaded or brought lies on this machine as well.
-    """
+    """Do what needs the object store; `again`: continue without it, as this machine has all that it had."""
     try:
         return action()
     except StorageError as error:
@@ -298,25 +273,24 @@ def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
 
 
 def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
-    """Refuse options of which one asks for what the other rules out."""
     wanted = ckpt.resume_step
     if clean and wanted is not None:
         raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
     for key, path, other in (
-        ("resume_dir", ckpt.resume_dir, "goes on from another run's checkpoint"),
+        ("resume_dir", ckpt.resume_dir, "continues from another run's checkpoint"),
         ("weights_only", ckpt.weights_only, "starts from scratch with other weights"),
     ):
         if path is not None and wanted not in (None, "auto"):
             flag = key.replace("_", "-")
             raise ConfigError(
-                f"ckpt.resume_step = {wanted} goes on from a checkpoint of this run, and ckpt.{key} = {path} {other}: "
-                f"give one of them. `--ckpt.resume-step auto --ckpt.{flag} {path}` takes this run's own newest "
-                "checkpoint, and the other where there is none."
+                f"ckpt.resume_step = {wanted} continues from a checkpoint of this run, ckpt.{key} = {path} {other}: "
+                f"give one of them. `--ckpt.resume-step auto --ckpt.{flag} {path}` takes this run's newest "
+                "checkpoint, and the other if there is none."
             )
 
 
 def _require_reference(trainer: TrainingCommand) -> None:
-    """Refuse to take the model for the reference of a run that begins with other weights."""
+    """Refuse the default reference, `model.name`, if the run begins with other weights."""
     if isinstance(trainer, TrainerConfig) and trainer.kl is not None and trainer.kl.reference is None:
         raise ConfigError(
             "kl.reference is needed with ckpt.weights_only: by default the reference is model.name, and this run "
@@ -325,7 +299,7 @@ def _require_reference(trainer: TrainingCommand) -> None:
 
 
 def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | None) -> None:
-    """Refuse to start afresh with weights that starting afresh takes out of this directory."""
+    """Refuse weights of this directory for a fresh start, which clears them."""
     moved = [directory.resolve() for directory in (run_dir.checkpoints, run_dir.weights)]
     for key, path in (("ckpt.weights_only", weights_only), ("model.name", Path(model_name))):
         if path is not None and any(path.resolve().is_relative_to(directory) for directory in moved):
@@ -336,10 +310,7 @@ def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | N
 
 
 def _newest_if_whole(run_dir: RunDir, how: Verification) -> int | None:
-    """Return the step of the newest checkpoint that was ever committed here, if it is whole; None: it is not.
-
-    Then the store has nothing newer of this run: it gets what is committed here.
-    """
+    """Return the step of the newest checkpoint here if it is whole; then the store has nothing newer of this run."""
     entries = run_dir.entries()
     if not entries:
         return None
@@ -359,12 +330,12 @@ def _decide(
     async_level: int,
     again: bool,
 ) -> Attempt:
-    """Find the step to start from, verified; `whole` is verified already. This run's own checkpoints come first."""
+    """Find the step to start from, verified (`whole` already is); checkpoints of this run come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
     is_there = not clean and (run_dir.holds_run() or bool(run_dir.entries()))
     if store is not None:
-        from holdfast.launcher.resume.remote import fetch  # what speaks to stores takes 0.1 s to import
+        from holdfast.launcher.resume.remote import fetch  # takes 0.1 s
 
         brought = _with_store(
             lambda: fetch(store, run_dir, wanted, how=ckpt.verify, older_weights=async_level), again=again
@@ -387,7 +358,7 @@ def _decide(
 
 
 def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
-    """Refuse a checkpoint that the trainer cannot go on from."""
+    """Refuse a checkpoint that the trainer cannot continue from."""
     step, directory = attempt.resume_step, attempt.checkpoint
     if step is None or directory is None:
         return
@@ -414,7 +385,7 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
 
 
 def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool) -> None:
-    """Bring the directory into the state that the attempt starts from, and say what that changed."""
+    """Bring the directory into the state that the attempt starts from; print the changes."""
     run_dir, number = attempt.run_dir, attempt.number
     for path in run_dir.clear_leftovers(of_batches=of_batches):
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
@@ -425,12 +396,11 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     for path, reason in set_aside_damaged(run_dir, number):
         print(f"WARNING: moved {path.relative_to(run_dir.path)} aside, because it is damaged: {reason}")
     step = attempt.resume_step or 0
-    # What is there belongs to no step of the run that is forked.
     after = 0 if attempt.fork else step
-    # Before the fork is copied: it gets names that may be taken.
+    # Before the fork is copied, which may need the names.
     if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
         print(f"moved to {aside.relative_to(run_dir.path)}, because it is later than step {after}:")
-        # On another filesystem it is set aside there: the whole path says so.
+        # Whole paths if they are on another filesystem.
         paths = (path.relative_to(aside if path.is_relative_to(aside) else run_dir.path) for path in moved)
         print("  " + ", ".join(map(str, paths)))
     if attempt.fork is not None:
@@ -442,3 +412,119 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     if number > 1 or attempt.resume_step is not None:
         verb = "starting" if attempt.resume_step is None else "resuming"
         print(f"{verb} {attempt.start} in {run_dir.path} (attempt {number})")
+
+
+def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sections: Mapping[str, Command]) -> None:
+    """Return if attempt `number` may continue the run in `run_dir`, and print that there is work of it.
+
+    Args:
+        sections: settings of the processes of the run, by the names of their files.
+
+    Raises:
+        RunDirError: the run is finished, or was started with settings that compute something else.
+        OSError, ReadError: the files of the run cannot be read.
+    """
+    if not run_dir.has_work():
+        return
+    elsewhere = "or choose another directory with --output-dir"
+    steps = run_dir.steps_there()
+    name = process_name(trainer)
+    if (other := _other_program(run_dir, number, name)) is not None:
+        raise RunDirError(f"{run_dir.path} holds a run of {other}: choose another directory with --output-dir.")
+    if (step := _finished_at(run_dir, number)) is not None:
+        further = (
+            f"raise {trainer.length_flag} and add --ckpt.resume-step latest (step {steps[-1]}) to train further, "
+            f"{elsewhere}"
+            if steps
+            else "choose another directory with --output-dir, and with --model.name "
+            f"{run_dir.weights_of(step)} if a new run is to begin with its weights"
+        )
+        raise RunDirError(f"{run_dir.path} holds a run that is finished, at step {step}: {further}.")
+    before = last_started(run_dir, number, tuple(sections))
+    has_settings = any(run_dir.path.glob("configs/attempt_*/*.toml"))
+    if before is None and run_dir.forked_from() is not None and not has_settings:
+        return  # killed after the copy of the checkpoint: nothing has started
+    if before is None:
+        raise RunDirError(
+            f"{run_dir.path} already holds a run, and its settings are not there to compare with: continue with "
+            f"--ckpt.resume-step auto, {elsewhere}."
+        )
+    changed = _changes(before, sections, trainer, name=name, steps=steps)
+    if changed:
+        shown = changed[:_MOST_LINES]
+        left = [f"and {len(changed) - len(shown)} more"] if len(changed) > len(shown) else []
+        raise RunDirError(
+            f"{run_dir.path} holds an unfinished run that was started with other settings, those in {before}:\n"
+            + "".join(f"         {line}\n" for line in [*shown, *left])
+            + "       Give the settings of that run to continue it, or add --ckpt.resume-step auto to continue with "
+            f"these settings, {elsewhere}."
+        )
+    # A store may have what is not here.
+    elsewhere_too = run_dir.forked_from() is not None or (trainer.ckpt is not None and trainer.ckpt.dir is not None)
+    if run_dir.entries() or run_dir.published_batches() or elsewhere_too:
+        print(f"continuing the unfinished run in {run_dir.path}: its settings are the same")
+    else:
+        print(f"the unfinished run in {run_dir.path} has the same settings and saved no step: it starts again")
+
+
+def _changes(
+    before: Path, sections: Mapping[str, Command], trainer: TrainingCommand, *, name: str, steps: Sequence[int]
+) -> list[str]:
+    """Return a line for each setting that computes something else than those in `before`."""
+    old = read_settings(before / f"{name}.toml")
+    # The launcher chooses these by the device.
+    chosen = _OF_DEVICES if old.get("parallel", {}).get("device") != trainer.parallel.device else ()
+    changed = [
+        line
+        for section, config in sections.items()
+        for line in compare_settings(read_settings(before / f"{section}.toml"), settings_of(config)).computing
+        if not line.startswith(chosen)
+    ]
+    if stretched := describe_stretch(old, trainer, step=steps[-1] if steps else 0):
+        changed.append(stretched)
+    critic = trainer.critic if isinstance(trainer, TrainerConfig) else None
+    lasts = (old.get("max_steps", trainer.max_steps), trainer.max_steps)
+    ends = [schedule_end(critic.optim, last) for last in lasts] if critic is not None else []
+    if len(set(ends)) > 1:
+        changed.append(f"the schedule of the critic now ends at step {ends[1]} instead of {ends[0]}")
+    if steps and trainer.ckpt is None:
+        changed.append("ckpt: set -> unset")
+    if not steps and (weights := _weights_only(old)) != _weights_only(settings_of(trainer)):
+        changed.append(f"ckpt.weights_only: {weights or 'unset'} -> {_weights_only(settings_of(trainer)) or 'unset'}")
+    return changed
+
+
+def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:
+    """Return the program of the newest attempt, if it is not `name`."""
+    for attempt in range(number - 1, 0, -1):
+        there = {path.stem for path in run_dir.configs(attempt).glob("*.toml")} & _PROGRAM_FILES.keys()
+        if there:
+            return None if name in there else _PROGRAM_FILES[min(there)]
+    return None
+
+
+def _finished_at(run_dir: RunDir, number: int) -> int | None:
+    """Return the last step of the run if the newest attempt that ended has finished it; else None."""
+    for attempt in range(number - 1, 0, -1):
+        for line in reversed(_lines(run_dir, attempt)):
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn by a kill
+                continue
+            if event.get("phase") == "ended":
+                return event.get("step") if event.get("exit_code") == 0 else None
+        if run_dir.logs(attempt).is_dir():
+            return None
+    return None
+
+
+def _lines(run_dir: RunDir, attempt: int) -> list[bytes]:
+    try:
+        return (run_dir.logs(attempt) / "events.jsonl").read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _weights_only(settings: Mapping[str, object]) -> object:
+    ckpt = settings.get("ckpt")
+    return ckpt.get("weights_only") if isinstance(ckpt, dict) else None

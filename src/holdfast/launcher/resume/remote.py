@@ -1,4 +1,4 @@
-"""Where a resume and an object store meet: bringing checkpoints here, and setting aside superseded ones there."""
+"""Resume from an object store: fetches checkpoints, and sets superseded ones aside there."""
 
 from __future__ import annotations
 
@@ -26,23 +26,21 @@ def fetch(
 ) -> int | None:
     """Bring the checkpoint that a resume wants onto this machine; return its step, None if nothing was needed.
 
-    Called before the step to resume from is resolved. A directory that holds no run becomes that of the
-    run at `url`.
+    Called before the step to resume from is resolved. An empty directory becomes that of the run at `url`.
 
     Args:
         wanted: `ckpt.resume_step`. `latest` and `auto` take the newest intact remote step that is newer than
             the newest intact one here; a number is taken if this machine does not have it intact.
-        how: what is checked of the checkpoints that are here already. A download is checked fully.
+        how: how checkpoints here are checked. A download is checked fully.
         older_weights: for RL runs, how many versions before that of the step make the next batches.
-        say: is told what is copied, and which steps were skipped and why.
+        say: gets what is copied, and which steps were skipped and why.
 
     Raises:
         ConfigError: the URL cannot be used, or its driver is not installed.
-        RunDirError: `url` holds another run.
+        RunDirError: `url` holds another run, or this machine cannot store the checkpoint.
         CheckpointError: the step is nowhere, or damaged.
         StorageError: the store cannot be used.
-        ReadError: a checkpoint that is here cannot be read; nothing is put into its place.
-        RunDirError: this machine cannot take what the store has.
+        ReadError: a checkpoint here cannot be read; nothing replaces it.
     """
     remote = RemoteCheckpoints(url)
     steps = remote.steps()
@@ -60,11 +58,11 @@ def fetch(
 
 
 def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
-    """Make the remote steps after `step` not exist, out loud: the run goes on from `step` and makes them anew."""
+    """Set the remote steps after `step` aside, and print it: the run makes them again."""
     remote = RemoteCheckpoints(url)
     if later := remote.set_aside_after(step):
         if run_dir.holds_run():
-            remote.write_identity(run_dir)  # another machine must know that the run went back
+            remote.write_identity(run_dir)
         steps = ", ".join(f"step_{number}" for number in later)
         print(f"moved aside at {url}, because it is later than step {step}: {steps}")
 
@@ -77,7 +75,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
     if not run_dir.holds_run():
         return
     identity = run_dir.identity()
-    # Empty in manifests of a loop of one's own; a fork holds a step of the run that it began with.
+    # Empty in manifests of a training loop of the user; a fork holds a step of its first run.
     ours = {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
     for step in reversed(steps):
         try:
@@ -116,7 +114,7 @@ def _fetch_one(
         if _is_intact(run_dir, wanted, how):
             return None
     elif run_dir.checkpoint(wanted).exists():
-        return None  # its state is told by who resolves the step
+        return None  # `resolve_resume_step` checks it
     else:
         raise CheckpointError(
             f"ckpt.resume_step = {wanted} is neither in {run_dir.checkpoints} (committed steps: {_listed(here)}) "
@@ -124,7 +122,6 @@ def _fetch_one(
         )
     try:
         _bring(remote, run_dir, wanted, say)
-    # It is a CheckpointError too, and says nothing about this step.
     except StorageError:
         raise
     except CheckpointError as error:
@@ -156,7 +153,7 @@ def _fetch_newest(
 
 def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
     started = time.monotonic()
-    # A damaged one is worth keeping: what it lost may not be what somebody needs of it.
+    # A damaged one is kept: some of it may be of use.
     remote.download(
         step, run_dir.checkpoint(step), make_room=lambda old: set_aside(run_dir, old, run_dir.next_attempt())
     )
@@ -164,7 +161,7 @@ def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[
 
 
 def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callable[[str], None]) -> None:
-    """Make an empty directory that of the run whose checkpoint was brought."""
+    """Give an empty directory the identity of the run of the checkpoint."""
     if run_dir.holds_run() or not run_id:
         return
     files = remote.read_identity()
@@ -177,7 +174,7 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
         identity = {"run_id": run_id, "created_unix_s": int(time.time())}
         files = {"run.json": checked.encode(identity)}
-    # Last what makes it the directory of a run.
+    # run.json last: it makes this the directory of a run.
     for name in sorted(files, reverse=True):
         path = run_dir.path / name
         atomic.make_directory(path.parent)
@@ -194,4 +191,4 @@ def _fetch_weights(remote: RemoteCheckpoints, run_dir: RunDir, versions: range, 
         except StorageError:
             raise
         except CheckpointError as error:
-            say(f"WARNING: going on without the weights of version {version}: {error}")
+            say(f"WARNING: continuing without the weights of version {version}: {error}")

@@ -38,18 +38,17 @@ def resolve_resume_step(
     how: Verification = "full",
     say: Callable[[str], None] = print,
 ) -> int | None:
-    """Return the step to resume from, or None for a fresh start. The step is verified.
+    """Return the verified step to resume from, or None for a fresh start.
 
     Args:
-        run_dir: where the checkpoints are.
-        wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` fall
-            back past damaged steps; a step asked for by number does not.
+        wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` pass over damaged
+            steps; a number does not.
         how: `full` reads every byte; `size` compares sizes only.
-        say: is told which steps were skipped and why.
+        say: gets which steps were skipped and why.
 
     Raises:
-        CheckpointError: the step is not there or damaged, listing the steps that are.
-        ReadError: the step cannot be read. An older one is not taken for it.
+        CheckpointError: the step is missing or damaged; the error lists the others.
+        ReadError: the step cannot be read. An older one does not replace it.
     """
     if wanted is None:
         return None
@@ -64,11 +63,11 @@ def resolve_resume_step(
         except ReadError as error:
             others = ", ".join(str(other) for other in steps if other < step) or "none"
             raise ReadError(
-                f"ckpt.resume_step = {wanted}: {error}. That is no damage, so no older step is taken for step "
+                f"ckpt.resume_step = {wanted}: {error}. It may be whole, so no older step replaces step "
                 f"{step}. Mend the storage, or choose one by number: {others}."
             ) from error
 
-    # Unreadable and damaged ones, too: they must stop or be named, not be passed over in silence.
+    # Unreadable and damaged ones, too, which must stop the resume or be named.
     there_are = [entry.step for entry in entries]
     newest, damaged = newest_intact(there_are, check, say=lambda text: say(f"WARNING: {text}"))
     if newest is not None:
@@ -87,7 +86,6 @@ def resolve_resume_step(
 
 
 def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, how: Verification) -> int:
-    """Return a step that was asked for by number, when it is there and intact."""
     if not is_there:
         raise CheckpointError(
             f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}.{_nothing_there(steps)}"
@@ -113,24 +111,19 @@ def _nothing_there(steps: list[int]) -> str:
 
 
 def set_aside_damaged(run_dir: RunDir, attempt: int) -> list[tuple[Path, str]]:
-    """Move checkpoints without a valid manifest to `discarded/attempt_K`; return where to, and the reasons.
-
-    A save gets its name when it is whole, so these were committed once and lost something since.
-    """
+    """Move damaged checkpoints, which were whole once, to `discarded/attempt_K`; return new paths and reasons."""
     damaged = [entry for entry in run_dir.entries() if entry.status == "damaged"]
     return [(set_aside(run_dir, entry.path, attempt), entry.reason) for entry in damaged]
 
 
 def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
-    """Move what lies after `step` to `discarded/attempt_K`, and return where it is now.
+    """Move what is later than `step` to `discarded/attempt_K`; return the new paths.
 
-    That is checkpoints, weights, batches and evaluations of later steps, and their lines of metrics.jsonl.
-    Nothing is deleted but the weights of `step` itself, which the trainer publishes again from
-    the checkpoint, so that nobody takes old ones for them.
+    Checkpoints, weights, batches, evaluations and lines of metrics.jsonl move. Only the weights of `step` are deleted,
+    which the trainer publishes again from the checkpoint.
 
     Args:
-        last_batch: leave batches up to this one in place, to be trained again instead of being
-            made again, and the generations of the one after it; unset: all move.
+        last_batch: batches up to this one stay, to be trained again, and the generations of the next one.
     """
     until = {
         run_dir.checkpoints: step,
@@ -154,7 +147,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             aside = _free_name(run_dir.discarded(attempt) / run_dir.metrics.name)
-            # Put aside before they go: a kill between leaves them twice, not nowhere.
+            # Written before they go: a kill between leaves them twice.
             atomic.write_file(aside, b"".join(line for line in lines if _step_of(line) > step))
             atomic.write_file(run_dir.metrics, b"".join(kept))
             moved.append(aside)
@@ -162,7 +155,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
 
 
 def set_aside(run_dir: RunDir, path: Path, attempt: int) -> Path:
-    """Move `path` to `discarded/attempt_K`, on its own filesystem; return where it is now."""
+    """Move `path` to `discarded/attempt_K` on its own filesystem; return the new path."""
     aside = _free_name(run_dir.discarded(attempt) / path.relative_to(run_dir.path))
     try:
         os.rename(path, aside)
@@ -175,11 +168,10 @@ def set_aside(run_dir: RunDir, path: Path, attempt: int) -> Path:
 
 
 def _free_name(wanted: Path) -> Path:
-    """Return `wanted` or a name like it: an attempt that died at this point has put others there already."""
+    """Return `wanted` or a name like it, as an attempt that died at this point may have used it."""
     aside = wanted
     atomic.make_directory(wanted.parent)
     copies = 1
-    # rename would replace a file, or fail on a directory.
     while aside.exists():
         copies += 1
         aside = wanted.with_name(f"{wanted.name}.{copies}")
@@ -187,7 +179,7 @@ def _free_name(wanted: Path) -> Path:
 
 
 def _step_of(line: bytes) -> float:
-    """Step of one line of metrics.jsonl; a torn or damaged line counts as the last of all."""
+    """Return the step of a line of metrics.jsonl; infinity for a torn line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -195,8 +187,8 @@ def _step_of(line: bytes) -> float:
 
 
 def clear_unpublished(run_dir: RunDir) -> None:
-    """Remove what a dead orchestrator left of the batch that it was publishing."""
-    # Only behind the last batch: the trainer removes older ones under such names at this moment.
+    """Remove the batch that a dead orchestrator was publishing."""
+    # Only after the last batch: the trainer removes older ones under such names at this moment.
     last = max([*run_dir.published_batches(), *run_dir.committed_steps()], default=0)
     prefix = f"{atomic.TEMPORARY_PREFIX}step_"
     for path in run_dir.rollouts.glob(f"{prefix}*"):
@@ -211,20 +203,16 @@ def last_kept_batch(
     orchestrator: OrchestratorConfig | None,
     inference: InferenceConfig | None,
 ) -> int | None:
-    """Return the last journaled batch that this attempt would make itself, bit for bit; None if none can be known.
+    """Return the last journaled batch that this attempt would make itself, bit for bit; None if unknown.
 
     A batch depends on the settings of orchestrator and engine, on the weights that sample it and, through the
-    orchestrator's state, on all batches before. So the journal holds from the resumed step as far
-    as its batches are contiguous and whole, provided that what makes batches has not changed since
-    the last attempt. If only the trainer's settings changed, batches that were sampled by versions
-    up to the resumed step still hold; those of later versions do not, because these weights come
-    out differently now. That damaged checkpoints were skipped changes nothing about it.
+    orchestrator's state, on all batches before. So the journal holds from the resumed step while its batches are
+    contiguous and whole, if these settings have not changed since the last attempt. If only the trainer's settings
+    changed, batches of versions up to the resumed step hold; later weights come out differently now.
 
-    A trainer that is started by hand knows no orchestrator's settings: the one that made the batches makes the next
-    ones, too, or whoever started another one did not clear them.
+    A trainer that is started by hand does not know the orchestrator's settings, and keeps the batches.
 
-    Who asks for an older step by number while there are later ones wants to do them again (with
-    another environment, say, whose code is no setting): then nothing of the journal is kept.
+    A user who asks for an older step by number wants to do later ones again: then no batch is kept.
     """
     run_dir, step = attempt.run_dir, attempt.resume_step or 0
     if attempt.fork is not None or not isinstance(trainer, TrainerConfig):
@@ -235,7 +223,6 @@ def last_kept_batch(
     sections = {"trainer": trainer, "orchestrator": orchestrator, "inference": inference}
     names = [name for name, section in sections.items() if section is not None]
     previous = last_started(run_dir, attempt.number, names)
-    # What the batches were made with cannot be known.
     if previous is None and orchestrator is not None:
         return None
     try:
@@ -249,16 +236,15 @@ def last_kept_batch(
                 return None
         before = read_toml(TrainerConfig, previous / "trainer.toml") if previous is not None else trainer
         same_weights = fingerprint(before) == fingerprint(trainer)
-    except ConfigError:  # it was written by another version
+    except ConfigError:  # of another version
         return None
     if attempt.resume_step is None and _warm_start(before) != _warm_start(trainer):
         return None
-    # Where the weights come out differently now, so would the batches that later versions made.
     return _last_whole_batch(run_dir, step, _vocab_size(trainer), last_version=None if same_weights else step)
 
 
 def _last_whole_batch(run_dir: RunDir, step: int, vocab_size: int | None, *, last_version: int | None) -> int:
-    """Return the last batch from `step` on that is there without a gap, whole, and of `last_version` or before."""
+    """Return the last whole batch from `step` on without a gap, of `last_version` or before."""
     last = step
     while run_dir.batch(last + 1).exists():
         try:
@@ -267,7 +253,7 @@ def _last_whole_batch(run_dir: RunDir, step: int, vocab_size: int | None, *, las
             print(f"WARNING: batch {last + 1} is made again: {error}")
             break
         if (problem := problem_of_batch(batch, vocab_size)) is not None:
-            print(f"WARNING: batch {last + 1} is made again, for nobody can have sampled it: {problem}")
+            print(f"WARNING: batch {last + 1} is made again, because no engine can have sampled it: {problem}")
             break
         if last_version is not None and batch.policy_version > last_version:
             break
@@ -276,7 +262,7 @@ def _last_whole_batch(run_dir: RunDir, step: int, vocab_size: int | None, *, las
 
 
 def _vocab_size(config: TrainingCommand) -> int | None:
-    """Return how many token ids the model has; None where that takes more than a look at a local file."""
+    """Return how many token ids the model has; None if no local file tells."""
     try:
         return vocab_size_in(Path(config.model.name) / "config.json")
     except DataError:
@@ -284,19 +270,19 @@ def _vocab_size(config: TrainingCommand) -> int | None:
 
 
 def _warm_start(config: TrainingCommand) -> Path | None:
-    """Return where a fresh start takes its weights from, if not from the model."""
+    """Return the weights of a fresh start, if not those of the model."""
     path = config.ckpt.weights_only if config.ckpt else None
     return path and path.resolve()
 
 
 def refuse_to_leave_behind(attempt: Attempt, last_batch: int | None, *, clean: bool) -> None:
-    """Refuse to set batches aside that a living orchestrator has made: it would never make them again."""
+    """Refuse to set batches of a living orchestrator aside: it would never make them again."""
     run_dir, step = attempt.run_dir, attempt.resume_step or 0
     kept = step if last_batch is None else last_batch
     superseded = [batch for batch in run_dir.published_batches() if batch > kept]
     if superseded or attempt.fork is not None or (clean and run_dir.holds_run()):
         raise RunDirError(
-            f"an orchestrator runs in {run_dir.path} and goes on behind the batches that it has made, and this start "
+            f"an orchestrator runs in {run_dir.path} and continues after the batches that it has made, but this start "
             f"supersedes {f'batch {superseded[0]} and what follows' if superseded else 'what is there'}. Stop it, then "
             "start the trainer and after it the orchestrator, with the same step."
         )

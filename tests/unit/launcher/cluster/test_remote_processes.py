@@ -15,8 +15,8 @@ import pytest
 from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage_failure
 from holdfast.launcher import supervise
 from holdfast.launcher.cluster import hosts
-from holdfast.launcher.cluster.cluster import Need, assign, is_trainer, trainer_names, wanted_and_there
-from holdfast.launcher.cluster.hosts import PipeWire, RemoteHost, RemoteProcess, agent_command, travelling
+from holdfast.launcher.cluster.cluster import ResourceRequest, assign, is_trainer, trainer_names, wanted_and_there
+from holdfast.launcher.cluster.hosts import PipeChannel, RemoteHost, RemoteProcess, agent_command, travelling
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
@@ -26,15 +26,15 @@ Ends = Callable[..., bool]
 
 
 @pytest.fixture
-def wire() -> Iterator[PipeWire]:
-    wire = PipeWire(agent_command())
-    yield wire
-    wire.close()
+def channel() -> Iterator[PipeChannel]:
+    channel = PipeChannel(agent_command())
+    yield channel
+    channel.close()
 
 
-def started(wire: PipeWire, log: Path) -> RemoteProcess:
+def started(channel: PipeChannel, log: Path) -> RemoteProcess:
     """Return a process that has said its first word."""
-    process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, log, {"PYTHONUNBUFFERED": "1"})
+    process = RemoteHost("other", "127.0.0.1", channel).start(SERVES, log, {"PYTHONUNBUFFERED": "1"})
     while not (log.exists() and log.read_bytes()):
         assert process.poll() is None
     return process
@@ -47,8 +47,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_process_of_another_host(wire: PipeWire, tmp_path: Path) -> None:
-    process = started(wire, tmp_path / "logs" / "a.log")
+def test_a_process_of_another_host(channel: PipeChannel, tmp_path: Path) -> None:
+    process = started(channel, tmp_path / "logs" / "a.log")
     assert process.pid and is_alive(process.pid)
     assert process.wait(0.01) is None is process.returncode
     process.show_stacks([], tmp_path / "a.log")
@@ -56,51 +56,52 @@ def test_a_process_of_another_host(wire: PipeWire, tmp_path: Path) -> None:
     assert process.wait() == -signal.SIGTERM == process.poll()
     process.signal(signal.SIGTERM)
     assert process.loss is None
-    again = started(wire, tmp_path / "b.log")
+    again = started(channel, tmp_path / "b.log")
     again.clear(HANG_S)
     assert again.returncode == -signal.SIGKILL and again.loss is None
 
 
-def test_what_runs_there_ends_with_the_agent_and_is_lost(wire: PipeWire, tmp_path: Path, ends: Ends) -> None:
-    process = started(wire, tmp_path / "a.log")
-    wire.close()
+def test_what_runs_there_ends_with_the_agent_and_is_lost(channel: PipeChannel, tmp_path: Path, ends: Ends) -> None:
+    process = started(channel, tmp_path / "a.log")
+    channel.close()
     assert process.wait() == -signal.SIGKILL
     assert process.loss is not None and process.loss.startswith("other is lost: its connection has ended (exit code 0)")
     process.kill()  # says nothing more
     with suppress(ProcessLookupError):  # a program that is none of ours would not ask the kernel to end it
         os.kill(process.pid, signal.SIGKILL)
     assert ends(process.pid)
-    after = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "b.log", {})
+    after = RemoteHost("other", "127.0.0.1", channel).start(SERVES, tmp_path / "b.log", {})
     assert after.poll() == -signal.SIGKILL and after.pid == 0 and "other is lost" in str(after.loss)
-    assert wire.is_lost
+    assert channel.is_lost
 
 
 def test_the_reason_of_a_lost_connection_is_the_first_error_that_it_told(tmp_path: Path) -> None:
     code = "import sys; print('srun: error: no such node', file=sys.stderr); sys.exit(1)"
-    wire = PipeWire([sys.executable, "-c", code])
-    process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "a.log", {})
+    channel = PipeChannel([sys.executable, "-c", code])
+    process = RemoteHost("other", "127.0.0.1", channel).start(SERVES, tmp_path / "a.log", {})
     process.wait()
     assert process.loss == "other is lost: srun: error: no such node"
-    wire.close()
+    channel.close()
 
 
-def test_a_directory_that_the_host_does_not_have_is_named(wire: PipeWire, tmp_path: Path) -> None:
+def test_a_directory_that_the_host_does_not_have_is_named(channel: PipeChannel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no directory /nowhere \(No such file or directory\), from which"):
-        wire.call("start", ["http.server"], str(tmp_path / "a.log"), {}, "/nowhere")
-    process = RemoteProcess(wire, host="other", started=wire.post("start", ["http.server"], "a.log", {}, "/nowhere"))
+        channel.call("start", ["http.server"], str(tmp_path / "a.log"), {}, "/nowhere")
+    process = RemoteProcess(
+        channel, host="other", started=channel.post("start", ["http.server"], "a.log", {}, "/nowhere")
+    )
     with pytest.raises(ConfigError, match="has no directory /nowhere"):
         process.wait()
     assert process.wait() == ConfigError.exit_code and process.loss is None, "it is said once"
     process.kill()
     process.clear(HANG_S)
     assert process.loss is None, "the agent answers still"
-    assert wire.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
+    assert channel.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
         str(tmp_path / "no"),
         "/nowhere/at/all",
     ]
-    assert wire.call("about")["version"]
-    first = wire.call("reserve", 20000)
-    assert wire.call("reserve", first) > first, "it is held"
+    first = channel.call("reserve", 20000)
+    assert channel.call("reserve", first) > first, "it is held"
 
 
 def test_what_a_host_has_of_its_own_stays_its_own() -> None:
@@ -109,7 +110,7 @@ def test_what_a_host_has_of_its_own_stays_its_own() -> None:
 
 
 def test_processes_are_spread_over_what_the_nodes_have() -> None:
-    needs = [Need("trainer", 2, 2), Need("inference", 1, 1), Need("orchestrator", 1)]
+    needs = [ResourceRequest("trainer", 2, 2), ResourceRequest("inference", 1, 1), ResourceRequest("orchestrator", 1)]
     assert assign(needs, [{"CPU": 4, "GPU": 2}, {"CPU": 4, "GPU": 1}]) == [0, 1, 1]
     assert assign(needs, [{"CPU": 4, "GPU": 2}]) is None
     assert assign([], []) == []
@@ -134,87 +135,91 @@ def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     """Also one that reads nothing, and nobody waits for it meanwhile. What it may say later is no answer any more."""
     for name in ("CALL_TIMEOUT_S", "_CLOSE_TIMEOUT_S"):
         monkeypatch.setattr(hosts, name, 0.05)
-    wire = PipeWire([sys.executable, "-c", "import time; time.sleep(600)"])
-    host = RemoteHost("other", "127.0.0.1", wire)
+    channel = PipeChannel([sys.executable, "-c", "import time; time.sleep(600)"])
+    host = RemoteHost("other", "127.0.0.1", channel)
     try:
         more_than_a_pipe_holds = {"TEXT": "x" * 200_000}
         process = host.start(SERVES, tmp_path / "a.log", more_than_a_pipe_holds)
         assert process.wait() == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
         with pytest.raises(ProcessDied, match="other is lost: it does not answer"):
             host.ask("missing", [])
-        assert wire.is_lost
+        assert channel.is_lost
     finally:
-        wire.close()
+        channel.close()
 
 
 def test_a_full_disk_of_another_host_is_a_full_disk(tmp_path: Path) -> None:
     """For which the launcher waits, as for one of its own."""
     code = 'input(); print(\'{"error": "no room", "errno": 28}\', flush=True); input()'
-    wire = PipeWire([sys.executable, "-c", code])
-    process = RemoteHost("other", "127.0.0.1", wire).start(SERVES, tmp_path / "a.log", {})
+    channel = PipeChannel([sys.executable, "-c", code])
+    process = RemoteHost("other", "127.0.0.1", channel).start(SERVES, tmp_path / "a.log", {})
     with pytest.raises(OSError, match="no room") as full:
         process.wait()
     assert is_storage_failure(full.value) and process.wait() == STORAGE_FAILED and process.loss is None
-    wire.close()
+    channel.close()
 
 
 def test_a_process_with_the_number_of_an_earlier_one_has_not_ended(tmp_path: Path) -> None:
     code = 'input(); print(\'{"result": 7}\\n{"ended": -9, "pid": 7}\', flush=True); input()'
-    wire = PipeWire([sys.executable, "-c", f"{code}; print('{{\"result\": 7}}', flush=True); input()"])
-    host = RemoteHost("other", "127.0.0.1", wire)
+    channel = PipeChannel([sys.executable, "-c", f"{code}; print('{{\"result\": 7}}', flush=True); input()"])
+    host = RemoteHost("other", "127.0.0.1", channel)
     assert host.start(SERVES, tmp_path / "a.log", {}).wait() == -signal.SIGKILL
     again = host.start(SERVES, tmp_path / "b.log", {})
     while not again.pid:
         assert again.poll() is None
-    assert again.poll() is None and wire._ends == {}
-    wire.close()
+    assert again.poll() is None and channel._ends == {}
+    channel.close()
 
 
-def test_all_agents_are_ended_at_once(wire: PipeWire) -> None:
+def test_all_agents_are_ended_at_once(channel: PipeChannel) -> None:
     """One that does not end by itself holds up none of the others."""
-    mute = PipeWire(["sleep", "600"])
-    closing = threading.Thread(target=hosts.close_all, args=([mute, wire],))
+    mute = PipeChannel(["sleep", "600"])
+    closing = threading.Thread(target=hosts.close_all, args=([mute, channel],))
     closing.start()
-    assert wire._process.wait(HANG_S) == 0 and closing.is_alive() and mute._process.poll() is None
+    assert channel._process.wait(HANG_S) == 0 and closing.is_alive() and mute._process.poll() is None
     mute._process.kill()
     closing.join()
 
 
-def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(wire: PipeWire, tmp_path: Path) -> None:
+def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(channel: PipeChannel, tmp_path: Path) -> None:
     """The launcher looks after its other processes meanwhile, and the agent does all of it when it goes on."""
     log = tmp_path / "a.log"
-    process = started(wire, log)
-    os.kill(wire._process.pid, signal.SIGSTOP)
+    process = started(channel, log)
+    os.kill(channel._process.pid, signal.SIGSTOP)
     process.signal(signal.SIGINT)
     process.show_stacks([], log)
     process.kill()
     assert process.poll() is None is process.loss, "nobody knows yet"
-    os.kill(wire._process.pid, signal.SIGCONT)
+    os.kill(channel._process.pid, signal.SIGCONT)
     assert process.wait() in (-signal.SIGINT, 0, -signal.SIGKILL) and process.loss is None
 
 
-def test_a_frozen_agent_that_clears_is_lost(wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    process = started(wire, tmp_path / "a.log")
-    os.kill(wire._process.pid, signal.SIGSTOP)
+def test_a_frozen_agent_that_clears_is_lost(
+    channel: PipeChannel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    process = started(channel, tmp_path / "a.log")
+    os.kill(channel._process.pid, signal.SIGSTOP)
     try:
         monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.05)
         process.clear(0.01)
         assert process.loss == "other is lost: it does not answer" and process.returncode == -signal.SIGKILL
     finally:
-        os.kill(wire._process.pid, signal.SIGCONT)
+        os.kill(channel._process.pid, signal.SIGCONT)
 
 
 @pytest.mark.usefixtures("restored_signals")
-def test_who_is_stopped_on_a_mute_host_is_lost(wire: PipeWire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_is_stopped_on_a_mute_host_is_lost(
+    channel: PipeChannel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     log = tmp_path / "a.log"
-    process = started(wire, log)
+    process = started(channel, log)
     monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.01)
-    os.kill(wire._process.pid, signal.SIGSTOP)
+    os.kill(channel._process.pid, signal.SIGSTOP)
     try:
         with Supervisor() as supervisor:
             supervisor.children.append(Child("other", process, log, False, SERVES, {}))
             supervisor.stop(0.01)
             assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
     finally:
-        os.kill(wire._process.pid, signal.SIGCONT)
+        os.kill(channel._process.pid, signal.SIGCONT)

@@ -201,7 +201,7 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         launch_training(sft)
     submitter.write_text(f"#!/bin/bash\nmkfifo {tmp_path}/nobody; read -r < {tmp_path}/nobody\n")
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.launcher.cluster.slurm_job._SUBMIT_TIMEOUT_S", 0.1)
+        patch.setattr("holdfast.launcher.cluster.slurm._COMMAND_TIMEOUT_S", 0.1)
         with pytest.raises(ConfigError, match=r"sbatch has not answered within 0 s: see by squeue"):
             launch_training(sft)
     names = submitter.with_name("scontrol")  # of the launcher within a job

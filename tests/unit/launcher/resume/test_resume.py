@@ -214,8 +214,8 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
     weights = add_weights(other, 10)
     return {
         Kind.DCP: (dcp, "--ckpt.weights-only"),
-        Kind.WEIGHTS: (weights, f"--ckpt.weights-only {weights} or --model.name {weights}"),
-        Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model} or --model.name {model}"),
+        Kind.WEIGHTS: (weights, f"--ckpt.weights-only {weights}"),
+        Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model}"),
         Kind.TENSORS: (file, f"--ckpt.weights-only {file}"),
         "a run directory with the steps 5, 10": (other.path, "OTHER/checkpoints/step_"),
         "nothing: there is no such file": (path / "nowhere", "OTHER/checkpoints/step_"),
@@ -469,7 +469,7 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
         shutil.rmtree(killed.batch(step))
         add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]
-    assert f"batch 8 is made again, for nobody can have sampled it: a, task 0: {said}" in capsys.readouterr().out
+    assert f"batch 8 is made again, because no engine can have sampled it: a, task 0: {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "manifest.json"])

@@ -9,9 +9,9 @@ import pytest
 from holdfast.config import CkptConfig, DpoConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import RunDirError
-from holdfast.launcher.exit_reasons import profile_lines
+from holdfast.launcher.failures import profile_lines
 from holdfast.launcher.resume.attempt import Attempt, write_config
-from holdfast.launcher.resume.plan import prepare, profile_notes
+from holdfast.launcher.resume.plan import prepare
 from holdfast.run.run_dir import RunDir
 from tests.builders.launches import start_rl
 from tests.unit.launcher.resume.test_resume import add_batch, add_checkpoint
@@ -222,24 +222,14 @@ def test_the_settings_to_compare_with_are_kept_with_few_attempts(run: RunDir) ->
     assert _start(_sft(run, keep_attempts=1)).number == 3
 
 
-@pytest.mark.parametrize(
-    ("profile", "done", "said"),
-    [
-        ("3:5", 5, ["WARNING: profile = 3:5: nothing is profiled, the run continues from step 5"]),
-        ("3:5", 7, ["WARNING: profile = 3:5: nothing is profiled, the run continues from step 7"]),
-        ("3:5", 3, ["profile = 3:5: the run continues from step 3, and is profiled from there"]),
-        *((profile, done, []) for profile, done in (("3:5", 2), ("3:5", 0), (None, 3), ("1:20", 0))),
-    ],
-)
-def test_a_run_says_which_steps_it_no_longer_profiles(profile: str | None, done: int, said: list[str]) -> None:
-    assert profile_notes(SftConfig(profile=profile), done=done) == said
-
-
-def test_a_start_says_it_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = SftConfig(output_dir=tmp_path / "run", profile="1:30", ckpt=CkptConfig())
-    prepare(config, clean=False, dry_run=True)
-    said = capsys.readouterr().out
-    assert "WARNING: profile = 1:30 records 30 steps" in said and "memory and disk" in said
+def test_a_run_says_that_it_no_longer_profiles(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    ckpt = CkptConfig(interval=5)
+    _start(_sft(run, ckpt=ckpt))
+    add_checkpoint(run, 5)
+    for profile, is_told in (("3:5", True), ("3:6", False)):
+        prepare(_sft(run, ckpt=ckpt, profile=profile), clean=False, dry_run=True)
+        told = f"WARNING: profile = {profile}: nothing is profiled, the run continues from step 5"
+        assert (told in capsys.readouterr().out) is is_told
 
 
 def test_the_end_names_the_profiles_of_the_newest_attempt_that_has_any(tmp_path: Path) -> None:

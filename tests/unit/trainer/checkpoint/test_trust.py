@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 
 from holdfast.errors import CheckpointError, SaveError
-from holdfast.launcher.resume.fork import copy_fork, find_fork
+from holdfast.launcher.resume.attempt import copy_fork, find_fork
 from holdfast.run import manifest
 from holdfast.run.checkpoints import require_weights
 from holdfast.run.manifest import FileEntry, Manifest, decode_manifest, encode_manifest

@@ -83,10 +83,9 @@ time.monotonic = lambda: real() + 3600 * an_hour_later.exists()
 from holdfast.config import TrainerConfig
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.plan import Restarts
+from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.run.run_dir import RunDir
-from holdfast.launcher.plan import StorageBackoff
-from holdfast.launcher.plan import Healing, Plan
+from holdfast.launcher.plan import Plan
 from holdfast.launcher.heal import watch
 
 run_dir = RunDir(Path(sys.argv[1]))
@@ -110,8 +109,8 @@ commands = {{
 }}
 config = TrainerConfig.model_validate({{"output_dir": sys.argv[1], "max_steps": 1}})
 plan = Plan(Attempt(run_dir, 1, None), commands, config, [])
-healing = Healing(
-    again=lambda: plan, restarts=Restarts(0, 600), storage_backoff=StorageBackoff(0), heartbeat_timeout_s={_TIMEOUT_S}
+healing = RestartPolicy(
+    lambda: plan, RestartLimit(0, 600), StorageBackoff(0), heartbeat_timeout_s={_TIMEOUT_S}
 )
 sys.exit(watch(plan, healing))
 """
