@@ -100,8 +100,9 @@ def read_samples(
             say_remarks(cached.about.remarks, config.name)
         return cached.samples, form
     rows, place = open_dataset(config, formats, shapes=shapes, is_reported=is_main)
-    encode = encode_as(formats[place])
-    return tokenize_rows(rows, encode, config, mesh=mesh), formats[place]
+    if mesh is not None and len(counts := set(mesh.gather(len(rows)))) > 1:
+        raise DataError(f"data.name = '{config.name}' has other numbers of rows on other machines: {sorted(counts)}")
+    return tokenize_rows(rows, encode_as(formats[place]), config, is_told=is_main), formats[place]
 
 
 def open_dataset(

@@ -106,7 +106,7 @@ class PretrainingMix:
     """
 
     def __init__(self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, seed: int) -> None:
-        """Tokenise them, each rank its share. Collective."""
+        """Tokenise them. Collective."""
         self._config = config
         self._samples, _ = load_samples(config.data, tokenizer, seed=seed, mesh=mesh)
         self._order = SampleOrder(len(self._samples), seed=seed, shuffle=config.data.shuffle)
