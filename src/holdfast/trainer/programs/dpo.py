@@ -20,7 +20,7 @@ from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.preference.kto import KtoObjective
-from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
+from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
 from holdfast.trainer.preference.pairs import (
     P,
     Pair,
@@ -81,7 +81,6 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
     Args:
         reference: what the loss compares the policy with.
     """
-    loss = build_preference_loss(config.loss)
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         device, chosen = mesh.device, [pairs[index] for index in indices]
@@ -98,7 +97,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
             rejected_tokens_P=tokens_P2[:, 1],
             margins_P=to_device(torch.tensor([pair.margin for pair in chosen], dtype=torch.float64), device),
         )
-        losses_P, chosen_rewards_P, rejected_rewards_P = loss(given)
+        losses_P, chosen_rewards_P, rejected_rewards_P = preference_loss(given, config.loss)
         return {
             "loss": losses_P,
             "rewards/chosen": chosen_rewards_P,
