@@ -5,8 +5,7 @@ the tables below and know no torch. The trainer imports the function behind a na
 needs only its function and one line here:
 
     POLICY_LOSSES      an `Objective` in `holdfast.trainer.rl.losses`
-    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages` or
-                       `group_advantages`
+    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages`
     PREFERENCE_LOSSES  a function `(PairLogprobs, PreferenceLossConfig) -> PairLosses` in
                        `holdfast.trainer.preference.losses`
 
@@ -271,8 +270,8 @@ class BuiltInAdvantage:
     """An advantage, and what it needs.
 
     Attributes:
-        function: its name in `holdfast.trainer.rl.advantages` or `group_advantages`; None where a model beside the
-            policy gives the advantages, and rewards of the batch do not.
+        function: its name in `holdfast.trainer.rl.advantages`; None if a model beside the policy gives the advantages,
+            and not the rewards of the batch.
         takes: `rewards`: the rewards of one problem, for each rollout the sum of its whole and its parts;
             `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
             the batch, by problem.

@@ -29,7 +29,8 @@ from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.value_model import build_scalar_model, predict_values, score_samples
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.rl.batch import RETURN, VALUE, Minibatch, measure_targets, plan_micro_batches
-from holdfast.trainer.rl.gae import explained_variance, value_loss, value_sums
+from holdfast.trainer.rl.losses import value_loss
+from holdfast.trainer.rl.metrics import explained_variance, value_sums
 from holdfast.trainer.state import ModelState
 
 

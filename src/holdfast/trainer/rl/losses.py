@@ -391,3 +391,28 @@ def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: flo
         return value + coef * term, counts | {"distillation/kl": data.teacher_kl_N.detach().sum()}
 
     return taught
+
+
+def value_loss(
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor, *, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the critic's loss, and counts of tokens that are to be divided by the tokens of the step.
+
+    `0.5 w max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`, summed, as in PPO2 of OpenAI baselines and in
+    TRL's PPOTrainer. The weights hold the denominator, which is the whole step's.
+
+    Counts: `value_clip_fraction`, tokens whose clipped error is the larger one: they have no gradient.
+
+    Args:
+        values_N: the critic's values; the loss is differentiable in them.
+        old_values_N: its values before the step.
+        returns_N: what they should be, from `generalized_advantages`.
+        weights_N: weight of each token; 0 where nothing was sampled.
+        clip: how far a value may move in one step before moving further pays no more; inf for no limit.
+    """
+    errors_N = (values_N - returns_N).square()
+    clipped_N = torch.clamp(values_N, old_values_N - clip, old_values_N + clip)
+    clipped_errors_N = (clipped_N - returns_N).square()
+    is_clipped_N = (clipped_errors_N > errors_N) & (weights_N != 0)
+    loss = 0.5 * (weights_N * torch.maximum(errors_N, clipped_errors_N)).sum()
+    return loss, {"value_clip_fraction": is_clipped_N.sum()}

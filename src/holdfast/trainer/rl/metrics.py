@@ -109,6 +109,40 @@ class PolicyStatistics:
         return metrics
 
 
+def value_sums(returns_N: Tensor, values_N: Tensor) -> dict[str, Tensor | float]:
+    """Return what `explained_variance` takes, of these tokens: sums, which add up over micro-batches and ranks.
+
+    They are scalars on the device of the tokens.
+    """
+    returns_N, values_N = returns_N.detach().double(), values_N.detach().double()
+    errors_N = returns_N - values_N
+    return {
+        "num_tokens": float(returns_N.numel()),
+        "returns": returns_N.sum(),
+        "squared_returns": returns_N.square().sum(),
+        "errors": errors_N.sum(),
+        "squared_errors": errors_N.square().sum(),
+    }
+
+
+def explained_variance(
+    *, num_tokens: float, returns: float, squared_returns: float, errors: float, squared_errors: float
+) -> float:
+    """Return 1 - Var(returns - values) / Var(returns), from sums over tokens (`value_sums`).
+
+    1: the critic is right but for a constant; 0: no better than a constant; below: worse. NaN where the returns
+    do not differ, so that there is nothing to explain.
+    """
+    if num_tokens == 0:
+        return float("nan")
+    variance = squared_returns / num_tokens - (returns / num_tokens) ** 2
+    error_variance = squared_errors / num_tokens - (errors / num_tokens) ** 2
+    # What rounding leaves of equal returns is no variance.
+    if variance <= 1e-14 * squared_returns / num_tokens:
+        return float("nan")
+    return 1 - error_variance / variance
+
+
 # Below these nobody needs to act, however much larger than before they are.
 _MIN_REF_KLD = 0.01
 

@@ -23,6 +23,7 @@ from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.auxiliary_models import RewardModel
+from holdfast.trainer.rl.scored_rollouts import OWN_REWARD, reward_components
 
 
 class RunningMoments(State):
@@ -149,15 +150,6 @@ def mean_and_std(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return mean and population std of `values` as `NAME/mean` and `NAME/std`."""
     mean = math.fsum(values) / len(values)
     return {f"{name}/mean": mean, f"{name}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))}
-
-
-OWN_REWARD = "reward"
-"""The environment's own reward, among the names of `rewards.weights`."""
-
-
-def reward_components(reward: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what an environment gave by name: its metrics, and its own reward as `reward`."""
-    return {**metrics, OWN_REWARD: reward}
 
 
 def rewards_of_batch(

@@ -29,7 +29,7 @@ from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.policy import Policy, predict
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
-from holdfast.trainer.rl.advantages import (
+from holdfast.trainer.rl.assign_advantages import (
     add_distillation,
     advantage_metrics,
     assign_advantages,

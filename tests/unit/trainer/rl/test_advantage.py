@@ -17,15 +17,9 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
-from holdfast.trainer.rl.advantages import (
-    assign_advantages,
-    build_advantage,
-    online_dpo,
-    reinforce_pp,
-    require_siblings,
-)
+from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo
+from holdfast.trainer.rl.assign_advantages import assign_advantages, build_advantage, require_siblings
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
-from holdfast.trainer.rl.group_advantages import dr_grpo, grpo, max_rl, opo, pass_at_k, rloo
 from holdfast.trainer.rl.scored_rollouts import ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout, step_rollout

@@ -22,7 +22,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.assign_advantages import assign_advantages
 from holdfast.trainer.rl.auxiliary_models import RewardModel
 from holdfast.trainer.rl.batch import VALUE, plan_epochs, to_samples
 from holdfast.trainer.rl.losses import build_policy_loss

@@ -30,8 +30,8 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.policy import predict
+from holdfast.trainer.rl.advantages import dr_grpo
 from holdfast.trainer.rl.batch import to_samples
-from holdfast.trainer.rl.group_advantages import dr_grpo
 from holdfast.trainer.rl.losses import PolicyLossInput
 from tests.builders.learner_runs import LearnerRun, start_learner
 from tests.builders.plain_models import copy_with_other_tokens
