@@ -15,7 +15,6 @@ from holdfast.config.algorithm import (
     KlConfig,
     PolicyLossConfig,
     PretrainingConfig,
-    ReplayConfig,
     RewardConfig,
     RewardModelConfig,
     UpdatesConfig,
@@ -207,9 +206,6 @@ class TrainerConfig(TrainingCommand):
 
     ema: EmaConfig | None = None
     """Moving average of the policy's weights, in checkpoints and published at the end."""
-
-    replay: ReplayConfig | None = None
-    """Train groups of earlier batches again."""
 
     pretraining: PretrainingConfig | None = None
     """Supervised samples beside the rollouts."""

@@ -6,7 +6,7 @@ missing key means that this run does not need it; the readers of a key say what 
 A minibatch is one optimizer update, packed and dealt to the ranks. Passes that only measure (log-probabilities before
 the step, under the reference, values) use the same plan as the training. Equal rows give equal bits, so a ratio that
 should be 1 is 1. The tokens of a step may come from several distributions: environments may set their own temperatures
-and cuts, and replayed rollouts keep the distribution of their batch.
+and cuts.
 
 Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass, K measured names.
 """

@@ -199,7 +199,7 @@ def policy_gradient_objective(data: PolicyLossInput, config: PolicyLossConfig) -
     """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
 
     sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
-    (Ionides 2008), so that older rollouts, further epochs and replay do not bias it but for the truncation. Where rho
+    (Ionides 2008), so that older rollouts and further epochs do not bias it but for the truncation. Where rho
     is 1, as with `ratio_to = "old"` and one update a step, it is REINFORCE. With `aggregation = "constant"` it is the
     policy gradient of the whole sequence's log-probability, times 1 / constant_tokens.
     """

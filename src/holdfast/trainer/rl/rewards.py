@@ -118,7 +118,6 @@ def shape_rewards(
     penalties_PG: Sequence[Sequence[float]] | None = None,
     clip: float | None = None,
     moments: RunningMoments | None = None,
-    num_new: int | None = None,
 ) -> list[list[float]]:
     """Return the rewards of one batch as advantages see them; every step applies where it is given.
 
@@ -130,7 +129,6 @@ def shape_rewards(
         penalties_PG: what to add to each, such as `soft_overlong_penalty`.
         clip: largest magnitude of a penalised reward.
         moments: the rewards so far; updated.
-        num_new: how many problems `moments` has not seen, from the first; the rest are replayed. None: all.
     """
     shaped_PG = [list(rewards_G) for rewards_G in rewards_PG]
     if penalties_PG is not None:
@@ -141,7 +139,7 @@ def shape_rewards(
     if clip is not None:
         shaped_PG = clip_rewards(shaped_PG, clip)
     if moments is not None:
-        moments.update(list(chain.from_iterable(shaped_PG[:num_new])))
+        moments.update(list(chain.from_iterable(shaped_PG)))
         shaped_PG = scale_rewards(shaped_PG, moments)
     return shaped_PG
 
@@ -159,14 +157,12 @@ def rewards_of_batch(
     *,
     reward_model: RewardModel | None,
     moments: RunningMoments | None,
-    num_fresh: int,
 ) -> tuple[list[list[float]], dict[str, float]]:
     """Return the rewards after shaping, (P, G), and metrics. Collective.
 
     Args:
         samples: of the rollouts.
         moments: of all rewards so far; updated.
-        num_fresh: groups of this batch; those after them are replayed, and the moments have seen them.
 
     Raises:
         TrainingError: an environment does not give what `rewards.weights` names.
@@ -191,7 +187,6 @@ def rewards_of_batch(
         penalties_PG=_length_penalties(groups, config.rewards),
         clip=config.rewards.clip,
         moments=moments,
-        num_new=num_fresh,
     )
     if shaped_PG != rewards_PG:
         metrics |= mean_and_std("reward/shaped", list(chain.from_iterable(shaped_PG)))

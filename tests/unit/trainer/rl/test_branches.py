@@ -198,7 +198,7 @@ def reading_advantage(groups: Any) -> list[list[float]]:
     [
         {},
         {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": {"coef": 0.1, "place": "reward"}},
-        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}, "replay": {"groups": 1}},
+        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
         {"advantage": f"{__name__}:reading_advantage", "rewards": {"truncated": "mask"}},
     ],
     ids=["grpo", "gae", "gspo", "own"],
