@@ -49,8 +49,10 @@ from holdfast.process.child import available_cores, die_with_parent
 from holdfast.process.events import Counted, report
 from holdfast.process.scratch import scratch_directory
 from holdfast.run import atomic
+from holdfast.trainer.data import formats as row_formats
 from holdfast.trainer.data import rows as row_files
-from holdfast.trainer.data.rows import BadRows, Format, Row, Rows, Sample, hub_fingerprint
+from holdfast.trainer.data.formats import Format
+from holdfast.trainer.data.rows import BadRows, Row, Rows, Sample, hub_fingerprint
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
@@ -367,7 +369,7 @@ _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
 # What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
-_CODE = (masking, messages, template, chat_tokenizer, row_files, sys.modules[__name__])
+_CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
 """Directives of strftime that write another text within a day. If other text looks so, runs share no cache."""
@@ -412,16 +414,8 @@ def cache_directory(config: SftDataConfig) -> Path | None:
     return Path(config.cache_dir or f"{default}/tokenised").expanduser()
 
 
-def cache_key(
-    config: SftDataConfig,
-    tokenizer: chat_tokenizer.Tokenizer,
-    formats: Sequence[Format],
-    made_by: Callable[..., object],
-) -> str:
+def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, formats: Sequence[Format]) -> str:
     """Return the name of the directory for this data, tokenizer, code and these settings.
-
-    Args:
-        made_by: what makes samples of a row; its module is part of the code.
 
     Raises:
         DataError: the dataset is one of a hub, and cannot be had.
@@ -435,7 +429,7 @@ def cache_key(
         "seq_len": config.seq_len if config.too_long == "error" else None,
         "formats": [form.name for form in formats],
         "tokenizer": tokenizer.identity(),
-        "code": [_digest_of_file(Path(file)) for file in (*map(inspect.getfile, _CODE), inspect.getfile(made_by))],
+        "code": [_digest_of_file(Path(file)) for file in map(inspect.getfile, _CODE)],
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
     }
     if "strftime_now" in tokenizer.identity():  # such a template writes other prompts in another run

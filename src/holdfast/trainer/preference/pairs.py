@@ -15,30 +15,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.chat.masking import Encoded
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.errors import DataError
-from holdfast.trainer.data.rows import (
-    ANSWER_FORMATS,
-    ANSWER_SHAPES,
-    PAIR_FORMATS,
-    PAIR_SHAPES,
-    RATED_PAIR_FORMATS,
-    RATED_PAIR_SHAPES,
-    Format,
-    Row,
-    Sample,
-    encode_example,
-)
-from holdfast.trainer.data.samples import (
-    chat_tokenizer,
-    check_length,
-    fingerprint_samples,
-    hold_out,
-    read_samples,
-    reasons,
-)
-from holdfast.trainer.data.tokenizing import Encode
+from holdfast.trainer.data.formats import ANSWER_FORMATS, PAIR_FORMATS, Format
+from holdfast.trainer.data.rows import Sample
+from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, hold_out, read_samples, reasons
 
 if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
@@ -121,33 +102,8 @@ def load_pairs(
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
-    shapes = RATED_PAIR_SHAPES if formats == RATED_PAIR_FORMATS else PAIR_SHAPES
-    sides, _ = read_sides(config, tokenizer, formats, shapes=shapes, mesh=mesh)
+    sides, _ = read_samples(config, chat_tokenizer(tokenizer), formats, mesh=mesh)
     return usable_pairs(config, sides)
-
-
-def read_sides(
-    config: PreferenceDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    formats: tuple[Format, ...],
-    *,
-    shapes: str,
-    mesh: Mesh | None,
-) -> tuple[Sequence[Sample], Format]:
-    """Return the tokenised examples of all rows, in their order, and how the rows are written."""
-    chat = chat_tokenizer(tokenizer)
-
-    def encode_as(form: Format) -> Encode:
-        def encode(row: Row) -> list[Encoded]:
-            sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
-            value = form.value(row)
-            for side in sides:
-                check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
-            return [replace(side, value=value) for side in sides]
-
-        return encode
-
-    return read_samples(config, chat, formats, encode_as, shapes=shapes, mesh=mesh)
 
 
 def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:
@@ -228,7 +184,7 @@ def load_answers(
         ConfigError, DataError: the dataset is missing, lacks columns, has a row that cannot be used, or has one prompt
             only.
     """
-    samples, form = read_sides(config, tokenizer, ANSWER_FORMATS, shapes=ANSWER_SHAPES, mesh=mesh)
+    samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
     if form in PAIR_FORMATS:
         pairs = usable_pairs(config, samples)
         answers = [replace(side, value=value) for pair in pairs for side, value in zip(pair.sides, (1, 0), strict=True)]

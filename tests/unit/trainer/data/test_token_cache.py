@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -23,7 +21,7 @@ from holdfast.process.scratch import scratch_name
 from holdfast.trainer.data import samples as read_samples
 from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data import tokenizing as token_cache
-from holdfast.trainer.data.rows import SAMPLE_FORMATS, Format
+from holdfast.trainer.data.formats import SAMPLE_FORMATS
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples, Chunk, SampleTable, cache_directory, cache_key, sizes_of
 from holdfast.trainer.preference.pairs import fingerprint_preferences, load_pairs
@@ -57,10 +55,6 @@ def entries(config: SftDataConfig) -> list[Path]:
     directory = cache_directory(config)
     assert directory is not None
     return sorted(directory.iterdir()) if directory.exists() else []
-
-
-def key_of(config: SftDataConfig, tokenizer: Tokenizer, formats: Sequence[Format]) -> str:
-    return cache_key(config, tokenizer, formats, load_samples)
 
 
 def refuse_to_tokenise(*_: object, **__: object) -> None:
@@ -143,13 +137,13 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     chat = chat_tokenizer(tokenizer)
-    key = key_of(config, chat, SAMPLE_FORMATS)
+    key = cache_key(config, chat, SAMPLE_FORMATS)
     elsewhere = tmp_path / "elsewhere.jsonl"
     elsewhere.write_bytes(Path(config.name).read_bytes())
     same = (changed(config, name=str(elsewhere)), changed(config, batch_size=3), changed(config, cache_dir="/other"))
-    assert {key_of(one, chat, SAMPLE_FORMATS) for one in same} == {key}
+    assert {cache_key(one, chat, SAMPLE_FORMATS) for one in same} == {key}
     dropping = changed(config, too_long="drop")
-    assert key_of(dropping, chat, SAMPLE_FORMATS) == key_of(changed(dropping, seq_len=9), chat, SAMPLE_FORMATS)
+    assert cache_key(dropping, chat, SAMPLE_FORMATS) == cache_key(changed(dropping, seq_len=9), chat, SAMPLE_FORMATS)
     template = load_tokenizer("examples/reverse_text/base")
     assert isinstance(template.chat_template, str)
     template.chat_template += " "
@@ -160,18 +154,17 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     (folder / "rows.jsonl").write_bytes(Path(config.name).read_bytes())
     keys = [
         key,
-        key_of(dropping, chat, SAMPLE_FORMATS),
-        key_of(changed(config, train_on="last"), chat, SAMPLE_FORMATS),
-        key_of(changed(config, split="test"), chat, SAMPLE_FORMATS),
-        key_of(changed(config, seq_len=65), chat, SAMPLE_FORMATS),
-        key_of(config, chat, SAMPLE_FORMATS[:2]),
-        key_of(config, chat_tokenizer(template), SAMPLE_FORMATS),
-        key_of(config, chat_tokenizer(words), SAMPLE_FORMATS),
-        key_of(changed(config, name=str(folder)), chat, SAMPLE_FORMATS),
+        cache_key(dropping, chat, SAMPLE_FORMATS),
+        cache_key(changed(config, train_on="last"), chat, SAMPLE_FORMATS),
+        cache_key(changed(config, split="test"), chat, SAMPLE_FORMATS),
+        cache_key(changed(config, seq_len=65), chat, SAMPLE_FORMATS),
+        cache_key(config, chat, SAMPLE_FORMATS[:2]),
+        cache_key(config, chat_tokenizer(template), SAMPLE_FORMATS),
+        cache_key(config, chat_tokenizer(words), SAMPLE_FORMATS),
+        cache_key(changed(config, name=str(folder)), chat, SAMPLE_FORMATS),
     ]
     elsewhere.write_bytes(elsewhere.read_bytes().replace(b"abab", b"abba", 1))
-    keys.append(key_of(changed(config, name=str(elsewhere)), chat, SAMPLE_FORMATS))
-    keys.append(cache_key(config, chat, SAMPLE_FORMATS, load_pairs))
+    keys.append(cache_key(changed(config, name=str(elsewhere)), chat, SAMPLE_FORMATS))
     assert len(set(keys)) == len(keys)
 
 
@@ -183,7 +176,7 @@ def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_
     dated.chat_template = "{{ strftime_now('%Y') }}" + dated.chat_template
 
     def keys() -> list[str]:
-        return [key_of(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
+        return [cache_key(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
 
     plain, today = keys()
     monkeypatch.setenv(DATE_ENV, str(int(time.time()) + 86_400))
@@ -198,7 +191,7 @@ def test_templates_with_times_are_tokenised_each_run(config: SftDataConfig, monk
         template.chat_template = text + template.chat_template
         for second in (86_400, 86_400 + 7_200):
             monkeypatch.setenv(DATE_ENV, str(second))
-            found.append(key_of(config, chat_tokenizer(template), SAMPLE_FORMATS))
+            found.append(cache_key(config, chat_tokenizer(template), SAMPLE_FORMATS))
     assert found[0] == found[1] and len(set(found[1:])) == 3
 
 

@@ -18,8 +18,8 @@ from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig, PreferenceLossConfig
 from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
+from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED, Layout
 from holdfast.trainer.model.policy import Policy, build_policy
@@ -406,9 +406,9 @@ def test_labelled_rows_that_cannot_be_used_are_refused_or_left_out(
             load([*LABELLED[:2], {**LABELLED[2], "label": label}])
     with pytest.raises(DataError, match="all answers have the same prompt, and KTO needs at least two"):
         load(LABELLED[:2])
-    with pytest.raises(DataError, match=r"rows need `prompt`, `completion` and `label` .*, or those of pairs"):
+    with pytest.raises(DataError, match=r"rows need `prompt`, `completion` and `label` .*; or `prompt`, `chosen`"):
         load([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DataError, match=r"row 2: the answer has \d+ tokens, data.seq_len is 9"):
+    with pytest.raises(DataError, match=r"row 2: the sample has \d+ tokens, data.seq_len is 9"):
         load(LABELLED, seq_len=9)
     assert (
         len(load(LABELLED, seq_len=9, too_long="drop")) == 2
