@@ -337,11 +337,6 @@ class TrainerConfig(TrainingCommand):
                 "distillation has no effect with loss.type = 'sft', which takes no advantages: set loss.type = "
                 "'policy_gradient', or leave distillation out"
             )
-        if self.loss.type == "gspo" and self.distillation.divergence == "sampled":
-            raise ValueError(
-                "loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages the signals of "
-                "distillation away: set loss.type = 'gspo_token', or distillation.divergence = 'full'"
-            )
         if self.kl is None and self.distillation.divergence == "full":
             raise ValueError(
                 "distillation.divergence = 'full' compares whole vocabularies, of which a teacher behind a server "

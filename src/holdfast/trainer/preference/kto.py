@@ -24,7 +24,7 @@ from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference.losses import kto_loss
-from holdfast.trainer.preference.pairs import LabelledAnswer, plan_sides
+from holdfast.trainer.preference.pairs import LabelledAnswer, plan_preferences
 from holdfast.trainer.preference.reference import Reference, predict_sides
 from holdfast.trainer.preference.training import PairObjective
 
@@ -59,7 +59,7 @@ class KtoObjective:
         def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
             return {"kl": self._ratios(model, batch, indices, _MISMATCHED)[0]}
 
-        plan = partial(plan_sides, side=_MISMATCHED)
+        plan = partial(plan_preferences, side=_MISMATCHED)
         measuring = PairObjective(
             forward, self.config.data, self.mesh, plan=plan, measuring="estimating the divergence"
         )
@@ -101,5 +101,5 @@ class KtoObjective:
                 metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
             return metrics
 
-        plan = partial(plan_sides, side=_ANSWER)
+        plan = partial(plan_preferences, side=_ANSWER)
         return PairObjective(forward, self.config.data, self.mesh, summarize, plan)

@@ -279,37 +279,39 @@ def plan_preferences(
     pairs: Sequence[Preference],
     layout: Layout,
     config: PreferenceDataConfig,
-    *,
-    rank: int,
     world_size: int,
+    *,
     share: bool = False,
-) -> list[list[int]]:
-    """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them.
+    side: int | None = None,
+) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches as lists of indices of pairs; all have the same number of them.
 
     Args:
         share: whether the two sides of a pair share the tokens of their prompt, if the layout allows it.
+        side: of passes that have this side of each alone; twice as many go together.
     """
-    return plan_of_all(pairs, layout, config, world_size=world_size, share=share)[rank]
-
-
-def plan_of_all(
-    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, world_size: int, share: bool = False
-) -> list[list[list[int]]]:
-    """Return what `plan_preferences` gives every rank."""
     from holdfast.trainer.data.packing import plan_rows  # not above: reading pairs needs no torch
 
     arrangement = layout.arrangement(pack=config.pack)
-    both = [[len(side.token_ids) for side in pair.sides] for pair in pairs]
-    if arrangement != "packed":
-        both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
-    shares = share and arrangement == "packed" and layout.shares
-    shared = [_shared_tokens(pair) if shares else 0 for pair in pairs]
+    rows = config.micro_batch_size
+    if side is None:
+        both = [[len(one.token_ids) for one in pair.sides] for pair in pairs]
+        if arrangement != "packed":
+            both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
+        shares = share and arrangement == "packed" and layout.shares
+        shared = [_shared_tokens(pair) if shares else 0 for pair in pairs]
+        lengths = [sum(own) - saved for own, saved in zip(both, shared, strict=True)]
+        costs = [sum(map(layout.cost, own)) - layout.cost(saved) for own, saved in zip(both, shared, strict=True)]
+    else:
+        rows *= 2
+        lengths = [len(pair.sides[side].token_ids) for pair in pairs]
+        costs = [layout.cost(length) for length in lengths]
     return plan_rows(
-        [sum(lengths) - saved for lengths, saved in zip(both, shared, strict=True)],
-        costs=[sum(map(layout.cost, (a, b))) - layout.cost(saved) for (a, b), saved in zip(both, shared, strict=True)],
+        lengths,
+        costs=costs,
         arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
-        rows_per_micro_batch=config.micro_batch_size,
+        rows_per_micro_batch=rows,
         world_size=world_size,
     )
 
@@ -317,30 +319,6 @@ def plan_of_all(
 def _shared_tokens(pair: Preference) -> int:
     one, other = pair.sides
     return one.prompt_length if one.shared_prompt == other.shared_prompt else 0
-
-
-def plan_sides(
-    preferences: Sequence[Preference],
-    layout: Layout,
-    config: PreferenceDataConfig,
-    *,
-    rank: int,
-    world_size: int,
-    side: int,
-) -> list[list[int]]:
-    """Return the same as `plan_preferences` for passes that have one side of each alone: twice as many go together."""
-    from holdfast.trainer.data.packing import plan_rows
-
-    lengths = [len(preference.sides[side].token_ids) for preference in preferences]
-    plan = plan_rows(
-        lengths,
-        costs=[layout.cost(length) for length in lengths],
-        arrangement=layout.arrangement(pack=config.pack),
-        budget=2 * config.seq_len * config.micro_batch_size,
-        rows_per_micro_batch=2 * config.micro_batch_size,
-        world_size=world_size,
-    )
-    return plan[rank]
 
 
 def _report(config: PreferenceDataConfig, faults: Mapping[Fault, int]) -> None:

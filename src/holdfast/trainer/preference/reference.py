@@ -54,7 +54,7 @@ from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
-from holdfast.trainer.preference.pairs import P, Pair, Preference, fingerprint_preferences, plan_of_all
+from holdfast.trainer.preference.pairs import P, Pair, Preference, fingerprint_preferences, plan_preferences
 from holdfast.trainer.session import TrainSession, build_model
 from holdfast.trainer.stop import STOP_REQUEST
 
@@ -410,7 +410,7 @@ def _block_logprobs(
     """Return the indices of the pairs in the micro-batches of a block that have any of `wanted`, and their rows."""
     policy.eval()
     share = isinstance(block[0], Pair)  # as the loss computes them
-    plans = plan_of_all(block, policy.layout, config, world_size=mesh.data_size, share=share)
+    plans = plan_preferences(block, policy.layout, config, mesh.data_size, share=share)
     # Every rank takes part in the passes of the others.
     together = [[index for own in places for index in own] for places in zip(*plans, strict=True)]
     chosen = [place for place, indices in enumerate(together) if not set(wanted).isdisjoint(indices)]

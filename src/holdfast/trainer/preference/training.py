@@ -99,21 +99,6 @@ def train_on_preferences(
     stopwatch.end()
 
 
-class PlanFunction(Protocol):
-    """Makes the micro-batches of a rank, as `plan_preferences` does."""
-
-    def __call__(
-        self,
-        pairs: Sequence[Preference],
-        layout: Layout,
-        config: PreferenceDataConfig,
-        /,
-        *,
-        rank: int,
-        world_size: int,
-    ) -> list[list[int]]: ...
-
-
 @dataclass(frozen=True)
 class PairObjective(Generic[M, P]):
     """A loss of pairs, and what is measured beside it.
@@ -131,7 +116,7 @@ class PairObjective(Generic[M, P]):
     config: PreferenceDataConfig
     mesh: Mesh
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
-    plan: PlanFunction = plan_preferences
+    plan: Callable[[Sequence[Preference], Layout, PreferenceDataConfig, int], list[list[list[int]]]] = plan_preferences
     measuring: str = "validating"
 
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
@@ -160,7 +145,7 @@ class PairObjective(Generic[M, P]):
         return self._means(totals, len(preferences))
 
     def _my_micro_batches(self, model: M, pairs: Sequence[P]) -> list[list[int]]:
-        return self.plan(pairs, model.layout, self.config, rank=self.mesh.data_rank, world_size=self.mesh.data_size)
+        return self.plan(pairs, model.layout, self.config, self.mesh.data_size)[self.mesh.data_rank]
 
     def _means(self, totals: Sums, num_pairs: int) -> dict[str, float]:
         means = {name: total / num_pairs for name, total in self.mesh.sum(totals.read()).items()}

@@ -236,7 +236,7 @@ def test_held_out_pairs_keep_their_numbers() -> None:
 def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size: int, pack: bool) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2, pack=pack)
-    plans = [plan_preferences(pairs, layout, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    plans = plan_preferences(pairs, layout, config, world_size)
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):
@@ -246,9 +246,7 @@ def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size
 def test_the_sides_of_a_pair_share_their_prompt_and_so_more_pairs_a_row(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
-    shared, apart = (
-        plan_preferences(pairs, policy.layout, config, rank=0, world_size=1, share=share) for share in (True, False)
-    )
+    shared, apart = (plan_preferences(pairs, policy.layout, config, 1, share=share)[0] for share in (True, False))
     sides = [side for pair in pairs for side in pair.sides]
     places = [[2 * index + side for index in micro for side in (0, 1)] for micro in shared]
     rows = [build_micro_batch(sides, own, pack=True, share=True, device=mesh.device) for own in places]
