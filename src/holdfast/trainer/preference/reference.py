@@ -23,7 +23,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -59,8 +59,6 @@ from holdfast.trainer.session import TrainSession, build_model
 from holdfast.trainer.stop import STOP_REQUEST
 
 _SAVE_EVERY_S = 10.0
-_TEXTS = ("pairs", "other", "model", "weights_only", "made_by")
-_CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True)
@@ -105,19 +103,15 @@ class ReferenceTable:
     @property
     def texts(self) -> dict[str, str]:
         """All but the numbers."""
-        return {name: getattr(self, name) for name in _TEXTS}
+        return {one.name: getattr(self, one.name) for one in fields(self)[1:]}
 
     def encode(self) -> bytes:
-        buffer = io.BytesIO()
-        texts = self.texts | {_CHECKSUM: self._digest()}
-        arrays = {"logprobs": self.logprobs_P2} | {name: np.asarray(text) for name, text in texts.items()}
+        """Return the bytes of the file, an archive of numpy with a checksum of its own."""
+        buffer, texts = io.BytesIO(), json.dumps(self.texts)
+        checksum = _checksum(self.logprobs_P2, texts)
+        arrays = {"logprobs": self.logprobs_P2, "texts": np.asarray(texts), "checksum": np.asarray(checksum)}
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
-
-    def _digest(self) -> str:
-        digest = xxhash.xxh3_128(np.ascontiguousarray(self.logprobs_P2).tobytes())
-        digest.update(json.dumps([self.logprobs_P2.shape, self.texts]).encode())
-        return digest.hexdigest()
 
     @classmethod
     def read(cls, path: Path) -> ReferenceTable:
@@ -130,15 +124,18 @@ class ReferenceTable:
         data = path.read_bytes()
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                texts = {name: str(arrays[name]) for name in _TEXTS}
-                table = cls(np.asarray(arrays["logprobs"], dtype=np.float64), **texts)
-                # A file of a checkpoint of an older version has none; the manifest has.
-                found = str(arrays[_CHECKSUM]) if _CHECKSUM in arrays else table._digest()
+                logprobs_P2, texts, checksum = arrays["logprobs"], str(arrays["texts"]), str(arrays["checksum"])
+            if checksum != _checksum(logprobs_P2, texts):
+                raise ValueError("its own checksum is wrong")
+            return cls(logprobs_P2, **json.loads(texts))
         except Exception as error:  # reading an archive and arrays of damaged bytes fails in every way there is
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        if found != table._digest():
-            raise CheckpointError(f"{path} is damaged: its own checksum is wrong")
-        return table
+
+
+def _checksum(logprobs_P2: np.ndarray, texts: str) -> str:
+    digest = xxhash.xxh3_128(np.ascontiguousarray(logprobs_P2).tobytes())
+    digest.update(json.dumps([logprobs_P2.shape, str(logprobs_P2.dtype), texts]).encode())
+    return digest.hexdigest()
 
 
 @dataclass
@@ -347,23 +344,18 @@ class ReferenceWork(Generic[P]):
 
     def _other_weights(self, digest: str) -> CheckpointError:
         """Return the error of a reference with the weights `digest`; empty: of one that is another kind of model."""
-        table, name, config = self.table, self.config.loss.reference_model, self.config
-        if table.other:
-            was, key = f"a reference model, '{table.other}' with digest {table.model}", "loss.reference_model"
-        else:
-            was, key = f"the weights that the run began with, digest {table.model}", "model.name"
-        if name is not None:
-            now = f"loss.reference_model = '{name}'" + (f" has {digest}" if digest else " is another model")
-        elif table.other:
-            now = "it is unset now"
-        else:
-            why = f"max_steps = {config.max_steps} reaches pairs that it has not seen"
-            if self._is_damaged:
-                why = f"{self._saved.name} is damaged or missing"
-            now = f"{why}: these weights are needed once more, and model.name = '{config.model.name}' has {digest}"
+        table, name = self.table, self.config.loss.reference_model
+        key = "loss.reference_model" if table.other else "model.name"
+        began_with = f"the reference model '{table.other}'" if table.other else "the weights that the run began with"
+        found = f"loss.reference_model = '{name}' has {digest}"
+        if not digest:
+            found = "loss.reference_model is " + (f"'{name}' now" if name else "unset now")
+        elif name is None:
+            found = f"model.name = '{self.config.model.name}', which is needed once more, has {digest}"
         return CheckpointError(
-            f"{self._saved} holds log-probabilities under {was}, and {now}: going on would change what the policy "
-            f"is compared with. Give {key} as the run began with it. {_advice(self._saved)}"
+            f"{self._saved} holds log-probabilities under {began_with}, digest {table.model}, and {found}: going on "
+            f"would change what the policy is compared with. Give {key} as the run began with it. "
+            f"{_advice(self._saved)}"
         )
 
     def _write(self) -> None:
