@@ -62,6 +62,11 @@ class Sample:
         return [end - start for start, end in pairwise([*self.starts, len(self.token_ids)])]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all its sequences."""
+        return len(self.token_ids)
+
+    @property
     def num_targets(self) -> int:
         """Tokens that are predicted and trained."""
         return int(self.loss_mask[1:].sum())

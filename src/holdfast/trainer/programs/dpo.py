@@ -1,7 +1,7 @@
 """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`.
 
 The loss compares what the policy and a frozen reference say about both sides of a pair, or (KTO) about one
-answer; the loop over them is in `holdfast.trainer.preference.training`.
+answer; the loop over them is in `holdfast.trainer.programs.sft`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
+from holdfast.trainer.preference.objective import PairObjective
 from holdfast.trainer.preference.pairs import (
     P,
     Pair,
@@ -30,7 +31,7 @@ from holdfast.trainer.preference.pairs import (
     split_preferences,
 )
 from holdfast.trainer.preference.reference import Reference, ReferenceWork, predict_pairs
-from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
+from holdfast.trainer.programs.sft import Objective, train_on_rows
 from holdfast.trainer.session import start_program, start_session
 from holdfast.trainer.survey import load_preferences, survey_of, tell_data
 
@@ -71,7 +72,7 @@ def _train(
         none = Reference(np.zeros((len(preferences), 2)), {})
         reference = none if work is None else work.finish(session)
         chosen = objective(config, reference, mesh)
-        train_on_preferences(config, session, chosen, training, held_out, attachments=reference.attachments)
+        train_on_rows(config, session, chosen, training, held_out, attachments=reference.attachments)
         session.publish_last()
 
 
