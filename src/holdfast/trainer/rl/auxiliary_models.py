@@ -179,7 +179,7 @@ class FrozenModel(State):
             )
 
 
-class FollowingModel(State):
+class SyncedReference(State):
     """A reference that takes over the weights of the policy every so often, as a part of a run's state.
 
     After every `interval` steps (Gorbatovski et al. 2024, "Learn Your Reference Model for Real Good Alignment", the

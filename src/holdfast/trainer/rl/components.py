@@ -17,7 +17,7 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import freeze
 from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FollowingModel, FrozenModel, RewardModel
+from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FrozenModel, RewardModel, SyncedReference
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
 from holdfast.trainer.rl.rewards import RunningMoments
 
@@ -37,7 +37,7 @@ class RlComponents:
         self.kl: KlCoefficient | None = None
         self.entropy: EntropyCoefficient | None = None
         self.reference: Policy | None = None
-        self.following: FollowingModel | None = None
+        self.synced: SyncedReference | None = None
         self.critic: Critic | None = None
         self.reward_model: RewardModel | None = None
         self.moments: RunningMoments | None = None
@@ -86,7 +86,7 @@ class RlComponents:
             self._state["ema"] = self.ema = Ema(tensors, decay=self._config.ema.decay)
         if kl is not None and kl.refresh_interval is not None and self.reference is not None:
             name, hf_model = _reference_name(self._config), self.reference.hf_model
-            self._state["reference"] = self.following = FollowingModel(
+            self._state["reference"] = self.synced = SyncedReference(
                 name, hf_model, tensors, interval=kl.refresh_interval
             )
         distillation = self._config.distillation
@@ -104,8 +104,8 @@ class RlComponents:
         tensors = trained_tensors(policy.hf_model)
         if self.ema is not None:
             self.ema.update(tensors)
-        if self.following is not None:
-            self.following.after_step(step, tensors)
+        if self.synced is not None:
+            self.synced.after_step(step, tensors)
 
     def check_models(self) -> None:
         """Compare every model beside the policy with transformers' own forward pass. Collective.

@@ -40,7 +40,7 @@ KINDS = {
     "Adapters": {"base"},
     "Ema": {"ema"},
     "EntropyCoefficient": {"entropy"},
-    "FollowingModel": {"reference"},
+    "SyncedReference": {"reference"},
     "FrozenModel": {"reference", "reward_model"},
     "KlCoefficient": {"kl"},
     "RunningMoments": {"reward_moments"},
