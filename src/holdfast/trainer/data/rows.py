@@ -79,7 +79,7 @@ class Sample:
 
     @property
     def shared_prompt(self) -> bytes:
-        """Those tokens, to compare with those of other samples; empty where there are none."""
+        """Those tokens as bytes, to compare with those of other samples."""
         return self.token_ids[: self.prompt_length].tobytes()
 
     @cached_property
@@ -240,7 +240,7 @@ def read_rows(name: str, *, split: str) -> Rows:
     """Return the rows of the dataset `name`.
 
     Args:
-        split: which, where there are several.
+        split: which one, if there are several.
 
     Raises:
         DataError: it is missing, unreadable or empty.

@@ -159,7 +159,7 @@ def _say_not_kept(where: str, reason: str) -> None:
 
 
 def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None) -> CachedSamples | None:
-    """Return what the cache holds of the data, made if need be; None where it is not to hold it. Collective.
+    """Return the samples of the cache, which is made if need be; None if the cache cannot hold them. Collective.
 
     Raises:
         DataError: machines have other data.
@@ -353,7 +353,7 @@ def load_samples(
     lengths, first_targets = sizes_of(samples)
     is_too_long = lengths > config.seq_len
     is_kept = ~is_too_long if config.too_long == "drop" else np.ones(len(lengths), dtype=bool)
-    is_trained = first_targets < config.seq_len  # also where it is cut there
+    is_trained = first_targets < config.seq_len  # also if it is cut there
     if too_long := int(is_too_long.sum()):
         done = "dropped" if config.too_long == "drop" else "cut"
         _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)

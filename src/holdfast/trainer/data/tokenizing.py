@@ -57,7 +57,7 @@ from holdfast.trainer.data.rows import BadRows, Row, Rows, Sample, hub_fingerpri
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
 FEW_ROWS = 4000
-"""So many are encoded before workers would have begun, or a cache would have been read."""
+"""For so many, neither workers nor a cache save time."""
 _CHUNKS_AHEAD = 4
 """Chunks of each worker that are held in memory if an earlier one of another worker is late."""
 
@@ -72,9 +72,9 @@ class Chunk:
         index: place of the chunk in the dataset.
         num_rows: rows encoded, without those that cannot be used.
         ids, mask, lengths, values: of all samples, one after the other.
-        remarks: what is in the data and not in the tokens, and in how many rows.
+        remarks: warnings about rows, with the number of rows.
         bad: rows that cannot be used.
-        error: a bug, or what ends the work whatever the row; nothing after it is encoded.
+        error: a bug, or an error of the settings; nothing after it is encoded.
     """
 
     index: int
@@ -142,7 +142,7 @@ def ordered_chunks(
 
 
 def workers_of_this_rank(num_proc: int | None = None) -> int:
-    """Its share of `num_proc` processes, or of the cores that it may run on, whatever `parallel.threads` says."""
+    """Return its share of `num_proc` processes, or of the cores that it may run on."""
     return max(1, (num_proc or available_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -228,13 +228,13 @@ def _received(connection: Connection, process: BaseProcess, name: str) -> Chunk:
 
 
 def say_remarks(remarks: Mapping[str, int], name: str) -> None:
-    """Warn of what is in the data and not in the tokens, and in how many rows."""
+    """Log the warnings about rows, such as of columns that are in no token."""
     for remark, count in sorted(remarks.items()):
         _log.warning("%s: %s (%d rows)", name, remark, count)
 
 
 UNTRAINED = np.iinfo(np.int32).max
-"""In place of the first trained token of a sample that has none."""
+"""The first trained token of a sample that has none."""
 
 _SCHEMA = pa.schema({"token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "value": pa.float64()})
 
@@ -254,7 +254,7 @@ def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
 
 
 class _Samples(Sequence[Sample], ABC):
-    """What numbers and slices mean in a sequence of samples that are made when they are asked for."""
+    """A sequence of samples that are made when they are asked for."""
 
     @abstractmethod
     def _at(self, place: int) -> Sample:
@@ -265,7 +265,7 @@ class _Samples(Sequence[Sample], ABC):
     @overload
     def __getitem__(self, place: slice) -> list[Sample]: ...
     def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
-        # IndexError behind the end, and from the end where it is negative.
+        # As of a list: negative numbers count from the end, and IndexError beyond it.
         found = range(len(self))[place]
         return self._at(found) if isinstance(found, int) else [self._at(number) for number in found]
 
@@ -379,7 +379,7 @@ class About(msgspec.Struct, frozen=True):
     """What a directory of the cache holds, beside the samples.
 
     Attributes:
-        digest: xxh3-128 of the file of samples and of what is said here.
+        digest: xxh3-128 of the file of samples and of the other attributes.
         format: place among the formats that were looked for.
         rows: of the data.
         remarks: what is in the data and not in the tokens, and in how many rows.
@@ -403,7 +403,7 @@ class CachedSamples:
 
 
 def cache_directory(config: SftDataConfig) -> Path | None:
-    """Return where tokenised data lies; None where it is not to be kept.
+    """Return where tokenised data lies; None if it is not to be kept.
 
     Raises:
         RuntimeError: it is under the home directory of a user who has none.
@@ -425,7 +425,7 @@ def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, format
         "split": config.split,
         "train_on": config.train_on,
         "on_bad_row": config.on_bad_row,
-        # A row that is too long is an error where it is made into tokens.
+        # Rows that are too long are bad rows then.
         "seq_len": config.seq_len if config.too_long == "error" else None,
         "formats": [form.name for form in formats],
         "tokenizer": tokenizer.identity(),
@@ -439,11 +439,11 @@ def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, format
 
 
 def open_cached(directory: Path, *, verify: bool, is_said: bool = False) -> CachedSamples | None:
-    """Return what a directory of the cache holds; None where it is not there, or damaged.
+    """Return what a directory of the cache holds; None if it is missing or damaged.
 
     Args:
-        verify: read all bytes and compare their digest, before any of them is taken for what it says.
-        is_said: say that it is damaged, and made again.
+        verify: read all bytes and compare their digest first.
+        is_said: warn of damage.
     """
     try:
         about = msgspec.json.decode((directory / _ABOUT).read_bytes(), type=About)
@@ -468,7 +468,7 @@ def make_cached(
     """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written.
 
     Args:
-        is_current: asked at the end whether the data is still what the name says; if not, nothing is kept.
+        is_current: asked at the end whether the data still has that name; if not, nothing is kept.
 
     Raises:
         OSError: it cannot be written; nothing is left of it.

@@ -29,7 +29,7 @@ class PairLogprobs:
 
     Attributes:
         chosen_P, rejected_P: under the weights being trained; they carry the gradient.
-        reference_chosen_P, reference_rejected_P: under the reference; zeros where there is none.
+        reference_chosen_P, reference_rejected_P: under the reference; zeros without one.
         chosen_tokens_P, rejected_tokens_P: tokens of each answer.
         margins_P: by how much the chosen answers are better, as their rows say.
     """

@@ -205,7 +205,7 @@ def load_answers(
 
 
 def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
-    """Return, for each prompt, the place of an answer to another prompt; nothing where all are the same.
+    """Return, for each prompt, the place of an answer to another prompt; nothing if all are the same.
 
     Every answer is taken once, so those that the divergence is estimated from are those that are trained, good and bad,
     as Ethayarajh et al. 2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that

@@ -1,15 +1,13 @@
 """Log-probabilities of pairs, and those under the reference of a preference run.
 
-The reference is the model with the weights that the run starts with, or another one. It is frozen, and so
-is what it says about each pair: two numbers, computed before the first step, for the pairs that training reaches. They
-go into every checkpoint, since a resumed run no longer has the weights that it began with: it takes the same numbers,
-bit for bit, also on another machine or in a fork. If it is to train further than before, or if the numbers are damaged,
-it loads the weights that the run began with once more for the pairs that are missing. Their digest lies beside the
-numbers and in a file of its own, so that no other weights take their place.
+The reference is the model with the weights that the run starts with, or another one. It is frozen, so its two numbers
+for each pair are computed once, before the first step, for the pairs that training reaches. Every checkpoint holds
+them, since a resumed run no longer has the weights that it began with: it takes the same bits, also on another machine
+or in a fork. If it trains further than before, or if the numbers are damaged, it loads the first weights once more.
+Their digest lies beside the numbers and in a file of its own, so that no other weights take their place.
 
-Which pairs go through the model together depends on the data alone, and so do the bits of the numbers, however far a
-run goes: the micro-batches of all pairs in their order are planned, and those without a pair that training reaches are
-left out. A run that is killed meanwhile keeps what is computed.
+Micro-batches of all pairs are planned in their order, and those without a pair that training reaches are left out. So
+the bits of the numbers depend on the data alone, and not on how far a run goes. A killed run keeps what is computed.
 
 Shape legend: P pairs, 2 their sides: chosen, rejected; or P answers, 2: with their prompt, with another one's answer;
 S sequences.
@@ -63,11 +61,11 @@ _SAVE_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference says about the pairs of the data.
+    """The reference's log-probabilities of the pairs of the data.
 
     Attributes:
         logprobs_P2: sums over the tokens of each answer in nats, float64, by `Pair.number`; NaN for pairs that
-            training does not reach, zeros where there is no reference.
+            training does not reach, zeros without a reference.
         attachments: what makes the files that belong into every checkpoint, by path in it.
     """
 
@@ -197,7 +195,7 @@ class ReferenceWork(Generic[P]):
             if kept is not None and kept.made_by == table.made_by:
                 table, source = kept, f"that of {self._path} is the same"
             else:
-                source = "what it says is computed anew"
+                source = "its numbers are computed anew"
             if self.mesh.is_main:
                 report(f"WARNING: {told}: {source}")
         _refuse_other_pairs(self._saved, table, fingerprint)
@@ -211,7 +209,7 @@ class ReferenceWork(Generic[P]):
             try:
                 kept = ReferenceTable.read(self._path)
             except (OSError, CheckpointError) as error:
-                report(f"WARNING: {error}: what it says is computed anew")
+                report(f"WARNING: {error}: its numbers are computed anew")
         return self.mesh.gather(kept)[0]
 
     @property

@@ -42,7 +42,7 @@ def sample_std(values_G: Sequence[float]) -> float:
 def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
     """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
 
-    Equal rewards give exactly 0, whatever their mean rounds to.
+    Equal rewards give exactly 0.
     """
     # The mean of equal rewards may round, and GRPO would divide that by its epsilon.
     if max(rewards_G) == min(rewards_G):
@@ -170,7 +170,7 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
 
 
 def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[AdvantageValue]]:
-    """Return `function` of the rewards of the wholes and, where there are rewards of parts, of those as well.
+    """Return `function` of the rewards of whole rollouts, plus `function` of the rewards of parts if there are some.
 
     Process supervision of Shao et al. 2024, "DeepSeekMath", section 4.1.3: the rewards of all parts of all rollouts of
     a problem are normalised together, and a token gets the sum of those whose part ends with it or later. The outcome

@@ -43,9 +43,9 @@ REFERENCE_LOGPROB = "reference_logprob"
 OLD_LOGPROB = "old_logprob"
 """Log-probability under the trainer's weights before the step. Not set where the only update measures it itself."""
 VALUE = "value"
-"""The critic's value before the step; where there is a critic."""
+"""The critic's value before the step. Set with a critic."""
 RETURN = "return"
-"""What the critic learns: the return by GAE; where there is a critic."""
+"""What the critic learns: the return by GAE. Set with a critic."""
 ADVANTAGE = "advantage"
 """The advantage. Always set before the updates."""
 
@@ -70,7 +70,7 @@ def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sam
     """Return one sample per rollout, with all its branches: the sampler's log-prob and the version age of each token.
 
     Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those
-    under the reference, where there are some.
+    under the reference.
 
     Raises:
         DataError: a rollout's arrays do not fit together.

@@ -23,7 +23,7 @@ from holdfast.trainer.rl.rewards import RunningMoments
 
 
 class RlComponents:
-    """The components of one run; None where the configuration has no use for one. Collective to make.
+    """The components of one run; None if the configuration has no use for one. Collective to make.
 
     Raises:
         ConfigError: a setting is missing.

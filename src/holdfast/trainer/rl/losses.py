@@ -255,7 +255,7 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
 
     `veto`: 0 for every token of a sequence with a token whose own w is below it.
 
-    The denominator of the loss stays as it is: what is masked counts as 0, not as absent.
+    The denominator of the loss stays: a masked token counts as 0, not as absent.
     1 and no counts without a correction.
     """
     if config.type == "none":

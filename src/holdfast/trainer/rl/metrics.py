@@ -78,7 +78,7 @@ class PolicyStatistics:
         self._log_ratios.append(log_ratio_N)
 
     def fresh_mismatch(self, mesh: Mesh) -> float | None:
-        """Return the mean `mismatch_kl` so far of tokens of age 0; None where there are none. Collective."""
+        """Return the mean `mismatch_kl` so far of tokens of age 0; None without such tokens. Collective."""
         names, own = ("mismatch_kl/age_0", "tokens/age_0"), self._sums.read()
         sums = mesh.sum({name: own.get(name, 0.0) for name in names})
         return sums[names[0]] / sums[names[1]] if sums[names[1]] else None

@@ -119,7 +119,7 @@ def shape_rewards(
     clip: float | None = None,
     moments: RunningMoments | None = None,
 ) -> list[list[float]]:
-    """Return the rewards of one batch as advantages see them; every step applies where it is given.
+    """Return the rewards of one batch as advantages see them; each step is optional.
 
     In this order: add the penalties, clip to `[-clip, clip]`, take the rewards of this batch into `moments`, divide
     by their standard deviation. So one outlier spoils no scale, and a batch counts in its own.
@@ -205,7 +205,7 @@ def _weighted_sum(rollout: Rollout, weights: Mapping[str, float]) -> float:
 
 
 def _length_penalties(groups: Sequence[Sequence[Rollout]], config: RewardConfig) -> list[list[float]] | None:
-    """Return what the lengths of the rollouts add to their rewards, (P, G); None where they add nothing."""
+    """Return what the lengths of the rollouts add to their rewards, (P, G); None if they add nothing."""
     most, buffer = config.length_max_tokens, config.length_buffer_tokens
     if most is None or buffer is None:
         return None
