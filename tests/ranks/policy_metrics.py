@@ -81,7 +81,7 @@ def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
     (minibatches,) = plan_epochs(
         samples, UpdatesConfig(minibatches=2), row_tokens=14, mesh=mesh, seed=0, step=1, layout=PACKED
     )
-    measure_targets(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, mesh, pack=True)
+    measure_targets("logprob", lambda micro: predict(policy, micro).logprobs_N, minibatches, mesh, pack=True)
     reshard(policy)
     return [sample.per_token["logprob"] for sample in samples]
 

@@ -55,13 +55,8 @@ class Critic:
     def measure(self, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
         self.model.eval()
-        measure_targets(
-            [VALUE],
-            lambda micro: [predict_values(self.model, micro)],
-            minibatches,
-            self._mesh,
-            pack=self.model.layout.packs,
-        )
+        pack = self.model.layout.packs
+        measure_targets(VALUE, lambda micro: predict_values(self.model, micro), minibatches, self._mesh, pack=pack)
         reshard(self.model)
         self.model.train()
 

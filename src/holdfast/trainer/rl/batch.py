@@ -8,7 +8,7 @@ the step, under the reference, values) use the same plan as the training. Equal 
 should be 1 is 1. The tokens of a step may come from several distributions: environments may set their own temperatures
 and cuts.
 
-Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass, K measured names.
+Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass.
 """
 
 from __future__ import annotations
@@ -282,38 +282,31 @@ def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: La
 
 @torch.no_grad()
 def measure_targets(
-    names: Sequence[str],
-    forward: Callable[[MicroBatch], Sequence[Tensor]],
-    minibatches: Sequence[Minibatch],
-    mesh: Mesh,
-    *,
-    pack: bool,
+    name: str, forward: Callable[[MicroBatch], Tensor], minibatches: Sequence[Minibatch], mesh: Mesh, *, pack: bool
 ) -> None:
-    """Give every sample what `forward` says about its targets, as `per_token` of those names, 0 elsewhere. Collective.
+    """Give every sample what `forward` says about its targets, as `per_token[name]`, 0 elsewhere. Collective.
 
     Args:
-        forward: from the micro-batch to one number per target, (N,), for each name.
+        forward: from the micro-batch to one number per target, (N,).
         pack: whether the samples of a micro-batch share a row.
     """
     for minibatch in minibatches:
         counts = [sample.num_targets for sample in minibatch.samples]
         ends = np.cumsum(counts)
-        found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
-        passes = list[Tensor]()
-        for indices in minibatch.micro_batches:
-            micro = minibatch.build(indices, pack=pack, device=mesh.device)
-            passes.append(torch.stack([values_N.float() for values_N in forward(micro)]))
+        found_T = torch.zeros(int(ends[-1]), dtype=torch.float32)
+        passes = [
+            forward(minibatch.build(indices, pack=pack, device=mesh.device)).float()
+            for indices in minibatch.micro_batches
+        ]
         order = [index for indices in minibatch.micro_batches for index in indices]
         # To the CPU in one copy, behind all passes: each waits for the device.
-        values_KN = torch.cat(passes, 1).cpu()
-        for index, part_KN in zip(order, values_KN.split([counts[index] for index in order], 1), strict=True):
-            found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
+        values_N = torch.cat(passes).cpu()
+        for index, part_N in zip(order, values_N.split([counts[index] for index in order]), strict=True):
+            found_T[ends[index] - counts[index] : ends[index]] = part_N
         # Every target is one rank's; the others add zero, which changes no bit.
-        parts = np.split(mesh.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
-        for sample, part_KT in zip(minibatch.samples, parts, strict=True):
-            for name, part_T in zip(names, part_KT, strict=True):
-                sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-                sample.per_token[name][sample.targets] = part_T
+        parts = np.split(mesh.sum_tensor(found_T).numpy(), ends[:-1])
+        for sample, part_T in zip(minibatch.samples, parts, strict=True):
+            assign_targets(sample, name, part_T)
 
 
 def learned_distributions(

@@ -333,10 +333,10 @@ class Learner:
         was_training = policy.training
         policy.eval()  # no dropout
 
-        def read(micro: MicroBatch) -> list[Tensor]:
-            return [predict(policy, micro, reading_of(micro, reading)).logprobs_N]
+        def read(micro: MicroBatch) -> Tensor:
+            return predict(policy, micro, reading_of(micro, reading)).logprobs_N
 
-        measure_targets([key], read, minibatches, self._mesh, pack=policy.layout.packs)
+        measure_targets(key, read, minibatches, self._mesh, pack=policy.layout.packs)
         # Without a backward pass nothing else puts the parameters back into shards.
         reshard(policy)
         policy.train(was_training)
