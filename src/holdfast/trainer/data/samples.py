@@ -116,7 +116,7 @@ def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ..
     """Put the samples into the cache unless they are there; return by which name, or None. Yields now and then."""
     yield
     try:
-        directory = _directory(config)
+        directory = cache_directory(config)
     except RuntimeError as error:
         _say_not_kept("the home directory", str(error))
         return None
@@ -145,12 +145,6 @@ def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ..
     return key
 
 
-def _directory(config: SftDataConfig) -> Path:
-    directory = cache_directory(config)
-    assert directory is not None, "whoever wants no cache does not ask for it"
-    return directory
-
-
 def _say_not_kept(where: str, reason: str) -> None:
     report(
         f"WARNING: data.cache_dir: tokenised data cannot be kept in {where} ({reason}), so every start tokenises it "
@@ -175,7 +169,7 @@ def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None)
         raise DataError(
             f"data.name = '{config.name}', the tokenizer or the installed libraries are not the same on all machines"
         )
-    found = open_cached(_directory(config) / str(keys[0]), verify=False)
+    found = open_cached(cache_directory(config) / str(keys[0]), verify=False)
     found_everywhere = [found is not None] if mesh is None else mesh.gather(found is not None)
     return found if all(found_everywhere) else None
 

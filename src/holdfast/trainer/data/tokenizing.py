@@ -402,14 +402,12 @@ class CachedSamples:
     directory: Path
 
 
-def cache_directory(config: SftDataConfig) -> Path | None:
-    """Return where tokenised data lies; None if it is not to be kept.
+def cache_directory(config: SftDataConfig) -> Path:
+    """Return where tokenised data lies, unless `cache_dir` is empty.
 
     Raises:
         RuntimeError: it is under the home directory of a user who has none.
     """
-    if config.cache_dir == "":
-        return None
     default = os.environ.get(_CACHE_ENV) or "~/.cache/holdfast"
     return Path(config.cache_dir or f"{default}/tokenised").expanduser()
 
