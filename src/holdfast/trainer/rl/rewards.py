@@ -96,22 +96,6 @@ def soft_overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: in
     return -excess_tokens / buffer_tokens
 
 
-def clip_rewards(rewards_PG: Sequence[Sequence[float]], bound: float) -> list[list[float]]:
-    """Return the rewards, those beyond `[-bound, bound]` moved to its ends."""
-    return [[min(max(reward, -bound), bound) for reward in rewards_G] for rewards_G in rewards_PG]
-
-
-def scale_rewards(rewards_PG: Sequence[Sequence[float]], moments: RunningMoments) -> list[list[float]]:
-    """Return the rewards divided by the standard deviation of all rewards so far; their mean stays in.
-
-    While all rewards were equal, nothing says what their scale is: they stay as they are.
-    """
-    std = moments.std
-    if std <= _ROUNDING * abs(moments.mean):
-        return [list(rewards_G) for rewards_G in rewards_PG]
-    return [[reward / std for reward in rewards_G] for rewards_G in rewards_PG]
-
-
 def shape_rewards(
     rewards_PG: Sequence[Sequence[float]],
     *,
@@ -137,10 +121,12 @@ def shape_rewards(
             for rewards_G, penalties_G in zip(shaped_PG, penalties_PG, strict=True)
         ]
     if clip is not None:
-        shaped_PG = clip_rewards(shaped_PG, clip)
+        shaped_PG = [[min(max(reward, -clip), clip) for reward in rewards_G] for rewards_G in shaped_PG]
     if moments is not None:
         moments.update(list(chain.from_iterable(shaped_PG)))
-        shaped_PG = scale_rewards(shaped_PG, moments)
+        # While all rewards were equal, nothing says what their scale is: they stay as they are.
+        if moments.std > _ROUNDING * abs(moments.mean):
+            shaped_PG = [[reward / moments.std for reward in rewards_G] for rewards_G in shaped_PG]
     return shaped_PG
 
 
