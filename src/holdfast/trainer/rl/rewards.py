@@ -125,7 +125,7 @@ def shape_rewards(
     if moments is not None:
         moments.update(list(chain.from_iterable(shaped_PG)))
         # While all rewards were equal, nothing says what their scale is: they stay as they are.
-        if moments.std > _ROUNDING * abs(moments.mean):
+        if not moments.std <= _ROUNDING * abs(moments.mean):
             shaped_PG = [[reward / moments.std for reward in rewards_G] for rewards_G in shaped_PG]
     return shaped_PG
 
