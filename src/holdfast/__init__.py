@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
     from holdfast.trainer.checkpoint.init_from import load_weights_only
     from holdfast.trainer.checkpoint.state import module_tensors
-    from holdfast.trainer.rl.group_advantages import grpo
+    from holdfast.trainer.rl.advantages import grpo
     from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
     from holdfast.trainer.rl.scored_rollouts import ScoredRollout
     from holdfast.view.tracker import TrackedRun, Tracker
@@ -124,7 +124,7 @@ _NAMES_OF = {
     "trainer.checkpoint.checkpointer": ("Checkpointer", "load_state_with_optimizer", "save_state"),
     "trainer.checkpoint.state": ("module_tensors",),
     "trainer.checkpoint.init_from": ("load_weights_only",),
-    "trainer.rl.group_advantages": ("grpo",),
+    "trainer.rl.advantages": ("grpo",),
     "trainer.rl.scored_rollouts": ("ScoredRollout",),
     "trainer.rl.losses": ("PolicyLossInput", "build_policy_loss"),
 }

@@ -28,7 +28,7 @@ class LearnerRun:
 
     def save(self, step: int) -> None:
         self.session.progress.step = step
-        self.session.checkpointer.save(step, attachments=self.parts.attachments())
+        self.session.checkpointer.save(step)
         self.session.checkpointer.wait()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -55,5 +55,4 @@ def start_learner(
     config = TrainerConfig.model_validate(values | settings)
     parts = RlComponents(config, mesh)
     session = start_session(config, mesh, tokenizer, build_policy, pack=True, components=parts.begin)
-    parts.resume(session.run_dir, session.progress.step)
     return LearnerRun(session, parts, Learner(config, session, parts, None))

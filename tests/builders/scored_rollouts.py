@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.trainer.rl.advantages import Advantage, build_named_advantage
+from holdfast.trainer.rl.assign_advantages import Advantage, build_named_advantage
 from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 

@@ -13,7 +13,12 @@ import pytest
 from holdfast.config.algorithm import CriticConfig
 from holdfast.config.base import ADVANTAGES
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl.advantages import add_distillation, assign_advantages, assign_gae_advantages, whiten_advantages
+from holdfast.trainer.rl.assign_advantages import (
+    add_distillation,
+    assign_advantages,
+    assign_gae_advantages,
+    whiten_advantages,
+)
 from holdfast.trainer.rl.batch import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE, target_values
 from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_rollout

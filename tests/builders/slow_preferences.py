@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.config.base import PREFERENCE_LOSSES, KlEstimator
 from holdfast.config.preference import PreferenceLossConfig
-from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss, kto_loss
+from holdfast.trainer.preference.losses import PairLogprobs, kto_loss, preference_loss
 from holdfast.trainer.rl.kl import estimate_kl
 
 
@@ -78,7 +78,7 @@ def check_preference_loss(name: str, seed: int) -> None:
         labels_A = torch.tensor([True, False])
         loss = kto_loss((rows[0] - rows[1])[0], labels_A, offset, settings)[0].sum()
     else:
-        loss = build_preference_loss(settings)(pairs(*rows, torch.tensor([offset], dtype=torch.float64))).losses_P.sum()
+        loss = preference_loss(pairs(*rows, torch.tensor([offset], dtype=torch.float64)), settings).losses_P.sum()
     assert loss.item() == pytest.approx(slow_preference_loss(settings, policy, reference, tokens, offset), rel=1e-9)
     (gradient,) = torch.autograd.grad(loss, rows[0])
     for side in (0, 1):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
-from holdfast.trainer.rl.group_advantages import sample_std
+from holdfast.trainer.rl.advantages import sample_std
 from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input

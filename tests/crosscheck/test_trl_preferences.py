@@ -16,8 +16,8 @@ from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 from holdfast.trainer.preference.losses import (
     PairLogprobs,
     PairLosses,
-    build_preference_loss,
     kto_loss,
+    preference_loss,
     reward_loss,
     sequence_sums,
 )
@@ -90,7 +90,7 @@ def answers(pair_lengths: list[tuple[int, int]], *, prompt_tokens: int = 3) -> A
 
 
 def ours(pairs: PairLogprobs, **settings: Any) -> PairLosses:
-    return build_preference_loss(PreferenceLossConfig.model_validate(settings))(pairs)
+    return preference_loss(pairs, PreferenceLossConfig.model_validate(settings))
 
 
 def assert_same_loss_and_gradient(theirs: Tensor, mine: Tensor, model: PreTrainedModel, *, rtol: float = 1e-9) -> None:

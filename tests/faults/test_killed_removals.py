@@ -112,8 +112,6 @@ REMOVALS: dict[str, str] = {
     "trainer/checkpoint/commit.py Commit._publish": "test_kill_in_commit.py",
     "trainer/checkpoint/commit.py Commit.write": OWN,
     "trainer/checkpoint/commit.py _make_empty": OWN,
-    "trainer/data/tokenizing.py _clear_left_behind": OWN,
-    "trainer/data/tokenizing.py _own_temporary": OWN,
     "trainer/data/tokenizing.py make_cached": "test_token_cache.py",
     "trainer/export.py commit": OWN,
     "trainer/export.py new_directory": OWN,

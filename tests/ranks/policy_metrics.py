@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast.config.algorithm import PolicyLossConfig, PretrainingConfig, UpdatesConfig
+from holdfast.config.algorithm import PolicyLossConfig, UpdatesConfig
 from holdfast.config.training import OptimConfig, TrainedModelConfig
-from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.rows import Rows
-from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import freeze, reshard
@@ -26,7 +22,6 @@ from holdfast.trainer.optimizer import _orthogonalized, build_optimizer, update_
 from holdfast.trainer.rl.batch import ADVANTAGE, AGE, SAMPLER_LOGPROB, measure_targets, plan_epochs
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_distillation_term
 from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.train_step import policy_step
 from tests.builders.policy_inputs import policy_input
 from tests.models.families import group_samples, random_samples
@@ -86,27 +81,9 @@ def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
     (minibatches,) = plan_epochs(
         samples, UpdatesConfig(minibatches=2), row_tokens=14, mesh=mesh, seed=0, step=1, layout=PACKED
     )
-    measure_targets(["logprob"], lambda micro: predict(policy, micro)[:1], minibatches, mesh, pack=True)
+    measure_targets("logprob", lambda micro: predict(policy, micro).logprobs_N, minibatches, mesh, pack=True)
     reshard(policy)
     return [sample.per_token["logprob"] for sample in samples]
-
-
-def tokenised(model_dir: Path, data: Path, mesh: Mesh) -> tuple[str, list[int]]:
-    """Return the fingerprint of the pretraining samples, and which chunks this rank has encoded. Collective."""
-    encoded, encode = list[int](), tokenizing._encode_chunk
-
-    def noting(rows: Rows, encode_row: tokenizing.Encode, index: int) -> tokenizing.Chunk:
-        encoded.append(index)
-        return encode(rows, encode_row, index)
-
-    config = PretrainingConfig.model_validate({"data": {"name": str(data)}})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "_CHUNK_ROWS", 20)
-        patch.setattr(tokenizing, "FEW_ROWS", 20)
-        patch.setattr(tokenizing, "available_cores", lambda: 1)
-        patch.setattr(tokenizing, "_encode_chunk", noting)
-        mix = PretrainingMix(config, load_tokenizer(str(model_dir)), mesh, seed=0)
-    return mix.fingerprint, encoded
 
 
 def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Tensor]:
@@ -162,9 +139,8 @@ def stepped(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in tensors.items()}
 
 
-def compute(model_dir: Path, data: Path, mesh: Mesh) -> dict[str, Any]:
+def compute(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
     return {
-        "tokenised": tokenised(model_dir, data, mesh),
         "statistics": statistics_of(mesh),
         "stepped": stepped(model_dir, mesh),
         "taught": taught(model_dir, mesh),
@@ -176,4 +152,4 @@ def compute(model_dir: Path, data: Path, mesh: Mesh) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_on_ranks(lambda mesh, model_dir, data, _: compute(model_dir, data, mesh))
+    run_on_ranks(lambda mesh, model_dir, _data, _: compute(model_dir, mesh))

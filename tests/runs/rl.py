@@ -36,7 +36,6 @@ EVERYTHING: dict[str, Any] = {
     "rewards": {"scale": "running", "clip": 0.9},
     "updates": {"epochs": 2, "minibatches": 2},
     "ema": {"decay": 0.9},
-    "replay": {"groups": 2, "capacity": 5, "max_age": 2},
 }
 END_TIMEOUT_S = 600.0
 """How long a test waits for the end of a whole run: the quick start takes a minute, on a busy machine several."""
@@ -238,7 +237,7 @@ class Outcome:
 
     weights: dict[str, bytes]
     tensors: dict[str, bytes]  # every tensor of the trainer's checkpoint (parameters, optimizer moments), by name
-    trainer_state: dict[str, bytes]  # counters, random generators and replay buffer of the trainer, by file name
+    trainer_state: dict[str, bytes]  # counters, random generators of the trainer, by file name
     orchestrator_state: bytes  # the orchestrator's state after the step's batch
 
 
@@ -251,7 +250,7 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
             for name, data in _contents(run_dir.weights / f"ema_step_{step}", "*.safetensors").items()
         },
         tensors=_checkpoint_tensors(checkpoint / "trainer"),
-        trainer_state=_contents(checkpoint / "trainer", "*.json") | _contents(checkpoint / "trainer", "*.msgpack"),
+        trainer_state=_contents(checkpoint / "trainer", "*.json"),
         orchestrator_state=(checkpoint / "orchestrator" / "orchestrator.json").read_bytes(),
     )
     assert found.weights

@@ -1,4 +1,4 @@
-"""Settings of the RL algorithm: policy loss, KL control, critic, rewards, updates, replay, averages, distillation."""
+"""Settings of the RL algorithm: policy loss, KL control, critic, rewards, updates, averages, distillation."""
 
 from typing import Any, Literal, Self
 
@@ -162,19 +162,6 @@ class EmaConfig(Section):
 
     decay: float = Field(default=0.992, gt=0, lt=1)
     """Share of the average that stays at each step."""
-
-
-class ReplayConfig(Section):
-    """Groups of earlier batches that are trained again (off-policy)."""
-
-    groups: int = Field(default=4, ge=1)
-    """Groups added to every batch, as far as there are some."""
-
-    capacity: int = Field(default=64, ge=1)
-    """Groups kept; the oldest make room."""
-
-    max_age: int = Field(default=8, ge=1)
-    """Steps after which a group is no longer taken."""
 
 
 class PretrainingConfig(Section):

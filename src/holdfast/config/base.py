@@ -4,10 +4,10 @@ A run chooses policy losses, advantages and preference losses by name. The setti
 the tables below and know no torch. The trainer imports the function behind a name when a run asks for it. So a new one
 needs only its function and one line here:
 
-    POLICY_LOSSES      a function `(PolicyLossConfig) -> Objective` in `holdfast.trainer.rl.losses`
-    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages` or
-                       `group_advantages`
-    PREFERENCE_LOSSES  a function `(PreferenceLossConfig) -> PreferenceLoss` in `holdfast.trainer.preference.losses`
+    POLICY_LOSSES      an `Objective` in `holdfast.trainer.rl.losses`
+    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages`
+    PREFERENCE_LOSSES  a function `(PairLogprobs, PreferenceLossConfig) -> PairLosses` in
+                       `holdfast.trainer.preference.losses`
 
 Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, and for a slow
 reference in float64 (`tests.builders.slow_losses` and so on); and each name must learn in a short run. So must
@@ -222,7 +222,7 @@ class BuiltInPolicyLoss:
     """A policy loss and the settings that act on it, with their defaults; docs/losses.md says where they are from.
 
     Attributes:
-        function: its name in `holdfast.trainer.rl.losses`, from settings to objective.
+        function: its name in `holdfast.trainer.rl.losses`, an `Objective`.
     """
 
     function: str
@@ -270,8 +270,8 @@ class BuiltInAdvantage:
     """An advantage, and what it needs.
 
     Attributes:
-        function: its name in `holdfast.trainer.rl.advantages` or `group_advantages`; None where a model beside the
-            policy gives the advantages, and rewards of the batch do not.
+        function: its name in `holdfast.trainer.rl.advantages`; None if a model beside the policy gives the advantages,
+            and not the rewards of the batch.
         takes: `rewards`: the rewards of one problem, for each rollout the sum of its whole and its parts;
             `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
             the batch, by problem.

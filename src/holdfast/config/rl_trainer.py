@@ -15,7 +15,6 @@ from holdfast.config.algorithm import (
     KlConfig,
     PolicyLossConfig,
     PretrainingConfig,
-    ReplayConfig,
     RewardConfig,
     RewardModelConfig,
     UpdatesConfig,
@@ -67,63 +66,51 @@ def check_advantages(config: "TrainerConfig") -> None:
             f"advantage_std says by what advantage = 'grpo' divides, and advantage is '{config.advantage}': set "
             "advantage = 'grpo', or leave advantage_std out"
         )
-    if "max_rl" in used and (cause := next((name for name, is_on in _that_may_be_negative(config) if is_on), None)):
-        raise ValueError(
-            f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, which {cause} can make "
-            "negative: leave that out, or choose another advantage"
+    penalises_rewards = config.kl is not None and config.kl.place == "reward" and config.kl.coef > 0
+    may_change_rewards = {
+        "kl.place = 'reward'": penalises_rewards,
+        "reward_model": config.reward_model is not None,
+        "rewards.length_buffer_tokens": config.rewards.length_buffer_tokens is not None,
+    }
+    if "max_rl" in used:
+        _refuse(
+            "advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, which {} can make "
+            "negative: leave that out, or choose another advantage",
+            may_change_rewards
+            | {"rewards.weights below 0": any(weight < 0 for weight in config.rewards.weights.values())},
         )
     if "gdpo" in used:
-        _check_gdpo(config)
+        if not config.rewards.weights:
+            raise ValueError(
+                "advantage = 'gdpo' normalises every reward by itself: name them in rewards.weights, such as "
+                "weights = { exact = 1.0, reward = 0.5 }"
+            )
+        _refuse(
+            "advantage = 'gdpo' is computed from the rewards of rewards.weights as the environments give them, so {} "
+            "would have no effect: leave it out, or choose another advantage",
+            may_change_rewards
+            | {"rewards.clip": config.rewards.clip is not None, "rewards.scale": config.rewards.scale != "none"},
+        )
     if config.advantage_beta is not None and "online_dpo" not in used:
         raise ValueError("advantage_beta is the beta of advantage = 'online_dpo': set that, or leave it out")
     if "online_dpo" in used:
         _check_online_dpo(config)
     if config.loss.type == "sft":
-        _check_imitation(config)
-
-
-def _check_imitation(config: "TrainerConfig") -> None:
-    """Refuse what acts through advantages alone, where the loss takes none."""
-    for name, is_on in (
-        ("environments", bool(config.environments)),
-        ("critic", config.critic is not None),
-        ("kl.place = 'reward'", _penalises_rewards(config)),
-    ):
-        if is_on:
-            raise ValueError(
-                f"{name} has no effect with loss.type = 'sft', which takes no advantages: leave it out, or choose "
-                "another loss"
-            )
-
-
-def _that_may_be_negative(config: "TrainerConfig") -> list[tuple[str, bool]]:
-    """Return what can make a reward negative that was none, and whether it is on."""
-    return [
-        ("kl.place = 'reward'", _penalises_rewards(config)),
-        ("rewards.length_buffer_tokens", config.rewards.length_buffer_tokens is not None),
-        ("reward_model", config.reward_model is not None),
-        ("rewards.weights below 0", any(weight < 0 for weight in config.rewards.weights.values())),
-    ]
-
-
-def _check_gdpo(config: "TrainerConfig") -> None:
-    if not config.rewards.weights:
-        raise ValueError(
-            "advantage = 'gdpo' normalises every reward by itself: name them in rewards.weights, such as "
-            "weights = { exact = 1.0, reward = 0.5 }"
+        _refuse(
+            "{} has no effect with loss.type = 'sft', which takes no advantages: leave it out, or choose another loss",
+            {
+                "environments": bool(config.environments),
+                "critic": config.critic is not None,
+                "kl.place = 'reward'": penalises_rewards,
+            },
         )
-    for name, is_on in (
-        ("kl.place = 'reward'", _penalises_rewards(config)),
-        ("reward_model", config.reward_model is not None),
-        ("rewards.length_buffer_tokens", config.rewards.length_buffer_tokens is not None),
-        ("rewards.clip", config.rewards.clip is not None),
-        ("rewards.scale", config.rewards.scale != "none"),
-    ):
+
+
+def _refuse(message: str, settings: dict[str, bool]) -> None:
+    """Refuse the first of the settings that is on; `{}` in the message is its name."""
+    for name, is_on in settings.items():
         if is_on:
-            raise ValueError(
-                f"advantage = 'gdpo' is computed from the rewards of rewards.weights as the environments give them, so "
-                f"{name} would have no effect: leave it out, or choose another advantage"
-            )
+            raise ValueError(message.format(name))
 
 
 def _check_online_dpo(config: "TrainerConfig") -> None:
@@ -138,17 +125,14 @@ def _check_online_dpo(config: "TrainerConfig") -> None:
             "'policy_gradient', ratio_to = 'old', aggregation = 'constant', constant_tokens = 1, correction = { type = "
             "'none' } }"
         )
-    for name, is_on in (
-        ("updates of more than one epoch or minibatch", config.updates.epochs * config.updates.minibatches > 1),
-        ("kl.coef above 0 (advantage_beta is the tie to the reference)", config.kl.coef > 0),
-        ("rewards.truncated = 'mask', which would leave half pairs", config.rewards.truncated == "mask"),
-    ):
-        if is_on:
-            raise ValueError(f"advantage = 'online_dpo' does not go with {name}: leave that out")
-
-
-def _penalises_rewards(config: "TrainerConfig") -> bool:
-    return config.kl is not None and config.kl.place == "reward" and config.kl.coef > 0
+    _refuse(
+        "advantage = 'online_dpo' does not go with {}: leave that out",
+        {
+            "updates of more than one epoch or minibatch": config.updates.epochs * config.updates.minibatches > 1,
+            "kl.coef above 0 (advantage_beta is the tie to the reference)": config.kl.coef > 0,
+            "rewards.truncated = 'mask', which would leave half pairs": config.rewards.truncated == "mask",
+        },
+    )
 
 
 class JournalConfig(Section):
@@ -207,9 +191,6 @@ class TrainerConfig(TrainingCommand):
 
     ema: EmaConfig | None = None
     """Moving average of the policy's weights, in checkpoints and published at the end."""
-
-    replay: ReplayConfig | None = None
-    """Train groups of earlier batches again."""
 
     pretraining: PretrainingConfig | None = None
     """Supervised samples beside the rollouts."""
@@ -340,11 +321,6 @@ class TrainerConfig(TrainingCommand):
             raise ValueError(
                 "distillation has no effect with loss.type = 'sft', which takes no advantages: set loss.type = "
                 "'policy_gradient', or leave distillation out"
-            )
-        if self.loss.type == "gspo" and self.distillation.divergence == "sampled":
-            raise ValueError(
-                "loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages the signals of "
-                "distillation away: set loss.type = 'gspo_token', or distillation.divergence = 'full'"
             )
         if self.kl is None and self.distillation.divergence == "full":
             raise ValueError(

@@ -316,7 +316,7 @@ class TrainingCommand(Command):
     """Remove a run that the output directory already holds, then start from scratch."""
 
     deterministic: bool = False
-    """On GPUs take algorithms that give the same bits every time, for more time a step, and fail where there is none.
+    """On GPUs take algorithms that give the same bits every time, for more time a step, and fail if there is none.
     On CPU all do, and this changes nothing."""
 
     log_format: LogFormat = "text"
@@ -539,7 +539,7 @@ class SftConfig(EvaluatedCommand):
 
 
 def schedule_end(config: OptimConfig, max_steps: int) -> int | None:
-    """Return the step at which the schedule ends; None where the rate never falls."""
+    """Return the step at which the schedule ends; None if the rate never falls."""
     if config.schedule == "constant":
         return None
     return config.schedule_steps or max_steps

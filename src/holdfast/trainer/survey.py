@@ -28,7 +28,8 @@ from holdfast.errors import printable
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.events import report
 from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch, too_few_for_a_step
-from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS, Sample
+from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
+from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.samples import load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples
 from holdfast.trainer.preference.pairs import Pair, Preference, load_answers, load_pairs, split_preferences

@@ -127,7 +127,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"advantage": "distillation", "kl": {}}, "needs a teacher: set kl.reference"),
         ({"distillation": {}, "kl": {"coef": 0.1}}, "needs a teacher: set kl.reference"),
         ({"distillation": {}, "loss": {"type": "sft"}}, "no effect with loss.type = 'sft'"),
-        ({"distillation": {}, "loss": {"type": "gspo"}}, "gspo_token', or distillation.divergence = 'full'"),
+        ({"distillation": {}, "loss": {"type": "gspo"}}, "set loss.type = 'gspo_token'"),
         ({"distillation": {"divergence": "full"}}, "of which a teacher behind a server"),
         ({"distillation": {}, "kl": {"reference": "t", "refresh_interval": 2}}, "its own teacher"),
         (

@@ -57,7 +57,7 @@ def test_an_advantage_is_a_function_and_a_line(tmp_path: Path) -> None:
         "-c",
         "from types import SimpleNamespace\n"
         "from holdfast.config import TrainerConfig\n"
-        "from holdfast.trainer.rl.advantages import build_advantage\n"
+        "from holdfast.trainer.rl.assign_advantages import build_advantage\n"
         "rollouts = [SimpleNamespace(environment='a', total_reward=reward) for reward in (0.0, 1.0, 1.0, 7.0)]\n"
         "print([value * 3 for value in build_advantage(TrainerConfig(advantage='ranks'))([rollouts])[0]])",
     )

@@ -35,8 +35,8 @@ from holdfast.run.run_dir import REFERENCE_NAME
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference import losses as preference_losses
+from holdfast.trainer.rl import advantages
 from holdfast.trainer.rl import losses as policy_losses
-from holdfast.trainer.rl.advantages import built_in_function
 from tests.builders.advantage_settings import NEEDED
 from tests.builders.learner_runs import LearnerRun, start_learner
 from tests.builders.slow_advantages import check_advantage
@@ -75,7 +75,7 @@ def test_every_table_computes_its_formulas_in_ten_thousand_cases(table: str) -> 
 
 PAGES = {
     "policy losses": ("losses.md", POLICY_LOSSES, PolicyLossConfig, "type", policy_losses.__dict__.get),
-    "advantages": ("losses.md", ADVANTAGES, TrainerConfig, "advantage", built_in_function),
+    "advantages": ("losses.md", ADVANTAGES, TrainerConfig, "advantage", advantages.__dict__.get),
     "preferences": ("preferences.md", PREFERENCE_LOSSES, PreferenceLossConfig, "type", preference_losses.__dict__.get),
 }
 

@@ -3,7 +3,7 @@ reads a number fails at its line. A plain copy to a GPU waits for all before it,
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -245,11 +245,11 @@ def test_updates_of_a_critic(
 def test_what_is_measured_comes_to_the_cpu_behind_all_passes(
     policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
 ) -> None:
-    def forward(micro: MicroBatch) -> Sequence[Tensor]:
-        return [predict(policy, micro).logprobs_N]
+    def forward(micro: MicroBatch) -> Tensor:
+        return predict(policy, micro).logprobs_N
 
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        measure_targets(["x"], forward, [minibatch()], on_device, pack=True)
+        measure_targets("x", forward, [minibatch()], on_device, pack=True)
     assert len(passes) == 4
     passes.clear()
     config = DpoConfig.model_validate({"data": {"seq_len": 12, "micro_batch_size": 1, "batch_size": 4}})

@@ -321,7 +321,7 @@ def spread_by_cost(
     """Return indices of samples in `num_rows` rows of nearly equal cost and at most `budget` tokens.
 
     Longest processing time first (Graham 1969): the costliest sample goes to the row that has cost least so far and
-    has room. None where it comes to a sample that no row has room for.
+    has room. None if no row has room for a sample.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     cheapest = [(0.0, row) for row in range(num_rows)]

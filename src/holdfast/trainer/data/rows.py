@@ -1,7 +1,7 @@
-"""Reads the rows of a dataset, and recognises their format: chats, prompt and completion, ShareGPT, Alpaca, pairs.
+"""Reads the rows of a dataset: JSON files, Parquet files, directories of `datasets`, a hub.
 
 JSON files are read directly: `datasets` would give all rows the same keys, also inside of messages and tools, and fill
-them with null. docs/data.md describes the formats for users.
+them with null.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -22,9 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
-from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
-from holdfast.chat.messages import check_tools, common_length, squeezed
-from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, nearest
 from holdfast.run.inputs import check_data_path
@@ -66,6 +62,11 @@ class Sample:
         return [end - start for start, end in pairwise([*self.starts, len(self.token_ids)])]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all its sequences."""
+        return len(self.token_ids)
+
+    @property
     def num_targets(self) -> int:
         """Tokens that are predicted and trained."""
         return int(self.loss_mask[1:].sum())
@@ -78,7 +79,7 @@ class Sample:
 
     @property
     def shared_prompt(self) -> bytes:
-        """Those tokens, to compare with those of other samples; empty where there are none."""
+        """Those tokens as bytes, to compare with those of other samples."""
         return self.token_ids[: self.prompt_length].tobytes()
 
     @cached_property
@@ -239,7 +240,7 @@ def read_rows(name: str, *, split: str) -> Rows:
     """Return the rows of the dataset `name`.
 
     Args:
-        split: which, where there are several.
+        split: which one, if there are several.
 
     Raises:
         DataError: it is missing, unreadable or empty.
@@ -313,323 +314,3 @@ def _read_table(path: Path, name: str, split: str) -> datasets.Dataset:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise DataError(f"data.name = '{name}' could not be read: {cause}") from None
-
-
-SAMPLE_SHAPES = (
-    "`messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or `instruction` and `output` (Alpaca); "
-    "or `text`"
-)
-PAIR_SHAPES = (
-    "`prompt`, `chosen` and `rejected` (all text or all lists of messages), or `chosen` and `rejected` that begin with "
-    "the same prompt"
-)
-ANSWER_SHAPES = (
-    "`prompt`, `completion` and `label` (true for a good answer, false for a bad one), or those of pairs: "
-    + PAIR_SHAPES
-)
-RATED_PAIR_SHAPES = f"{PAIR_SHAPES}; and, for loss.odpo_alpha, `margin`, a number"
-_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-_FOR_CHATS = ("tools", "documents", "chat_template_kwargs")
-
-
-@dataclass(frozen=True)
-class PromptCompletion:
-    """A prompt and what follows it, as text."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text that is trained whole."""
-
-    text: str
-
-
-Example = Chat | PromptCompletion | Text
-
-
-@dataclass(frozen=True)
-class Format:
-    """One way to write rows.
-
-    Attributes:
-        name: in words.
-        needed, optional: the columns that are read.
-        examples: makes the examples of a row: one for a sample, two for a pair.
-        value: reads the number that a row says of them.
-    """
-
-    name: str
-    needed: tuple[str, ...]
-    optional: tuple[str, ...]
-    examples: Callable[[Row, Tokenizer], list[Example]]
-    value: Callable[[Row], float] = lambda _: 0.0
-
-    def unused(self, row: Row) -> list[str]:
-        """Return the columns of `row` that are not read."""
-        return sorted(set(row) - {*self.needed, *self.optional})
-
-
-def has_format(row: Row, formats: tuple[Format, ...]) -> bool:
-    """Whether `row` has the columns of any of the formats."""
-    columns = {column for column, value in row.items() if value is not None}
-    return any(columns.issuperset(candidate.needed) for candidate in formats)
-
-
-def find_format(row: Row, formats: tuple[Format, ...], *, name: str, shapes: str) -> Format:
-    """Return the first format whose columns `row` has.
-
-    Raises:
-        DataError: there is none.
-    """
-    for candidate in formats:
-        if has_format(row, (candidate,)):
-            return candidate
-    raise DataError(f"data.name = '{name}' has the columns {sorted(row)}; rows need {shapes}. Rename the columns.")
-
-
-def encode_example(example: Example, tokenizer: Tokenizer, *, train_on: TrainOn) -> Encoded:
-    """Return the tokens of one example.
-
-    Raises:
-        ConfigError, DataError: it cannot be trained; says why.
-    """
-    if isinstance(example, Chat):
-        return encode_chat(example, tokenizer, train_on=train_on)
-    if isinstance(example, PromptCompletion):
-        return encode_completion(example.prompt, example.completion, tokenizer)
-    return encode_text(example.text, tokenizer)
-
-
-def _chat(row: Row, messages: object, *, first_trained: int = 0) -> Chat:
-    if not isinstance(messages, list):
-        raise DataError(f"expected a list of messages, got {messages!r:.80}")
-    documents = row.get("documents") or None
-    if documents is not None and not isinstance(documents, list):
-        raise DataError(f"`documents` must be a list of objects, got {documents!r:.80}")
-    return Chat(
-        messages,
-        first_trained=first_trained,
-        tools=check_tools(row.get("tools")),
-        documents=documents,
-        options=options_of(row.get("chat_template_kwargs")),
-    )
-
-
-def _refuse_for_text(row: Row) -> None:
-    for column in _FOR_CHATS:
-        if row.get(column):
-            raise DataError(f"`{column}` goes with messages; this row is text")
-
-
-def _from_messages(row: Row, _: Tokenizer) -> list[Example]:
-    if row.get("messages") is None:
-        there = ", ".join(f"`{name}`" for name, value in row.items() if value is not None)
-        raise DataError(f"it has no `messages`; it has {there or 'nothing else'}")
-    return [_chat(row, row["messages"])]
-
-
-def _answered(row: Row, prompt: object, answer: object, *, columns: str) -> Example:
-    if isinstance(prompt, str) and isinstance(answer, str):
-        _refuse_for_text(row)
-        return PromptCompletion(prompt, answer)
-    if isinstance(prompt, list) and isinstance(answer, list):
-        if prompt and answer[: len(prompt)] == prompt:
-            raise DataError("the answer begins with the messages of `prompt`, which would come twice: drop that column")
-        return _chat(row, prompt + answer, first_trained=len(prompt))
-    kinds = " and ".join(_kind(value) for value in (prompt, answer))
-    raise DataError(f"rows need {columns} (both text or both lists of messages), got {kinds}")
-
-
-def _kind(value: object) -> str:
-    """Return what a value is, in the words of JSON."""
-    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
-    return "nothing" if value is None else kinds.get(type(value), type(value).__name__)
-
-
-def _from_completion(row: Row, _: Tokenizer) -> list[Example]:
-    return [_answered(row, row.get("prompt"), row.get("completion"), columns="`prompt` and `completion`")]
-
-
-def _from_share_gpt(row: Row, _: Tokenizer) -> list[Example]:
-    turns = row.get("conversations")
-    if not isinstance(turns, list):
-        raise DataError(f"`conversations` must be a list, got {turns!r:.80}")
-    messages = [_share_gpt_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    return [_chat(row, _with_system(row, messages))]
-
-
-def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
-    if isinstance(turn, Mapping) and "role" in turn:
-        return dict(turn)
-    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-        raise DataError(f"message {number}: a turn needs `from` and `value`, got {turn!r:.120}")
-    said_by, value = turn["from"], turn["value"]
-    if not isinstance(said_by, str) or said_by not in _ROLES:
-        raise DataError(f"message {number}: `from` is {said_by!r}; known are {', '.join(_ROLES)}")
-    rest = {key: entry for key, entry in turn.items() if key not in ("from", "value")}
-    if said_by == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _called(value, number), **rest}
-    return {"role": _ROLES[said_by], "content": value, **rest}
-
-
-def _called(value: object, number: int) -> list[dict[str, Any]]:
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"message {number}: the value of a function_call is not JSON: {error}") from None
-    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
-
-
-def _with_system(row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if not row.get("system"):
-        return messages
-    return [{"role": "system", "content": row["system"]}, *messages]
-
-
-def _from_alpaca(row: Row, tokenizer: Tokenizer) -> list[Example]:
-    values = {name: row.get(name) or "" for name in ("instruction", "input", "output", "system")}
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise DataError(f"`{name}` must be text, got {value!r:.80}")
-    history = row.get("history") or []
-    if tokenizer.has_template:
-        question = "\n".join(filter(None, [values["instruction"], values["input"]]))
-        messages: list[dict[str, Any]] = []
-        for turn in history:
-            if not isinstance(turn, list) or len(turn) != 2:
-                raise DataError(f"`history` must be a list of [instruction, output], got {turn!r:.80}")
-            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
-        return [_chat(row, _with_system(row, messages))]
-    _refuse_for_text(row)
-    for name in ("system", "history"):
-        if row.get(name):
-            raise DataError(f"`{name}` needs a chat template, which this tokenizer does not have")
-    return [PromptCompletion(_alpaca_prompt(values["instruction"], values["input"]), values["output"])]
-
-
-def _alpaca_prompt(instruction: str, context: str) -> str:
-    """Return the prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, train.py)."""
-    if context:
-        return (
-            "Below is an instruction that describes a task, paired with an input that provides further context. Write "
-            "a response that appropriately completes the request.\n\n"
-            f"### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:"
-        )
-    return (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{instruction}\n\n### Response:"
-    )
-
-
-def _from_text(row: Row, _: Tokenizer) -> list[Example]:
-    if not isinstance(row.get("text"), str):
-        raise DataError(f"`text` must be text, got {row.get('text')!r:.80}")
-    _refuse_for_text(row)
-    return [Text(row["text"])]
-
-
-def _from_preferences(row: Row, _: Tokenizer) -> list[Example]:
-    prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
-        shared = _common_messages(chosen, rejected)
-        _check_implicit_prompt(prompt, chosen[:shared])
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    elif isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
-        shared = _common_text(chosen, rejected)
-        if not shared:
-            raise DataError(
-                f"rows need {PAIR_SHAPES}; `chosen` and `rejected` of this one begin differently, so there is no prompt"
-            )
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if {type(value) for value in (prompt, chosen, rejected)} not in ({str}, {list}):
-        raise DataError(f"rows need {PAIR_SHAPES}")
-    return [_answered(row, prompt, answer, columns=PAIR_SHAPES) for answer in (chosen, rejected)]
-
-
-def _label(row: Row) -> float:
-    label = row.get("label")
-    if not isinstance(label, bool):
-        raise DataError(f"`label` must be true (a good answer) or false (a bad one), got {label!r:.80}")
-    return float(label)
-
-
-def _margin(row: Row) -> float:
-    margin = row.get("margin")
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"`margin` must be a number in every row, since the first row has one, got {margin!r:.80}")
-    return float(margin)
-
-
-def _check_implicit_prompt(prompt: object, shared: list[Any]) -> None:
-    """Refuse conversations that do not begin alike, or not with what `prompt`, if there, says as text.
-
-    Raises:
-        DataError: they do not.
-    """
-    if not shared:
-        raise DataError(
-            f"rows need {PAIR_SHAPES}; `chosen` and `rejected` of this one begin with different messages, so there is "
-            "no prompt in them. Write `prompt` as a list of messages."
-        )
-    said = "".join(str(message.get("content")) for message in shared if isinstance(message, Mapping))
-    if prompt is not None and squeezed(str(prompt)) not in squeezed(said):
-        raise DataError(
-            f"`prompt` is {prompt!r:.80}, which none of the messages says that `chosen` and `rejected` begin with, so "
-            "it would be left out. Write it as a list of messages, or drop the column."
-        )
-
-
-def _common_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Return how many messages two conversations share; the last of either is an answer and never shared."""
-    most = min(len(chosen), len(rejected)) - 1
-    return next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
-
-
-def _common_text(chosen: str, rejected: str) -> int:
-    """Return how long the prompt is that two texts begin with: to the last end of a word before they differ."""
-    shared = chosen[: common_length(chosen, rejected)]
-    words = shared.rstrip() if shared != shared.rstrip() else shared[: -len(shared.split()[-1])] if shared else ""
-    return len(words.rstrip())
-
-
-SAMPLE_FORMATS = (
-    Format("chats (`messages`)", ("messages",), _FOR_CHATS, _from_messages),
-    Format("ShareGPT (`conversations`)", ("conversations",), (*_FOR_CHATS, "system"), _from_share_gpt),
-    Format("prompts and completions", ("prompt", "completion"), _FOR_CHATS, _from_completion),
-    Format(
-        "Alpaca (`instruction`, `input`, `output`)",
-        ("instruction", "output"),
-        (*_FOR_CHATS, "input", "system", "history"),
-        _from_alpaca,
-    ),
-    Format("plain text (`text`), all of it trained", ("text",), _FOR_CHATS, _from_text),
-)
-PAIR_FORMATS = (Format("pairs", ("chosen", "rejected"), (*_FOR_CHATS, "prompt"), _from_preferences),)
-ANSWER_FORMATS = (
-    Format("labelled answers", ("prompt", "completion", "label"), _FOR_CHATS, _from_completion, value=_label),
-    *PAIR_FORMATS,
-)
-RATED_PAIR_FORMATS = (
-    Format(
-        "pairs with margins",
-        ("chosen", "rejected", "margin"),
-        (*_FOR_CHATS, "prompt"),
-        _from_preferences,
-        value=_margin,
-    ),
-)

@@ -23,31 +23,18 @@ import tokenizers
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from holdfast.chat.masking import Encoded
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chat.tokenizer import load_tokenizer as load_orchestrator_tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.process.events import report
 from holdfast.run.inputs import check_data_path
-from holdfast.trainer.data.rows import (
-    SAMPLE_FORMATS,
-    SAMPLE_SHAPES,
-    BadRows,
-    Format,
-    Row,
-    Rows,
-    Sample,
-    encode_example,
-    find_format,
-    has_format,
-    read_rows,
-)
+from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
+from holdfast.trainer.data.rows import BadRows, Rows, Sample, read_rows
 from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
     CachedSamples,
     ChosenSamples,
-    Encode,
     cache_directory,
     cache_key,
     make_cached,
@@ -71,16 +58,12 @@ def read_samples(
     config: SftDataConfig,
     tokenizer: Tokenizer,
     formats: tuple[Format, ...],
-    encode_as: Callable[[Format], Encode],
     *,
-    shapes: str,
     mesh: Mesh | None,
 ) -> tuple[Sequence[Sample], Format]:
     """Return the samples of all rows, in their order, and how the rows are written.
 
     Args:
-        encode_as: gives what makes the samples of a row that is written so.
-        shapes: of rows, in words, for the message where the first row has none of the formats.
         mesh: the ranks, if there are several: all get all samples. Collective then.
 
     Raises:
@@ -90,7 +73,7 @@ def read_samples(
     is_main = mesh is None or mesh.is_main
     if is_main and not Path(config.name).exists():
         report(f"asking the hub for {config.name}")
-    make = partial(_make, config, tokenizer, formats, encode_as, shapes=shapes)
+    make = partial(_make, config, tokenizer, formats)
     cached = _cached(config, make, mesh) if config.cache_dir != "" else None
     if cached is not None:
         form = formats[cached.about.format]
@@ -99,14 +82,14 @@ def read_samples(
             cached.about.bad.settle(config, cached.about.rows)
             say_remarks(cached.about.remarks, config.name)
         return cached.samples, form
-    rows, place = open_dataset(config, formats, shapes=shapes, is_reported=is_main)
-    encode = encode_as(formats[place])
-    return tokenize_rows(rows, encode, config, mesh=mesh), formats[place]
+    rows, place = open_dataset(config, formats, is_reported=is_main)
+    if mesh is not None and len(counts := set(mesh.gather(len(rows)))) > 1:
+        raise DataError(f"data.name = '{config.name}' has other numbers of rows on other machines: {sorted(counts)}")
+    encode = partial(formats[place].encode, tokenizer=tokenizer, config=config)
+    return tokenize_rows(rows, encode, config, is_told=is_main), formats[place]
 
 
-def open_dataset(
-    config: SftDataConfig, formats: tuple[Format, ...], *, shapes: str, is_reported: bool
-) -> tuple[Rows, int]:
+def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_reported: bool) -> tuple[Rows, int]:
     """Return the rows of a dataset and the place of their format, which is reported as well where `is_reported`.
 
     Raises:
@@ -121,7 +104,7 @@ def open_dataset(
     if first is None:
         BadRows(len(rows), tuple(str(row) for _, row in rows.take(0, 10))).settle(config, len(rows))
     assert first is not None, "settle has raised"
-    form = find_format(first, formats, name=config.name, shapes=shapes)
+    form = find_format(first, formats, name=config.name)
     if is_reported:
         unused = form.unused(first)
         rest = {"columns_not_read": ", ".join(unused)} if unused else {}
@@ -129,35 +112,28 @@ def open_dataset(
     return rows, formats.index(form)
 
 
-def _make(
-    config: SftDataConfig,
-    tokenizer: Tokenizer,
-    formats: tuple[Format, ...],
-    encode_as: Callable[[Format], Encode],
-    *,
-    shapes: str,
-) -> _Work:
+def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ...]) -> _Work:
     """Put the samples into the cache unless they are there; return by which name, or None. Yields now and then."""
     yield
     try:
-        directory = _directory(config)
+        directory = cache_directory(config)
     except RuntimeError as error:
         _say_not_kept("the home directory", str(error))
         return None
-    key = cache_key(config, tokenizer, formats, encode_as)
+    key = cache_key(config, tokenizer, formats)
     if open_cached(directory / key, verify=True, is_said=True) is not None:
         return key
-    rows, place = open_dataset(config, formats, shapes=shapes, is_reported=False)
+    rows, place = open_dataset(config, formats, is_reported=False)
     if len(rows) <= FEW_ROWS:
         return None
     report("tokenising", rows=f"{len(rows):,}", format=formats[place].name, cache=str(directory / key))
     try:
-        chunks = ordered_chunks(rows, encode_as(formats[place]), config)
+        chunks = ordered_chunks(rows, partial(formats[place].encode, tokenizer=tokenizer, config=config), config)
         for _ in make_cached(
             directory / key,
             chunks,
             format_place=place,
-            is_current=lambda: cache_key(config, tokenizer, formats, encode_as) == key,
+            is_current=lambda: cache_key(config, tokenizer, formats) == key,
         ):
             yield
     except OSError as error:
@@ -169,12 +145,6 @@ def _make(
     return key
 
 
-def _directory(config: SftDataConfig) -> Path:
-    directory = cache_directory(config)
-    assert directory is not None, "whoever wants no cache does not ask for it"
-    return directory
-
-
 def _say_not_kept(where: str, reason: str) -> None:
     report(
         f"WARNING: data.cache_dir: tokenised data cannot be kept in {where} ({reason}), so every start tokenises it "
@@ -183,7 +153,7 @@ def _say_not_kept(where: str, reason: str) -> None:
 
 
 def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None) -> CachedSamples | None:
-    """Return what the cache holds of the data, made if need be; None where it is not to hold it. Collective.
+    """Return the samples of the cache, which is made if need be; None if the cache cannot hold them. Collective.
 
     Raises:
         DataError: machines have other data.
@@ -199,7 +169,7 @@ def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None)
         raise DataError(
             f"data.name = '{config.name}', the tokenizer or the installed libraries are not the same on all machines"
         )
-    found = open_cached(_directory(config) / str(keys[0]), verify=False)
+    found = open_cached(cache_directory(config) / str(keys[0]), verify=False)
     found_everywhere = [found is not None] if mesh is None else mesh.gather(found is not None)
     return found if all(found_everywhere) else None
 
@@ -373,22 +343,11 @@ def load_samples(
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
-    chat = chat_tokenizer(tokenizer)
-
-    def encode_as(form: Format) -> Encode:
-        def encode(row: Row) -> list[Encoded]:
-            (example,) = form.examples(row, chat)
-            encoded = encode_example(example, chat, train_on=config.train_on)
-            check_length(encoded, config, what="the sample has")
-            return [encoded]
-
-        return encode
-
-    samples, _ = read_samples(config, chat, SAMPLE_FORMATS, encode_as, shapes=SAMPLE_SHAPES, mesh=mesh)
+    samples, _ = read_samples(config, chat_tokenizer(tokenizer), SAMPLE_FORMATS, mesh=mesh)
     lengths, first_targets = sizes_of(samples)
     is_too_long = lengths > config.seq_len
     is_kept = ~is_too_long if config.too_long == "drop" else np.ones(len(lengths), dtype=bool)
-    is_trained = first_targets < config.seq_len  # also where it is cut there
+    is_trained = first_targets < config.seq_len  # also if it is cut there
     if too_long := int(is_too_long.sum()):
         done = "dropped" if config.too_long == "drop" else "cut"
         _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
@@ -414,19 +373,6 @@ def load_samples(
 def reasons(found: Sequence[tuple[int, str]], total: int) -> str:
     """Return why data cannot be trained on: `all were cut before their answer`, or each reason with its number."""
     return ", ".join("all " + what if count == total else f"{count:,} {what}" for count, what in found if count)
-
-
-def check_length(encoded: Encoded, config: SftDataConfig, *, what: str) -> None:
-    """Check that a sample fits, where one that does not is an error.
-
-    Raises:
-        DataError: it does not.
-    """
-    if config.too_long == "error" and len(encoded.ids) > config.seq_len:
-        raise DataError(
-            f"{what} {len(encoded.ids)} tokens, data.seq_len is {config.seq_len}. Raise data.seq_len, or set "
-            "data.too_long to drop or truncate."
-        )
 
 
 def hold_out(num_samples: int, fraction: float, *, seed: int) -> set[int]:

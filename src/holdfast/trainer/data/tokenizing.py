@@ -1,8 +1,8 @@
 """Tokenises rows on all cores, and keeps the tokens in a cache on disk that is mapped into memory.
 
-Forked workers encode chunks of rows, and ranks share the work. One function encodes every chunk, and results come in
-the order of the rows. So the samples do not depend on the number of cores or ranks. Only a few chunks are in progress
-at once. Rows that cannot be used are an error, which names the first of them, or are left out.
+Forked workers encode chunks of rows. One function encodes every chunk, and results come in the order of the rows. So
+the samples do not depend on the number of cores. Only a few chunks are in progress at once. Rows that cannot be used
+are an error, which names the first of them, or are left out.
 
 The name of a cache directory is a digest of everything that its tokens depend on: the bytes of the data, the tokenizer
 with its templates, the settings, and the code that makes tokens of rows. If two runs make the same directory at once,
@@ -13,29 +13,26 @@ record batch per chunk of rows and one column per field (`pyarrow.ipc.open_file`
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import inspect
 import json
 import logging
 import multiprocessing
 import os
-import pickle
 import re
-import shutil
 import signal
 import sys
-import traceback
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import cycle, islice
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import msgspec
 import numpy as np
@@ -50,20 +47,19 @@ from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError, ProcessDied
 from holdfast.process.child import available_cores, die_with_parent
 from holdfast.process.events import Counted, report
+from holdfast.process.scratch import scratch_directory
 from holdfast.run import atomic
+from holdfast.trainer.data import formats as row_formats
 from holdfast.trainer.data import rows as row_files
-from holdfast.trainer.data.rows import BadRows, Format, Row, Rows, Sample, hub_fingerprint
-
-if TYPE_CHECKING:
-    from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.data.formats import Format
+from holdfast.trainer.data.rows import BadRows, Row, Rows, Sample, hub_fingerprint
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
 FEW_ROWS = 4000
-"""So many are encoded before workers would have begun, or a cache would have been read."""
-_CHUNKS_UNDER_WAY = 4
-"""For each worker: so many are held in memory when one of them comes late."""
-_INDEX_BYTES = 8
+"""For so many, neither workers nor a cache save time."""
+_CHUNKS_AHEAD = 4
+"""Chunks of each worker that are held in memory if an earlier one of another worker is late."""
 
 Encode = Callable[[Row], list[Encoded]]
 
@@ -76,9 +72,9 @@ class Chunk:
         index: place of the chunk in the dataset.
         num_rows: rows encoded, without those that cannot be used.
         ids, mask, lengths, values: of all samples, one after the other.
-        remarks: what is in the data and not in the tokens, and in how many rows.
+        remarks: warnings about rows, with the number of rows.
         bad: rows that cannot be used.
-        error: a bug, or what ends the work whatever the row; nothing after it is encoded.
+        error: a bug, or an error of the settings; nothing after it is encoded.
     """
 
     index: int
@@ -98,52 +94,44 @@ class Chunk:
             yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
 
 
-def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, mesh: Mesh | None = None) -> list[Sample]:
-    """Return the samples of all rows, in their order.
+def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, is_told: bool = True) -> list[Sample]:
+    """Return the samples of all rows, in their order, made on this rank's share of the cores.
 
     Args:
         encode: makes the samples of one row: the same number of every row.
-        mesh: the ranks that share the work, all of which get all samples; collective where there are many rows.
+        is_told: whether progress and warnings are reported.
 
     Raises:
         ConfigError, DataError: rows cannot be used; the message names the first.
     """
-    name, num_proc = config.name, config.num_proc
-    num_chunks = -(-len(rows) // _CHUNK_ROWS)
-    shared = mesh if mesh is not None and mesh.world_size > 1 and len(rows) > FEW_ROWS else None
-    mine = range(shared.rank, num_chunks, shared.world_size) if shared else range(num_chunks)
-    workers = min(workers_of_this_rank(num_proc), len(mine)) if len(rows) > FEW_ROWS else 1
-    is_reported = mesh is None or mesh.is_main
-    chunks = []
-    num_mine = sum(_chunk_size(rows, index) for index in mine)
-    progress = Counted("tokenising", num_mine, unit="rows", is_told=is_reported)
-    for chunk in _encoded(rows, encode, mine, name=name, workers=workers):
-        chunks.append(chunk)
-        progress.add(chunk.num_rows + chunk.bad.count)
-    if shared:
-        chunks = _gathered(chunks, len(rows), shared, name)
-    for chunk in chunks:
-        if chunk.error is not None:
-            raise chunk.error
-    bad = sum((chunk.bad for chunk in chunks), BadRows())
-    if is_reported or config.on_bad_row == "error" or bad.count == len(rows):
-        bad.settle(config, len(rows))
-    if is_reported:
-        say_remarks(sum((chunk.remarks for chunk in chunks), Counter()), name)
+    workers = workers_of_this_rank(config.num_proc) if len(rows) > FEW_ROWS else 1
+    chunks = list(ordered_chunks(rows, encode, config, workers=workers, is_told=is_told))
+    if is_told:
+        sum((chunk.bad for chunk in chunks), BadRows()).settle(config, len(rows))
+        say_remarks(sum((chunk.remarks for chunk in chunks), Counter()), config.name)
     return [sample for chunk in chunks for sample in chunk.samples()]
 
 
-def ordered_chunks(rows: Rows, encode: Encode, config: SftDataConfig) -> Iterator[Chunk]:
-    """Yield all chunks in the order of the rows, made on all cores that this process may run on.
+def ordered_chunks(
+    rows: Rows, encode: Encode, config: SftDataConfig, *, workers: int | None = None, is_told: bool = True
+) -> Iterator[Chunk]:
+    """Yield all chunks in the order of the rows.
+
+    Args:
+        workers: processes; unset: `data.num_proc`, or one for each core that this process may run on.
 
     Raises:
-        ConfigError, DataError: at the end, as rows cannot be used that are not to be left out.
+        ConfigError, DataError: at the end, if rows cannot be used and are not to be left out.
     """
-    num_chunks = -(-len(rows) // _CHUNK_ROWS)
-    progress = Counted("tokenising", len(rows), unit="rows")
-    workers, bad = min(config.num_proc or available_cores(), num_chunks), BadRows()
-    with closing(_encoded(rows, encode, range(num_chunks), name=config.name, workers=workers)) as chunks:
-        for chunk in chunks:
+    places = range(-(-len(rows) // _CHUNK_ROWS))
+    workers = min(workers or config.num_proc or available_cores(), len(places))
+    progress = Counted("tokenising", len(rows), unit="rows", is_told=is_told)
+    bad = BadRows()
+    made = (_encode_chunk(rows, encode, place) for place in places)
+    if workers > 1:
+        made = _encoded_by_workers(lambda place: _encode_chunk(rows, encode, place), places, workers, name=config.name)
+    with closing(made):
+        for chunk in made:
             if chunk.error is not None:
                 raise chunk.error
             bad += chunk.bad
@@ -154,12 +142,8 @@ def ordered_chunks(rows: Rows, encode: Encode, config: SftDataConfig) -> Iterato
 
 
 def workers_of_this_rank(num_proc: int | None = None) -> int:
-    """Its share of `num_proc` processes, or of the cores that it may run on, whatever `parallel.threads` says."""
+    """Return its share of `num_proc` processes, or of the cores that it may run on."""
     return max(1, (num_proc or available_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _chunk_size(rows: Rows, index: int) -> int:
-    return min(len(rows), (index + 1) * _CHUNK_ROWS) - index * _CHUNK_ROWS
 
 
 def _encode_chunk(rows: Rows, encode: Encode, index: int) -> Chunk:
@@ -188,104 +172,69 @@ def _encode_chunk(rows: Rows, encode: Encode, index: int) -> Chunk:
     return chunk
 
 
-def _encoded(rows: Rows, encode: Encode, mine: range, *, name: str, workers: int) -> Generator[Chunk, None, None]:
-    """Yield the chunks `mine` in their order, up to one that has an error."""
-    made = (_encode_chunk(rows, encode, index) for index in mine)
-    if workers > 1:
-        made = _encoded_by_workers(lambda index: _encode_chunk(rows, encode, index), mine, workers, name=name)
-    for chunk in made:
-        yield chunk
-        if chunk.error is not None:
-            return
+def _encoded_by_workers(
+    make: Callable[[int], Chunk], places: range, workers: int, *, name: str
+) -> Generator[Chunk, None, None]:
+    """Yield the chunks of `places` in order. Each process makes every `workers`th of them.
 
-
-def _encoded_by_workers(make: Callable[[int], Chunk], mine: range, workers: int, *, name: str) -> Iterator[Chunk]:
-    """Yield the chunks `mine` in their order, each made by the next process that is free."""
-    taken, given = os.pipe()
-    processes: dict[Connection, int] = {}
-    early: dict[int, Chunk] = {}
+    Not by `ProcessPoolExecutor`, which waits for ever if a worker is killed while it sends a chunk.
+    """
+    processes: dict[Connection, BaseProcess] = {}
     try:
-        for _ in range(workers):
-            connection, pid = _fork(make, taken)
-            processes[connection] = pid
-        waiting = iter(mine)
-        for index in islice(waiting, workers * _CHUNKS_UNDER_WAY):
-            _give(given, index)
-        for following in mine:
-            while following not in early:
-                for connection in wait(list(processes)):
-                    chunk = _received(connection, processes, name)  # type: ignore[arg-type]  # no socket is among them
-                    early[chunk.index] = chunk
-            yield early.pop(following)
-            for index in islice(waiting, 1):
-                _give(given, index)
+        for first in range(min(workers, len(places))):
+            connection, process = _start_worker(make, places[first::workers])
+            processes[connection] = process
+        early = {connection: deque[Chunk]() for connection in processes}
+        for connection in islice(cycle(processes), len(places)):
+            while not early[connection]:
+                for ready in wait([one for one, chunks in early.items() if len(chunks) < _CHUNKS_AHEAD]):
+                    early[ready].append(_received(ready, processes[ready], name))  # type: ignore[index, arg-type]
+            yield early[connection].popleft()
     finally:
-        os.close(taken)
-        os.close(given)
-        for connection, pid in processes.items():  # nobody wants the rest of what they make
+        for connection, process in processes.items():
             connection.close()
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            process.kill()
+            process.join()
 
 
-def _give(given: int, index: int) -> None:
-    # So few bytes are written and read at once, whoever else reads from the pipe.
-    os.write(given, index.to_bytes(_INDEX_BYTES, "little"))
+def _start_worker(make: Callable[[int], Chunk], places: range) -> tuple[Connection, BaseProcess]:
+    """Fork a process for its rows and tokenizer, which it only reads; it uses neither torch nor threads."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_chunks, args=(make, places, sender, os.getpid()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        process.start()
+    sender.close()
+    return receiver, process  # type: ignore[return-value]  # a PipeConnection is of Windows
 
 
-def _received(connection: Connection, processes: dict[Connection, int], name: str) -> Chunk:
+def _send_chunks(make: Callable[[int], Chunk], places: range, sender: Connection, parent: int) -> None:
+    die_with_parent(parent=parent)
+    for place in places:
+        sender.send(make(place))
+    while True:  # the parent ends it, with whose connection it would seem to have died
+        signal.pause()
+
+
+def _received(connection: Connection, process: BaseProcess, name: str) -> Chunk:
     try:
-        return pickle.loads(connection.recv_bytes())
+        return connection.recv()
     except EOFError:
-        connection.close()
-        code = os.waitstatus_to_exitcode(os.waitpid(processes.pop(connection), 0)[1])
+        process.join()
+        code = process.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
 
 
-def _fork(make: Callable[[int], Chunk], taken: int) -> tuple[Connection, int]:
-    """Start a process that makes the chunks whose numbers it reads from `taken`; return where they come from, and
-    its id.
-
-    It is forked for the rows and the tokenizer, which it only reads, and it uses neither torch nor threads.
-    """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        pid = os.fork()
-    if pid:
-        sender.close()
-        return receiver, pid  # type: ignore[return-value]  # a PipeConnection is Windows's
-    try:
-        die_with_parent(parent=parent)
-        receiver.close()
-        while True:
-            chunk = make(int.from_bytes(os.read(taken, _INDEX_BYTES), "little"))
-            sender.send_bytes(pickle.dumps(chunk, protocol=pickle.HIGHEST_PROTOCOL))
-    except BaseException:  # noqa: BLE001 (the process ends here, whatever it was)
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def _gathered(chunks: list[Chunk], num_rows: int, mesh: Mesh, name: str) -> list[Chunk]:
-    """Return the chunks of all ranks, in their order. Collective."""
-    parts = mesh.gather((num_rows, chunks))
-    counts = {count for count, _ in parts}
-    if len(counts) > 1:
-        raise DataError(f"data.name = '{name}' has other numbers of rows on other machines: {sorted(counts)}")
-    return sorted((chunk for _, part in parts for chunk in part), key=lambda chunk: chunk.index)
-
-
 def say_remarks(remarks: Mapping[str, int], name: str) -> None:
-    """Warn of what is in the data and not in the tokens, and in how many rows."""
+    """Log the warnings about rows, such as of columns that are in no token."""
     for remark, count in sorted(remarks.items()):
         _log.warning("%s: %s (%d rows)", name, remark, count)
 
 
 UNTRAINED = np.iinfo(np.int32).max
-"""In place of the first trained token of a sample that has none."""
+"""The first trained token of a sample that has none."""
 
 _SCHEMA = pa.schema({"token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "value": pa.float64()})
 
@@ -305,7 +254,7 @@ def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
 
 
 class _Samples(Sequence[Sample], ABC):
-    """What numbers and slices mean in a sequence of samples that are made when they are asked for."""
+    """A sequence of samples that are made when they are asked for."""
 
     @abstractmethod
     def _at(self, place: int) -> Sample:
@@ -316,7 +265,7 @@ class _Samples(Sequence[Sample], ABC):
     @overload
     def __getitem__(self, place: slice) -> list[Sample]: ...
     def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
-        # IndexError behind the end, and from the end where it is negative.
+        # As of a list: negative numbers count from the end, and IndexError beyond it.
         found = range(len(self))[place]
         return self._at(found) if isinstance(found, int) else [self._at(number) for number in found]
 
@@ -420,7 +369,7 @@ _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
 # What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
-_CODE = (masking, messages, template, chat_tokenizer, row_files, sys.modules[__name__])
+_CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
 """Directives of strftime that write another text within a day. If other text looks so, runs share no cache."""
@@ -430,7 +379,7 @@ class About(msgspec.Struct, frozen=True):
     """What a directory of the cache holds, beside the samples.
 
     Attributes:
-        digest: xxh3-128 of the file of samples and of what is said here.
+        digest: xxh3-128 of the file of samples and of the other attributes.
         format: place among the formats that were looked for.
         rows: of the data.
         remarks: what is in the data and not in the tokens, and in how many rows.
@@ -453,28 +402,18 @@ class CachedSamples:
     directory: Path
 
 
-def cache_directory(config: SftDataConfig) -> Path | None:
-    """Return where tokenised data lies; None where it is not to be kept.
+def cache_directory(config: SftDataConfig) -> Path:
+    """Return where tokenised data lies, unless `cache_dir` is empty.
 
     Raises:
         RuntimeError: it is under the home directory of a user who has none.
     """
-    if config.cache_dir == "":
-        return None
     default = os.environ.get(_CACHE_ENV) or "~/.cache/holdfast"
     return Path(config.cache_dir or f"{default}/tokenised").expanduser()
 
 
-def cache_key(
-    config: SftDataConfig,
-    tokenizer: chat_tokenizer.Tokenizer,
-    formats: Sequence[Format],
-    made_by: Callable[..., object],
-) -> str:
+def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, formats: Sequence[Format]) -> str:
     """Return the name of the directory for this data, tokenizer, code and these settings.
-
-    Args:
-        made_by: what makes samples of a row; its module is part of the code.
 
     Raises:
         DataError: the dataset is one of a hub, and cannot be had.
@@ -484,11 +423,11 @@ def cache_key(
         "split": config.split,
         "train_on": config.train_on,
         "on_bad_row": config.on_bad_row,
-        # A row that is too long is an error where it is made into tokens.
+        # Rows that are too long are bad rows then.
         "seq_len": config.seq_len if config.too_long == "error" else None,
         "formats": [form.name for form in formats],
         "tokenizer": tokenizer.identity(),
-        "code": [_digest_of_file(Path(file)) for file in (*map(inspect.getfile, _CODE), inspect.getfile(made_by))],
+        "code": [_digest_of_file(Path(file)) for file in map(inspect.getfile, _CODE)],
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
     }
     if "strftime_now" in tokenizer.identity():  # such a template writes other prompts in another run
@@ -498,11 +437,11 @@ def cache_key(
 
 
 def open_cached(directory: Path, *, verify: bool, is_said: bool = False) -> CachedSamples | None:
-    """Return what a directory of the cache holds; None where it is not there, or damaged.
+    """Return what a directory of the cache holds; None if it is missing or damaged.
 
     Args:
-        verify: read all bytes and compare their digest, before any of them is taken for what it says.
-        is_said: say that it is damaged, and made again.
+        verify: read all bytes and compare their digest first.
+        is_said: warn of damage.
     """
     try:
         about = msgspec.json.decode((directory / _ABOUT).read_bytes(), type=About)
@@ -527,21 +466,20 @@ def make_cached(
     """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written.
 
     Args:
-        is_current: asked at the end whether the data is still what the name says; if not, nothing is kept.
+        is_current: asked at the end whether the data still has that name; if not, nothing is kept.
 
     Raises:
         OSError: it cannot be written; nothing is left of it.
     """
-    # Its workers are forked by now: one that inherits the lock could hold it for longer than this process lives.
-    begun = list(islice(chunks, 1))
     atomic.make_directory(directory.parent)
-    with _own_temporary(directory) as temporary:
-        rows, remarks, bad = 0, dict[str, int](), BadRows()
-        for chunk in chunks_to_file(temporary / _SAMPLES, chain(begun, chunks)):
+    with scratch_directory(directory.parent) as scratch:
+        temporary = scratch / directory.name
+        temporary.mkdir()
+        rows, remarks, bad = 0, Counter[str](), BadRows()
+        for chunk in chunks_to_file(temporary / _SAMPLES, chunks):
             rows += chunk.num_rows + chunk.bad.count
             bad += chunk.bad
-            for remark, count in chunk.remarks.items():
-                remarks[remark] = remarks.get(remark, 0) + count
+            remarks += chunk.remarks
             yield chunk
         about = About("", format_place, rows, remarks, bad)
         about = msgspec.structs.replace(about, digest=_digest_of_cached(temporary / _SAMPLES, about))
@@ -555,63 +493,6 @@ def make_cached(
         except OSError:
             if not (directory / _ABOUT).is_file():  # else another run was faster after all
                 raise
-
-
-@contextmanager
-def _own_temporary(directory: Path) -> Iterator[Path]:
-    """Give a new directory beside `directory`, which nobody takes for left behind while this process lives."""
-    _clear_left_behind(directory.parent)
-    # Between its making and its lock another process may take it for left behind.
-    while (made := _made_and_locked(atomic.temporary_sibling(directory))) is None:
-        continue
-    temporary, descriptor = made
-    try:
-        yield temporary
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _made_and_locked(path: Path) -> tuple[Path, int] | None:
-    """Make a directory and lock it; return it with the descriptor that holds the lock, None if somebody removes it."""
-    path.mkdir()
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        return None
-    try:
-        is_ours = _lock(descriptor) is not False and os.path.samestat(os.fstat(descriptor), os.stat(path))  # noqa: PTH116
-    except FileNotFoundError:
-        is_ours = False
-    if is_ours:
-        return path, descriptor
-    os.close(descriptor)
-    return None
-
-
-def _clear_left_behind(parent: Path) -> None:
-    """Remove what killed processes left half made."""
-    for path in parent.glob(f"{atomic.TEMPORARY_PREFIX}*"):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue  # another process removed it first
-        try:
-            if _lock(descriptor):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock a directory; return whether nobody else had. None: the filesystem has no locks, and nothing is cleared."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _content_of_data(config: SftDataConfig) -> str:

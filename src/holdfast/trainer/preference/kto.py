@@ -24,9 +24,9 @@ from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference.losses import kto_loss
-from holdfast.trainer.preference.pairs import LabelledAnswer, plan_sides
+from holdfast.trainer.preference.objective import PairObjective
+from holdfast.trainer.preference.pairs import LabelledAnswer, plan_preferences
 from holdfast.trainer.preference.reference import Reference, predict_sides
-from holdfast.trainer.preference.training import PairObjective
 
 _log = logging.getLogger("trainer")
 
@@ -46,9 +46,9 @@ class KtoObjective:
         """Add the gradients of one optimizer step; return its metrics, over all its answers. Collective."""
         return self._compared_with(self.divergence(model, batch)).accumulate_gradients(model, batch)
 
-    def measure(self, model: Policy, preferences: Sequence[LabelledAnswer]) -> dict[str, float]:
+    def measure(self, model: Policy, rows: Sequence[LabelledAnswer]) -> dict[str, float]:
         """Return the metrics of answers without dropout. Collective."""
-        return self._compared_with(self.divergence(model, preferences)).measure(model, preferences)
+        return self._compared_with(self.divergence(model, rows)).measure(model, rows)
 
     def divergence(self, model: Policy, batch: Sequence[LabelledAnswer]) -> float:
         """Return z of KTO: the mean of l_pi - l_ref over the mismatched answers in nats, not below 0. Collective.
@@ -59,7 +59,7 @@ class KtoObjective:
         def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
             return {"kl": self._ratios(model, batch, indices, _MISMATCHED)[0]}
 
-        plan = partial(plan_sides, side=_MISMATCHED)
+        plan = partial(plan_preferences, side=_MISMATCHED)
         measuring = PairObjective(
             forward, self.config.data, self.mesh, plan=plan, measuring="estimating the divergence"
         )
@@ -101,5 +101,5 @@ class KtoObjective:
                 metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
             return metrics
 
-        plan = partial(plan_sides, side=_ANSWER)
+        plan = partial(plan_preferences, side=_ANSWER)
         return PairObjective(forward, self.config.data, self.mesh, summarize, plan)

@@ -10,7 +10,6 @@ Shape legend: P pairs, A answers that are labelled one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ class PairLogprobs:
 
     Attributes:
         chosen_P, rejected_P: under the weights being trained; they carry the gradient.
-        reference_chosen_P, reference_rejected_P: under the reference; zeros where there is none.
+        reference_chosen_P, reference_rejected_P: under the reference; zeros without one.
         chosen_tokens_P, rejected_tokens_P: tokens of each answer.
         margins_P: by how much the chosen answers are better, as their rows say.
     """
@@ -52,35 +51,32 @@ class PairLosses(NamedTuple):
     rejected_rewards_P: Tensor
 
 
-PreferenceLoss = Callable[[PairLogprobs], PairLosses]
-
-
-def build_preference_loss(config: PreferenceLossConfig) -> PreferenceLoss:
-    """Return the loss of pairs that `config` names, with its likelihood term if it has one."""
+def preference_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+    """Return the loss that `config` names. With `rpo_alpha`, minus alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative
+    reasoning preference optimization").
+    """
     name = PREFERENCE_LOSSES[config.type].function
     assert name is not None, "answers of kto are no pairs"
-    loss: PreferenceLoss = globals()[name](config)
-    return _with_likelihood(loss, config.rpo_alpha) if config.rpo_alpha else loss
+    scored: PairLosses = globals()[name](pairs, config)
+    if not config.rpo_alpha:
+        return scored
+    return scored._replace(losses_P=scored.losses_P - config.rpo_alpha * pairs.chosen_P / pairs.chosen_tokens_P)
 
 
-def dpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def dpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return DPO (Rafailov et al. 2023, "Direct preference optimization", eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
     l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences"). With `odpo_alpha`,
     h - alpha margin instead of h (Amini et al. 2024, "Direct preference optimization with an offset").
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _rewards(pairs, config)
-        h_P, smoothing = chosen_P - rejected_P - config.odpo_alpha * pairs.margins_P, config.label_smoothing
-        losses_P = -(1 - smoothing) * F.logsigmoid(h_P) - smoothing * F.logsigmoid(-h_P)
-        return _scored(losses_P, chosen_P, rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _rewards(pairs, config)
+    h_P, smoothing = chosen_P - rejected_P - config.odpo_alpha * pairs.margins_P, config.label_smoothing
+    losses_P = -(1 - smoothing) * F.logsigmoid(h_P) - smoothing * F.logsigmoid(-h_P)
+    return _scored(losses_P, chosen_P, rejected_P)
 
 
-def ipo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def ipo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return IPO (Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences").
 
     loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
@@ -88,109 +84,77 @@ def ipo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
     Eq. 17 with the mean log-ratio of an answer's tokens: the form behind the paper's results, as its authors told
     TRL (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _log_ratios(pairs)
-        return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.scale)
-
-    return loss
+    chosen_P, rejected_P = _log_ratios(pairs)
+    return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.scale)
 
 
-def ipo_sum_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def ipo_sum_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return IPO as eq. 17 is printed: as `ipo_loss`, with log-ratios of whole answers instead of means."""
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        return _squared(*_log_ratios(pairs), config.scale)
-
-    return loss
+    return _squared(*_log_ratios(pairs), config.scale)
 
 
-def hinge_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def hinge_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return the hinge of SLiC-HF on DPO's rewards (Zhao et al. 2023; Liu et al. 2023, "Statistical rejection sampling
     improves preference optimization"): loss = max(0, 1 - h), h as in DPO.
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _rewards(pairs, config)
-        return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _rewards(pairs, config)
+    return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
 
 
-def robust_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def robust_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return robust DPO (Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback").
 
     loss = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), h as in DPO: its mean over labels of which the
     share e = `label_smoothing` is wrong is DPO's over the right ones. It has no lower bound.
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _rewards(pairs, config)
-        h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
-        losses_P = -(1 - smoothing) * F.logsigmoid(h_P) + smoothing * F.logsigmoid(-h_P)
-        return _scored(losses_P / (1 - 2 * smoothing), chosen_P, rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _rewards(pairs, config)
+    h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
+    losses_P = -(1 - smoothing) * F.logsigmoid(h_P) + smoothing * F.logsigmoid(-h_P)
+    return _scored(losses_P / (1 - 2 * smoothing), chosen_P, rejected_P)
 
 
-def apo_zero_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def apo_zero_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
 
     loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones
     less likely. For answers that are better than what the model writes itself. The 1, as in TRL, keeps it above 0.
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _rewards(pairs, config)
-        return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _rewards(pairs, config)
+    return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
 
 
-def apo_down_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def apo_down_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
 
     loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
     are all worse than what the model writes itself.
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _rewards(pairs, config)
-        return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _rewards(pairs, config)
+    return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
 
 
-def simpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def simpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return SimPO (Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward", eq. 6).
 
     loss = -log sigmoid(beta l(y_w) / |y_w| - beta l(y_l) / |y_l| - margin)
     """
     margin = config.margin or 0.0
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _means(pairs)
-        losses_P = -F.logsigmoid(config.scale * (chosen_P - rejected_P) - margin)
-        return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _means(pairs)
+    losses_P = -F.logsigmoid(config.scale * (chosen_P - rejected_P) - margin)
+    return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
 
 
-def orpo_loss(config: PreferenceLossConfig) -> PreferenceLoss:
+def orpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return ORPO (Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model", eq. 6-7).
 
     loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean
     log-probability of an answer's tokens and log odds(m) = m - log(1 - exp(m)). The first term is that of eq. 6, over
     the answer of each pair; the authors' program, and TRL's, take the mean over the tokens of prompts and answers.
     """
-
-    def loss(pairs: PairLogprobs) -> PairLosses:
-        chosen_P, rejected_P = _means(pairs)
-        odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
-        losses_P = -chosen_P - config.scale * F.logsigmoid(odds_P)
-        return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
-
-    return loss
+    chosen_P, rejected_P = _means(pairs)
+    odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
+    losses_P = -chosen_P - config.scale * F.logsigmoid(odds_P)
+    return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
 
 
 def kto_loss(
@@ -211,16 +175,6 @@ def kto_loss(
     losses_A = F.sigmoid(-config.scale * gains_A)
     losses_A = torch.where(is_desirable_A, config.desirable_weight * losses_A, config.undesirable_weight * losses_A)
     return losses_A, (config.scale * ratios_A).detach()
-
-
-def _with_likelihood(loss: PreferenceLoss, alpha: float) -> PreferenceLoss:
-    """Return `loss` - alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative reasoning preference optimization")."""
-
-    def with_likelihood(pairs: PairLogprobs) -> PairLosses:
-        scored = loss(pairs)
-        return scored._replace(losses_P=scored.losses_P - alpha * pairs.chosen_P / pairs.chosen_tokens_P)
-
-    return with_likelihood
 
 
 def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:

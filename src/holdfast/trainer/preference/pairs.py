@@ -15,30 +15,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.chat.masking import Encoded
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.errors import DataError
-from holdfast.trainer.data.rows import (
-    ANSWER_FORMATS,
-    ANSWER_SHAPES,
-    PAIR_FORMATS,
-    PAIR_SHAPES,
-    RATED_PAIR_FORMATS,
-    RATED_PAIR_SHAPES,
-    Format,
-    Row,
-    Sample,
-    encode_example,
-)
-from holdfast.trainer.data.samples import (
-    chat_tokenizer,
-    check_length,
-    fingerprint_samples,
-    hold_out,
-    read_samples,
-    reasons,
-)
-from holdfast.trainer.data.tokenizing import Encode
+from holdfast.trainer.data.formats import ANSWER_FORMATS, PAIR_FORMATS, Format
+from holdfast.trainer.data.rows import Sample
+from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, hold_out, read_samples, reasons
 
 if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
@@ -121,33 +102,8 @@ def load_pairs(
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
-    shapes = RATED_PAIR_SHAPES if formats == RATED_PAIR_FORMATS else PAIR_SHAPES
-    sides, _ = read_sides(config, tokenizer, formats, shapes=shapes, mesh=mesh)
+    sides, _ = read_samples(config, chat_tokenizer(tokenizer), formats, mesh=mesh)
     return usable_pairs(config, sides)
-
-
-def read_sides(
-    config: PreferenceDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    formats: tuple[Format, ...],
-    *,
-    shapes: str,
-    mesh: Mesh | None,
-) -> tuple[Sequence[Sample], Format]:
-    """Return the tokenised examples of all rows, in their order, and how the rows are written."""
-    chat = chat_tokenizer(tokenizer)
-
-    def encode_as(form: Format) -> Encode:
-        def encode(row: Row) -> list[Encoded]:
-            sides = [encode_example(side, chat, train_on=config.train_on) for side in form.examples(row, chat)]
-            value = form.value(row)
-            for side in sides:
-                check_length(side, config, what="a side of the pair has" if len(sides) == 2 else "the answer has")
-            return [replace(side, value=value) for side in sides]
-
-        return encode
-
-    return read_samples(config, chat, formats, encode_as, shapes=shapes, mesh=mesh)
 
 
 def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:
@@ -228,7 +184,7 @@ def load_answers(
         ConfigError, DataError: the dataset is missing, lacks columns, has a row that cannot be used, or has one prompt
             only.
     """
-    samples, form = read_sides(config, tokenizer, ANSWER_FORMATS, shapes=ANSWER_SHAPES, mesh=mesh)
+    samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
     if form in PAIR_FORMATS:
         pairs = usable_pairs(config, samples)
         answers = [replace(side, value=value) for pair in pairs for side, value in zip(pair.sides, (1, 0), strict=True)]
@@ -249,7 +205,7 @@ def load_answers(
 
 
 def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
-    """Return, for each prompt, the place of an answer to another prompt; nothing where all are the same.
+    """Return, for each prompt, the place of an answer to another prompt; nothing if all are the same.
 
     Every answer is taken once, so those that the divergence is estimated from are those that are trained, good and bad,
     as Ethayarajh et al. 2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that
@@ -323,37 +279,39 @@ def plan_preferences(
     pairs: Sequence[Preference],
     layout: Layout,
     config: PreferenceDataConfig,
-    *,
-    rank: int,
     world_size: int,
+    *,
     share: bool = False,
-) -> list[list[int]]:
-    """Return the micro-batches of `rank` as lists of indices of pairs; every rank gets the same number of them.
+    side: int | None = None,
+) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches as lists of indices of pairs; all have the same number of them.
 
     Args:
         share: whether the two sides of a pair share the tokens of their prompt, if the layout allows it.
+        side: of passes that have this side of each alone; twice as many go together.
     """
-    return plan_of_all(pairs, layout, config, world_size=world_size, share=share)[rank]
-
-
-def plan_of_all(
-    pairs: Sequence[Preference], layout: Layout, config: PreferenceDataConfig, *, world_size: int, share: bool = False
-) -> list[list[list[int]]]:
-    """Return what `plan_preferences` gives every rank."""
     from holdfast.trainer.data.packing import plan_rows  # not above: reading pairs needs no torch
 
     arrangement = layout.arrangement(pack=config.pack)
-    both = [[len(side.token_ids) for side in pair.sides] for pair in pairs]
-    if arrangement != "packed":
-        both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
-    shares = share and arrangement == "packed" and layout.shares
-    shared = [_shared_tokens(pair) if shares else 0 for pair in pairs]
+    rows = config.micro_batch_size
+    if side is None:
+        both = [[len(one.token_ids) for one in pair.sides] for pair in pairs]
+        if arrangement != "packed":
+            both = [[max(lengths)] * 2 for lengths in both]  # the shorter one is padded
+        shares = share and arrangement == "packed" and layout.shares
+        shared = [_shared_tokens(pair) if shares else 0 for pair in pairs]
+        lengths = [sum(own) - saved for own, saved in zip(both, shared, strict=True)]
+        costs = [sum(map(layout.cost, own)) - layout.cost(saved) for own, saved in zip(both, shared, strict=True)]
+    else:
+        rows *= 2
+        lengths = [len(pair.sides[side].token_ids) for pair in pairs]
+        costs = [layout.cost(length) for length in lengths]
     return plan_rows(
-        [sum(lengths) - saved for lengths, saved in zip(both, shared, strict=True)],
-        costs=[sum(map(layout.cost, (a, b))) - layout.cost(saved) for (a, b), saved in zip(both, shared, strict=True)],
+        lengths,
+        costs=costs,
         arrangement=arrangement,
         budget=2 * config.seq_len * config.micro_batch_size,
-        rows_per_micro_batch=config.micro_batch_size,
+        rows_per_micro_batch=rows,
         world_size=world_size,
     )
 
@@ -361,30 +319,6 @@ def plan_of_all(
 def _shared_tokens(pair: Preference) -> int:
     one, other = pair.sides
     return one.prompt_length if one.shared_prompt == other.shared_prompt else 0
-
-
-def plan_sides(
-    preferences: Sequence[Preference],
-    layout: Layout,
-    config: PreferenceDataConfig,
-    *,
-    rank: int,
-    world_size: int,
-    side: int,
-) -> list[list[int]]:
-    """Return the same as `plan_preferences` for passes that have one side of each alone: twice as many go together."""
-    from holdfast.trainer.data.packing import plan_rows
-
-    lengths = [len(preference.sides[side].token_ids) for preference in preferences]
-    plan = plan_rows(
-        lengths,
-        costs=[layout.cost(length) for length in lengths],
-        arrangement=layout.arrangement(pack=config.pack),
-        budget=2 * config.seq_len * config.micro_batch_size,
-        rows_per_micro_batch=2 * config.micro_batch_size,
-        world_size=world_size,
-    )
-    return plan[rank]
 
 
 def _report(config: PreferenceDataConfig, faults: Mapping[Fault, int]) -> None:

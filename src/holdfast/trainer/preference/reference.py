@@ -1,15 +1,13 @@
 """Log-probabilities of pairs, and those under the reference of a preference run.
 
-The reference is the model with the weights that the run starts with, or another one. It is frozen, and so
-is what it says about each pair: two numbers, computed before the first step, for the pairs that training reaches. They
-go into every checkpoint, since a resumed run no longer has the weights that it began with: it takes the same numbers,
-bit for bit, also on another machine or in a fork. If it is to train further than before, or if the numbers are damaged,
-it loads the weights that the run began with once more for the pairs that are missing. Their digest lies beside the
-numbers and in a file of its own, so that no other weights take their place.
+The reference is the model with the weights that the run starts with, or another one. It is frozen, so its two numbers
+for each pair are computed once, before the first step, for the pairs that training reaches. Every checkpoint holds
+them, since a resumed run no longer has the weights that it began with: it takes the same bits, also on another machine
+or in a fork. If it trains further than before, or if the numbers are damaged, it loads the first weights once more.
+Their digest lies beside the numbers and in a file of its own, so that no other weights take their place.
 
-Which pairs go through the model together depends on the data alone, and so do the bits of the numbers, however far a
-run goes: the micro-batches of all pairs in their order are planned, and those without a pair that training reaches are
-left out. A run that is killed meanwhile keeps what is computed.
+Micro-batches of all pairs are planned in their order, and those without a pair that training reaches are left out. So
+the bits of the numbers depend on the data alone, and not on how far a run goes. A killed run keeps what is computed.
 
 Shape legend: P pairs, 2 their sides: chosen, rejected; or P answers, 2: with their prompt, with another one's answer;
 S sequences.
@@ -23,7 +21,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -54,22 +52,20 @@ from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.preference.losses import sequence_sums
-from holdfast.trainer.preference.pairs import P, Pair, Preference, fingerprint_preferences, plan_of_all
+from holdfast.trainer.preference.pairs import P, Pair, Preference, fingerprint_preferences, plan_preferences
 from holdfast.trainer.session import TrainSession, build_model
 from holdfast.trainer.stop import STOP_REQUEST
 
 _SAVE_EVERY_S = 10.0
-_TEXTS = ("pairs", "other", "model", "weights_only", "made_by")
-_CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference says about the pairs of the data.
+    """The reference's log-probabilities of the pairs of the data.
 
     Attributes:
         logprobs_P2: sums over the tokens of each answer in nats, float64, by `Pair.number`; NaN for pairs that
-            training does not reach, zeros where there is no reference.
+            training does not reach, zeros without a reference.
         attachments: what makes the files that belong into every checkpoint, by path in it.
     """
 
@@ -105,19 +101,15 @@ class ReferenceTable:
     @property
     def texts(self) -> dict[str, str]:
         """All but the numbers."""
-        return {name: getattr(self, name) for name in _TEXTS}
+        return {one.name: getattr(self, one.name) for one in fields(self)[1:]}
 
     def encode(self) -> bytes:
-        buffer = io.BytesIO()
-        texts = self.texts | {_CHECKSUM: self._digest()}
-        arrays = {"logprobs": self.logprobs_P2} | {name: np.asarray(text) for name, text in texts.items()}
+        """Return the bytes of the file, an archive of numpy with a checksum of its own."""
+        buffer, texts = io.BytesIO(), json.dumps(self.texts)
+        checksum = _checksum(self.logprobs_P2, texts)
+        arrays = {"logprobs": self.logprobs_P2, "texts": np.asarray(texts), "checksum": np.asarray(checksum)}
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
-
-    def _digest(self) -> str:
-        digest = xxhash.xxh3_128(np.ascontiguousarray(self.logprobs_P2).tobytes())
-        digest.update(json.dumps([self.logprobs_P2.shape, self.texts]).encode())
-        return digest.hexdigest()
 
     @classmethod
     def read(cls, path: Path) -> ReferenceTable:
@@ -130,15 +122,18 @@ class ReferenceTable:
         data = path.read_bytes()
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                texts = {name: str(arrays[name]) for name in _TEXTS}
-                table = cls(np.asarray(arrays["logprobs"], dtype=np.float64), **texts)
-                # A file of a checkpoint of an older version has none; the manifest has.
-                found = str(arrays[_CHECKSUM]) if _CHECKSUM in arrays else table._digest()
+                logprobs_P2, texts, checksum = arrays["logprobs"], str(arrays["texts"]), str(arrays["checksum"])
+            if checksum != _checksum(logprobs_P2, texts):
+                raise ValueError("its own checksum is wrong")
+            return cls(logprobs_P2, **json.loads(texts))
         except Exception as error:  # reading an archive and arrays of damaged bytes fails in every way there is
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        if found != table._digest():
-            raise CheckpointError(f"{path} is damaged: its own checksum is wrong")
-        return table
+
+
+def _checksum(logprobs_P2: np.ndarray, texts: str) -> str:
+    digest = xxhash.xxh3_128(np.ascontiguousarray(logprobs_P2).tobytes())
+    digest.update(json.dumps([logprobs_P2.shape, str(logprobs_P2.dtype), texts]).encode())
+    return digest.hexdigest()
 
 
 @dataclass
@@ -200,7 +195,7 @@ class ReferenceWork(Generic[P]):
             if kept is not None and kept.made_by == table.made_by:
                 table, source = kept, f"that of {self._path} is the same"
             else:
-                source = "what it says is computed anew"
+                source = "its numbers are computed anew"
             if self.mesh.is_main:
                 report(f"WARNING: {told}: {source}")
         _refuse_other_pairs(self._saved, table, fingerprint)
@@ -214,7 +209,7 @@ class ReferenceWork(Generic[P]):
             try:
                 kept = ReferenceTable.read(self._path)
             except (OSError, CheckpointError) as error:
-                report(f"WARNING: {error}: what it says is computed anew")
+                report(f"WARNING: {error}: its numbers are computed anew")
         return self.mesh.gather(kept)[0]
 
     @property
@@ -347,23 +342,18 @@ class ReferenceWork(Generic[P]):
 
     def _other_weights(self, digest: str) -> CheckpointError:
         """Return the error of a reference with the weights `digest`; empty: of one that is another kind of model."""
-        table, name, config = self.table, self.config.loss.reference_model, self.config
-        if table.other:
-            was, key = f"a reference model, '{table.other}' with digest {table.model}", "loss.reference_model"
-        else:
-            was, key = f"the weights that the run began with, digest {table.model}", "model.name"
-        if name is not None:
-            now = f"loss.reference_model = '{name}'" + (f" has {digest}" if digest else " is another model")
-        elif table.other:
-            now = "it is unset now"
-        else:
-            why = f"max_steps = {config.max_steps} reaches pairs that it has not seen"
-            if self._is_damaged:
-                why = f"{self._saved.name} is damaged or missing"
-            now = f"{why}: these weights are needed once more, and model.name = '{config.model.name}' has {digest}"
+        table, name = self.table, self.config.loss.reference_model
+        key = "loss.reference_model" if table.other else "model.name"
+        began_with = f"the reference model '{table.other}'" if table.other else "the weights that the run began with"
+        found = f"loss.reference_model = '{name}' has {digest}"
+        if not digest:
+            found = "loss.reference_model is " + (f"'{name}' now" if name else "unset now")
+        elif name is None:
+            found = f"model.name = '{self.config.model.name}', which is needed once more, has {digest}"
         return CheckpointError(
-            f"{self._saved} holds log-probabilities under {was}, and {now}: going on would change what the policy "
-            f"is compared with. Give {key} as the run began with it. {_advice(self._saved)}"
+            f"{self._saved} holds log-probabilities under {began_with}, digest {table.model}, and {found}: going on "
+            f"would change what the policy is compared with. Give {key} as the run began with it. "
+            f"{_advice(self._saved)}"
         )
 
     def _write(self) -> None:
@@ -410,7 +400,7 @@ def _block_logprobs(
     """Return the indices of the pairs in the micro-batches of a block that have any of `wanted`, and their rows."""
     policy.eval()
     share = isinstance(block[0], Pair)  # as the loss computes them
-    plans = plan_of_all(block, policy.layout, config, world_size=mesh.data_size, share=share)
+    plans = plan_preferences(block, policy.layout, config, mesh.data_size, share=share)
     # Every rank takes part in the passes of the others.
     together = [[index for own in places for index in own] for places in zip(*plans, strict=True)]
     chosen = [place for place, indices in enumerate(together) if not set(wanted).isdisjoint(indices)]

@@ -1,18 +1,18 @@
 """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`.
 
 The loss compares what the policy and a frozen reference say about both sides of a pair, or (KTO) about one
-answer; the loop over them is in `holdfast.trainer.preference.training`.
+answer; the loop over them is in `holdfast.trainer.programs.sft`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import DpoConfig
 from holdfast.process.events import report
@@ -20,17 +20,11 @@ from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.preference.kto import KtoObjective
-from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.preference.pairs import (
-    P,
-    Pair,
-    fingerprint_preferences,
-    load_answers,
-    plan_preferences,
-    split_preferences,
-)
+from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
+from holdfast.trainer.preference.objective import PairObjective
+from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, plan_preferences, split_preferences
 from holdfast.trainer.preference.reference import Reference, ReferenceWork, predict_pairs
-from holdfast.trainer.preference.training import Objective, PairObjective, train_on_preferences
+from holdfast.trainer.programs.sft import Objective, train_on_rows
 from holdfast.trainer.session import start_program, start_session
 from holdfast.trainer.survey import load_preferences, survey_of, tell_data
 
@@ -39,40 +33,32 @@ def run(config: DpoConfig) -> None:
     """Train until `max_steps`, then publish the weights."""
     with start_program(config) as (mesh, tokenizer):
         report("reading data")
-        if config.loss.type == "kto":
-            _train(config, mesh, tokenizer, load_answers(config.data, tokenizer, mesh=mesh), KtoObjective)
-        else:
-            pairs = [pair for pair in load_preferences(config, tokenizer, mesh=mesh) if isinstance(pair, Pair)]
-            _train(config, mesh, tokenizer, pairs, dpo_objective)
+        preferences = list(load_preferences(config, tokenizer, mesh=mesh))
+        training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
+        tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
+        work = None
+        if config.loss.reference != "none":
+            work = ReferenceWork(config, mesh, preferences, training, held_out)
+            work.compute_beside()
+        with start_session(
+            config,
+            mesh,
+            tokenizer,
+            build_policy,
+            pack=config.data.pack,
+            share=config.data.pack,
+            data_fingerprint=fingerprint_preferences(training),
+        ) as session:
+            none = Reference(np.zeros((len(preferences), 2)), {})
+            reference = none if work is None else work.finish(session)
+            objective = _objective(config, reference, mesh)
+            train_on_rows(config, session, objective, training, held_out, attachments=reference.attachments)
+            session.publish_last()
 
 
-def _train(
-    config: DpoConfig,
-    mesh: Mesh,
-    tokenizer: PreTrainedTokenizerBase,
-    preferences: list[P],
-    objective: Callable[[DpoConfig, Reference, Mesh], Objective[Policy, P]],
-) -> None:
-    training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
-    tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
-    work = None
-    if config.loss.reference != "none":
-        work = ReferenceWork(config, mesh, preferences, training, held_out)
-        work.compute_beside()
-    with start_session(
-        config,
-        mesh,
-        tokenizer,
-        build_policy,
-        pack=config.data.pack,
-        share=config.data.pack,
-        data_fingerprint=fingerprint_preferences(training),
-    ) as session:
-        none = Reference(np.zeros((len(preferences), 2)), {})
-        reference = none if work is None else work.finish(session)
-        chosen = objective(config, reference, mesh)
-        train_on_preferences(config, session, chosen, training, held_out, attachments=reference.attachments)
-        session.publish_last()
+def _objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> Objective[Policy, Any]:
+    make = KtoObjective if config.loss.type == "kto" else dpo_objective
+    return make(config, reference, mesh)
 
 
 def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairObjective[Policy, Pair]:
@@ -81,7 +67,6 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
     Args:
         reference: what the loss compares the policy with.
     """
-    loss = build_preference_loss(config.loss)
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         device, chosen = mesh.device, [pairs[index] for index in indices]
@@ -98,7 +83,7 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
             rejected_tokens_P=tokens_P2[:, 1],
             margins_P=to_device(torch.tensor([pair.margin for pair in chosen], dtype=torch.float64), device),
         )
-        losses_P, chosen_rewards_P, rejected_rewards_P = loss(given)
+        losses_P, chosen_rewards_P, rejected_rewards_P = preference_loss(given, config.loss)
         return {
             "loss": losses_P,
             "rewards/chosen": chosen_rewards_P,

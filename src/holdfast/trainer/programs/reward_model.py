@@ -1,7 +1,7 @@
 """Reward model training: `uv run reward-model @ configs/reverse_text/reward_model.toml`.
 
 The decoder of a language model and a new head learn to score the chosen side of a pair above the
-rejected one, each at its last token; the loop over the pairs is in `holdfast.trainer.preference.training`.
+rejected one, each at its last token; the loop over the pairs is in `holdfast.trainer.programs.sft`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from holdfast.trainer.data.packing import Sample, to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
 from holdfast.trainer.preference.losses import reward_loss
+from holdfast.trainer.preference.objective import PairObjective
 from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, split_preferences
-from holdfast.trainer.preference.training import PairObjective, train_on_preferences
+from holdfast.trainer.programs.sft import train_on_rows
 from holdfast.trainer.session import start_program, start_session
 from holdfast.trainer.survey import load_preferences, survey_of, tell_data
 
@@ -47,7 +48,7 @@ def run(config: RewardTrainingConfig) -> None:
             pack=config.data.pack,
             data_fingerprint=fingerprint_preferences(training),
         ) as session:
-            train_on_preferences(config, session, reward_objective(config, mesh), training, held_out)
+            train_on_rows(config, session, reward_objective(config, mesh), training, held_out)
             session.publish_last()
 
 

@@ -27,8 +27,7 @@ from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.metrics import Alerts
 from holdfast.trainer.rl.mismatch import measure_canary
-from holdfast.trainer.rl.replay import PretrainingMix
-from holdfast.trainer.rl.train_step import Learner
+from holdfast.trainer.rl.train_step import Learner, PretrainingMix
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
 from holdfast.trainer.stop import STOP_REQUEST
 
@@ -52,7 +51,6 @@ def run(config: TrainerConfig) -> None:
             data_fingerprint=pretraining.fingerprint if pretraining else "",
             older_weights=config.async_level,
         ) as session:
-            components.resume(session.run_dir, session.progress.step)
             components.check_models()
             learner = Learner(config, session, components, pretraining)  # before anything is published: it may refuse
             last_probed = _last_probed(session, config)
@@ -92,7 +90,7 @@ def _train(
         with stopwatch.phase("wait_for_batch"):
             _wait_for_batch(run_dir, step, config)
         if saver.is_asked_to_stop():
-            saver.stop(progress.step, metrics, ledger.attachments() | components.attachments())
+            saver.stop(progress.step, metrics, ledger.attachments())
         is_first = step == first
         does(f"step {step}", bound_s=max(config.hang_timeout_s, config.startup_timeout_s * is_first))
         batch = read_batch(run_dir, step)
@@ -111,7 +109,7 @@ def _train(
         for alert in alerts.check(metrics) if mesh.is_main else ():
             report(f"ALERT: {alert}", step=step)
         with stopwatch.phase("checkpoint"):
-            committed = saver.after_step(step, metrics, ledger.attachments() | components.attachments())
+            committed = saver.after_step(step, metrics, ledger.attachments())
         kept = _prune_batches(session, config.journal) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.in_flight(), step], config.async_level))
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`.
+"""Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`; and the loop of all programs on rows of data.
 
 One optimizer step trains `data.batch_size` samples, in an order that is a pure function of seed and position. Samples
 are packed into micro-batches, and the ranks share the micro-batches. The loss is the mean negative log-likelihood of
@@ -7,21 +7,48 @@ the completion tokens of the whole step, over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from holdfast.config import SftConfig
-from holdfast.config.training import learning_rate
+from holdfast.config.training import SftDataConfig, SupervisedCommand, learning_rate
 from holdfast.process.events import Counted, report
+from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.policy import Policy, build_policy, plan_samples, predict, supervised_step
+from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
 from holdfast.trainer.survey import survey_of, tell_data
+
+
+class _Row(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+
+M = TypeVar("M", Policy, ScalarModel)
+M_contra = TypeVar("M_contra", Policy, ScalarModel, contravariant=True)
+R = TypeVar("R", bound=_Row)
+R_contra = TypeVar("R_contra", bound=_Row, contravariant=True)
+
+
+class Objective(Protocol[M_contra, R_contra]):
+    """A loss of samples, pairs or labelled answers, and what is measured beside it."""
+
+    def accumulate_gradients(self, model: M_contra, batch: Sequence[R_contra]) -> dict[str, float]:
+        """Add the gradients of one optimizer step; return its metrics, over all of the batch. Collective."""
+        ...
+
+    def measure(self, model: M_contra, rows: Sequence[R_contra]) -> dict[str, float]:
+        """Return the metrics without dropout. Collective."""
+        ...
 
 
 def run(config: SftConfig) -> None:
@@ -29,7 +56,6 @@ def run(config: SftConfig) -> None:
     with start_program(config) as (mesh, tokenizer):
         report("reading data")
         samples, held_out = load_samples(config.data, tokenizer, seed=config.seed, mesh=mesh)
-        order = SampleOrder(len(samples), seed=config.seed, shuffle=config.data.shuffle)
         tell_data(config, survey_of(samples, len(held_out), tokenizer), is_main=mesh.is_main)
         with start_session(
             config,
@@ -39,19 +65,27 @@ def run(config: SftConfig) -> None:
             pack=config.data.pack,
             data_fingerprint=fingerprint_samples(samples),
         ) as session:
-            _train(config, session, samples, held_out, order)
+            train_on_rows(config, session, SftObjective(config.data, mesh), samples, held_out)
             session.publish_last()
 
 
-def _train(
-    config: SftConfig,
-    session: TrainSession[Policy],
-    samples: Sequence[Sample],
-    held_out: Sequence[Sample],
-    order: SampleOrder,
+def train_on_rows(
+    config: SupervisedCommand,
+    session: TrainSession[M],
+    objective: Objective[M, R],
+    training: Sequence[R],
+    held_out: Sequence[R],
+    *,
+    attachments: Mapping[str, Attachment] | None = None,
 ) -> None:
-    mesh = session.mesh
-    policy, progress, saver = session.policy, session.progress, session.saver
+    """Train until `max_steps`.
+
+    Args:
+        training, held_out: samples, pairs or labelled answers; the second to validate on.
+        attachments: what makes further files of every checkpoint, by path in it.
+    """
+    model, progress, saver = session.policy, session.progress, session.saver
+    order = SampleOrder(len(training), seed=config.seed, shuffle=config.data.shuffle)
     report("training", step=progress.step, max_steps=config.max_steps)
     stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}
@@ -60,45 +94,55 @@ def _train(
         step = progress.step + 1
         stopwatch.begin_step(step)
         with stopwatch.phase("data"):
-            batch = [samples[i] for i in order.batch(progress.samples, config.data.batch_size)]
+            batch = [training[i] for i in order.batch(progress.samples, config.data.batch_size)]
         if saver.is_asked_to_stop():
-            saver.stop(progress.step, metrics)
+            saver.stop(progress.step, metrics, attachments)
         with stopwatch.phase("forward_backward"):
-            loss = supervised_step(policy, batch, config.data, mesh)
+            metrics = objective.accumulate_gradients(model, batch)
         with stopwatch.phase("optimizer"):
             lr = learning_rate(step, config.optim, config.max_steps)
-            grad_norm = clip_gradients(policy, config.optim.max_grad_norm)
-            check_finite(step, loss=loss, grad_norm=grad_norm)
+            grad_norm = clip_gradients(model, config.optim.max_grad_norm)
+            check_finite(step, loss=metrics["loss"], grad_norm=grad_norm)
             update_parameters(session.optimizer, lr=lr)
-        num_tokens = sum(len(sample.token_ids) for sample in batch)
+        num_tokens = sum(row.num_tokens for row in batch)
         progress.advance(samples=len(batch), tokens=num_tokens)
 
-        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": progress.samples / len(samples)}
+        metrics |= {"grad_norm": grad_norm, "lr": lr, "epoch": progress.samples / len(training)}
         is_last = step == config.max_steps
         if held_out and (is_last or (config.val_interval and step % config.val_interval == 0)):
             with stopwatch.phase("validation"):
-                metrics["val/loss"] = _validate(policy, held_out, config, mesh)
+                validated = objective.measure(model, held_out)
+                metrics |= {f"val/{name}": value for name, value in validated.items()}
         metrics |= step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         with stopwatch.phase("checkpoint"):
-            saver.after_step(step, metrics)
+            saver.after_step(step, metrics, attachments)
     stopwatch.end()
 
 
-@torch.no_grad()
-def _validate(policy: Policy, held_out: Sequence[Sample], config: SftConfig, mesh: Mesh) -> float:
-    """Return the mean negative log-likelihood of the held-out targets."""
-    policy.eval()
-    total_targets = sum(sample.num_targets for sample in held_out)
-    losses = Sums("loss")
-    pack = policy.layout.arrangement(pack=config.data.pack) == "packed"
-    plan = plan_samples(held_out, policy.layout, config.data, mesh)
-    counted = Counted("validating", len(plan), unit="micro-batches", is_told=mesh.is_main)
-    for indices in plan:
-        micro = build_micro_batch(held_out, indices, pack=pack, device=mesh.device)
-        logprobs_N = predict(policy, micro).logprobs_N
-        losses.add({"loss": -logprobs_N.double().sum()})
-        counted.add()
-    reshard(policy)
-    policy.train()
-    return mesh.sum(losses.read())["loss"] / total_targets
+@dataclass(frozen=True)
+class SftObjective:
+    """The mean negative log-likelihood of the targets."""
+
+    config: SftDataConfig
+    mesh: Mesh
+
+    def accumulate_gradients(self, model: Policy, batch: Sequence[Sample]) -> dict[str, float]:
+        """Add the gradients of one optimizer step; return its loss. Collective."""
+        return {"loss": supervised_step(model, batch, self.config, self.mesh)}
+
+    @torch.no_grad()
+    def measure(self, model: Policy, rows: Sequence[Sample]) -> dict[str, float]:
+        """Return the loss without dropout. Collective."""
+        model.eval()
+        losses = Sums("loss")
+        pack = model.layout.arrangement(pack=self.config.pack) == "packed"
+        plan = plan_samples(rows, model.layout, self.config, self.mesh)
+        counted = Counted("validating", len(plan), unit="micro-batches", is_told=self.mesh.is_main)
+        for indices in plan:
+            micro = build_micro_batch(rows, indices, pack=pack, device=self.mesh.device)
+            losses.add({"loss": -predict(model, micro).logprobs_N.double().sum()})
+            counted.add()
+        reshard(model)
+        model.train()
+        return {"loss": self.mesh.sum(losses.read())["loss"] / sum(sample.num_targets for sample in rows)}

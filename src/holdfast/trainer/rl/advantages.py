@@ -1,9 +1,10 @@
-"""Advantages: how much better a rollout, or a token, was than expected.
+"""All advantages: how much better a rollout, or a token, was than expected. Pure functions, without torch.
 
-`build_advantage` chooses an advantage for the rollouts of a batch: the choice of their environment, a built-in one, or
-a user's function. A rollout has one advantage, or one per token, or those of a critic (`holdfast.trainer.rl.gae`). To
-add one, write its function here, or in `group_advantages` if it takes rewards, and its line in `ADVANTAGES` of
-`holdfast.config.base`.
+The first ones take the rewards of one problem and nothing else, for any training loop. The others take the rollouts of
+a batch (`ScoredRollout`); that of a critic takes the rewards and values of one rollout's tokens. A rollout has one
+advantage, or one per token.
+
+To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.base`.
 
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """
@@ -12,138 +13,121 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
-import torch
 
-from holdfast.config.algorithm import CriticConfig
-from holdfast.config.base import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
-from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.errors import DataError, TrainingError
-from holdfast.process.imports import calling, load_function
-from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl import group_advantages
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
-    RETURN,
-    VALUE,
-    assign_targets,
-    target_values,
-)
-from holdfast.trainer.rl.gae import generalized_advantages
-from holdfast.trainer.rl.group_advantages import STD_EPSILON, dr_grpo, grpo, opo, sample_std
-from holdfast.trainer.rl.rewards import reward_components
-from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
+from holdfast.errors import TrainingError
+from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout, reward_components
 
+# Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
+STD_EPSILON = 1e-6
 # Added to the variance, as in `masked_whiten` of TRL and verl.
 _WHITEN_EPSILON = 1e-8
 
-
 AdvantageValue = float | Sequence[float] | np.ndarray
 """What an advantage gives a rollout: one number, or one for each of its T sampled tokens."""
-
-
-Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
-
-
 RewardsAdvantage = Callable[[Sequence[float]], list[float]]
 """From the rewards of one problem, (G,), to as many advantages."""
 
 
-def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
-    """Return for each token the sum of its reward and all later ones, (T,)."""
-    return np.cumsum(rewards_T[::-1])[::-1]
+def sample_std(values_G: Sequence[float]) -> float:
+    """Return the sample standard deviation (denominator G - 1); 0 when all values are equal."""
+    if max(values_G) == min(values_G):
+        return 0.0
+    mean = math.fsum(values_G) / len(values_G)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values_G) / (len(values_G) - 1))
 
 
-def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays with mean 0 and variance 1 over all their numbers: `(v - mean) / sqrt(var + 1e-8)`.
+def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
+    """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
 
-    The sample variance, as in `masked_whiten` of TRL and verl. Numbers that are all equal give exactly 0.
+    Equal rewards give exactly 0.
     """
-    everything = np.concatenate([np.zeros(0), *values])
-    if not len(everything) or everything.min() == everything.max():
-        return [np.zeros(len(own)) for own in values]
-    mean, std = everything.mean(), math.sqrt(everything.var(ddof=1) + _WHITEN_EPSILON)
-    return [(own - mean) / std for own in values]
+    # The mean of equal rewards may round, and GRPO would divide that by its epsilon.
+    if max(rewards_G) == min(rewards_G):
+        return [0.0] * len(rewards_G)
+    mean = math.fsum(rewards_G) / len(rewards_G)
+    return [reward - mean for reward in rewards_G]
 
 
-def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[AdvantageValue]]) -> None:
-    """Give every token of a sample the advantage of its rollout, or each target its own."""
-    for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
-        if isinstance(value, int | float):
-            sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
-        else:
-            assign_targets(sample, ADVANTAGE, value)
+def grpo(rewards_G: Sequence[float]) -> list[float]:
+    """Return `(r_i - mean(r)) / (std(r) + 1e-6)` (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
-
-def assign_gae_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config: CriticConfig) -> None:
-    """Give every target its advantage and return by GAE: penalties at each token, the reward at the last one.
-
-    As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback".
+    The std is the sample std (G - 1), as in TRL's GRPOTrainer and in verl; the epsilon is verl's. The paper does not
+    say which std it uses.
     """
-    for sample, rollout in zip(samples, chain.from_iterable(rollouts_PG), strict=True):
-        advantages_T, returns_T = generalized_advantages(
-            torch.from_numpy(rollout.token_rewards.copy()),
-            torch.from_numpy(target_values(sample, VALUE)),
-            gamma=config.gamma,
-            lam=config.lam,
-        )
-        assign_targets(sample, ADVANTAGE, advantages_T.numpy())
-        assign_targets(sample, RETURN, returns_T.numpy())
+    std = sample_std(rewards_G)
+    return [centred / (std + STD_EPSILON) for centred in dr_grpo(rewards_G)]
 
 
-def whiten_advantages(samples: Sequence[Sample]) -> None:
-    """Bring the advantages of all targets to mean 0 and variance 1, see `whiten`; a single one stays as it is."""
-    found = [target_values(sample, ADVANTAGE) for sample in samples]
-    if sum(map(len, found)) < 2:
-        return
-    for sample, whitened_T in zip(samples, whiten(found), strict=True):
-        assign_targets(sample, ADVANTAGE, whitened_T)
+def rloo(rewards_G: Sequence[float]) -> list[float]:
+    """Return `r_i - mean of the others` (Ahmadian et al. 2024, "Back to Basics").
+
+    That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
+    """
+    size = len(rewards_G)
+    # At least 1: a group of one has no others
+    return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
 
 
-def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]:
-    """Add `coef (log teacher - log policy)` to the advantage of every target; return a metric.
+def max_rl(rewards_G: Sequence[float]) -> list[float]:
+    """Return `(r_i - mean(r)) / mean(r)` (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
 
-    The policy is that before the step. The policy gradient with this advantage lowers KL(policy || teacher) token by
-    token (Gu et al. 2024, "MiniLLM"; Agarwal et al. 2024, "On-Policy Distillation of Language Models"; without their
-    corrections for later tokens).
-
-    Returns:
-        `distillation/kl`: the mean over the targets of `log policy - log teacher`, which estimates that divergence.
+    The rarer a reward is in its group, the more it counts.
+    For rewards of at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
 
     Raises:
-        DataError: there are no log-probabilities of a teacher.
+        TrainingError: a reward is negative.
     """
-    divergences = [0.0]
-    for sample in samples:
-        if REFERENCE_LOGPROB not in sample.per_token:
-            raise DataError(
-                "trainer.distillation (and trainer.advantage = 'distillation') needs the log-probabilities of a "
-                "teacher, and the batch has none: set orchestrator.teacher with mode = 'logprobs', or "
-                "trainer.kl.reference"
-            )
-        divergence_T = target_values(sample, OLD_LOGPROB) - target_values(sample, REFERENCE_LOGPROB)
-        assign_targets(sample, ADVANTAGE, target_values(sample, ADVANTAGE) - coef * divergence_T)
-        divergences += divergence_T.tolist()
-    return {"distillation/kl": math.fsum(divergences) / max(1, len(divergences) - 1)}
+    if min(rewards_G) < 0:
+        raise TrainingError(
+            f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, got {min(rewards_G)}. "
+            "Shift the rewards, or choose another advantage."
+        )
+    mean = math.fsum(rewards_G) / len(rewards_G)
+    return [centred / mean if centred else 0.0 for centred in dr_grpo(rewards_G)]  # where the mean is 0, all are
 
 
-def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return mean, population std and largest magnitude over the trained tokens."""
-    found = np.concatenate([target_values(sample, ADVANTAGE) for sample in samples])
-    if not len(found):
-        return {}
-    return {
-        "advantage/mean": float(found.mean()),
-        "advantage/std": float(found.std()),
-        "advantage/max_abs": float(np.abs(found).max()),
-    }
+def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
+    """Return by how much a rollout raises the best reward of `k`: the mean of `max(S) - max(S without i)`.
+
+    The mean is over all sets S of `k` rollouts of the group with rollout i among them. With rewards of 0 and 1 it
+    raises pass@k; times k / G it is `s^(loo - 1)` of Walder and Karkhanis 2025, "Pass@K Policy Optimization", and with
+    k = G the estimate of Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
+    Reinforcement Learning": the best less the second best for the best, 0 for the others (verl's `grpo_passk` without
+    its division by the std). It is never negative.
+
+    Raises:
+        TrainingError: there are fewer than `k` rollouts.
+    """
+    size = len(rewards_G)
+    if size < k:
+        raise TrainingError(
+            f"advantage = 'pass_at_k' takes the best of advantage_k = {k} rollouts, and a problem has {size}: lower "
+            "advantage_k, or raise orchestrator.group_size"
+        )
+    advantages = []
+    for index, reward in enumerate(rewards_G):
+        others = sorted([*rewards_G[:index], *rewards_G[index + 1 :]])
+        # The best of k - 1 others is the one of rank `rank` for this share of all choices.
+        shares = [math.comb(rank, k - 2) / math.comb(size - 1, k - 1) for rank in range(size - 1)]
+        gains = [share * max(reward - other, 0.0) for share, other in zip(shares, others, strict=True)]
+        advantages.append(math.fsum(gains))
+    return advantages
+
+
+def opo(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> list[float]:
+    """Return `r_i - sum(l r) / sum(l)`, `l` being the sampled tokens of a rollout.
+
+    The baseline of least variance where the gradients of tokens are alike and independent (Hao et al. 2025, "On-Policy
+    RL with Optimal Reward Baseline"; verl's `compute_opo_outcome_advantage`). Equal rewards give exactly 0.
+    """
+    total = sum(lengths_G)
+    if total == 0 or max(rewards_G) == min(rewards_G):
+        return [0.0] * len(rewards_G)
+    baseline = math.fsum(length * reward for length, reward in zip(lengths_G, rewards_G, strict=True)) / total
+    return [reward - baseline for reward in rewards_G]
 
 
 def opo_of_rollouts(groups: Groups) -> list[list[float]]:
@@ -186,7 +170,7 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
 
 
 def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[AdvantageValue]]:
-    """Return `function` of the rewards of the wholes and, where there are rewards of parts, of those as well.
+    """Return `function` of the rewards of whole rollouts, plus `function` of the rewards of parts if there are some.
 
     Process supervision of Shao et al. 2024, "DeepSeekMath", section 4.1.3: the rewards of all parts of all rollouts of
     a problem are normalised together, and a token gets the sum of those whose part ends with it or later. The outcome
@@ -210,112 +194,6 @@ def _with_steps(function: RewardsAdvantage, group: Sequence[ScoredRollout]) -> l
         steps_T[one.step_ends] = [next(of_steps) for _ in one.step_ends]
         given.append(outcome + rewards_to_go(steps_T))
     return given
-
-
-def build_advantage(config: TrainerConfig) -> Advantage:
-    """Return what gives every rollout of a batch the advantage of its environment, times the environment's weight.
-
-    What an advantage normalises over the batch it normalises over the groups that it is the advantage of.
-
-    Raises:
-        ConfigError: a function of the user cannot be loaded.
-        TrainingError: (of the returned function) a group of one where rollouts are compared.
-    """
-    functions = {name: build_named_advantage(name, config) for name in config.advantages}
-    weights = {label: section.weight for label, section in config.environments.items()}
-
-    def advantage(groups: Groups) -> list[list[AdvantageValue]]:
-        found: dict[int, Sequence[AdvantageValue]] = {}
-        for name, function in functions.items():
-            own = {n: group for n, group in enumerate(groups) if config.advantage_of(group[0].environment) == name}
-            if not own:
-                continue
-            if config.loss.type != "sft":
-                require_siblings(list(own.values()), name)
-            found |= dict(zip(own, function(list(own.values())), strict=True))
-        scales = [weights.get(group[0].environment, 1.0) for group in groups]
-        return [[_scaled(value, scale) for value in found[n]] for n, scale in enumerate(scales)]
-
-    return advantage
-
-
-def _scaled(value: AdvantageValue, scale: float) -> AdvantageValue:
-    return scale * value if isinstance(value, int | float) else scale * np.asarray(value, dtype=np.float64)
-
-
-def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
-    """Return the advantage that `name` stands for: a built-in one, or the user's `module:function`.
-
-    A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem,
-    and returns as many values: finite numbers, or sequences of one for each sampled token.
-
-    Raises:
-        ConfigError: the user's function cannot be loaded.
-    """
-    if name not in ADVANTAGES:
-        return _user_advantage(name)
-    built_in = ADVANTAGES[name]
-    assert built_in.function is not None, f"{name} is not computed from rewards"
-    settings = {argument: attrgetter(setting)(config) for argument, setting in built_in.settings.items()}
-    function = partial(built_in_function(built_in.function), **settings)
-    if name == "grpo" and config.advantage_std == "batch":
-        return batch_grpo  # its std is over problems, so it sees them all
-    if built_in.takes == "rewards":
-        return lambda groups: [function([one.total_reward for one in group]) for group in groups]
-    return partial(with_steps, function) if built_in.takes == "step_rewards" else function
-
-
-def built_in_function(name: str) -> Callable[..., Any]:
-    """Return the function of an advantage: one of this module, or of `group_advantages`."""
-    return globals().get(name) or getattr(group_advantages, name)
-
-
-def require_siblings(groups: Groups, name: str) -> None:
-    """Refuse a group of one where the advantage `name` compares the rollouts of a group.
-
-    Raises:
-        TrainingError: there is one; says which.
-    """
-    alone = next((group[0] for group in groups if len(group) < 2), None)
-    if name in GROUP_ADVANTAGES and alone is not None:
-        raise TrainingError(
-            f"advantage = '{name}' compares the rollouts of one problem, and task {alone.task_id} of environment "
-            f"'{alone.environment}' has a single one: set orchestrator.group_size to 2 or more, or take an advantage "
-            f"that needs no group: {', '.join(SINGLE_ADVANTAGES)}"
-        )
-
-
-def _user_advantage(name: str) -> Advantage:
-    function = load_function(name, key="advantage")
-
-    def advantage(groups: Groups) -> list[list[float | np.ndarray]]:
-        with calling(name, key="advantage"):
-            returned = [[_plain(value) for value in group] for group in function([list(group) for group in groups])]
-        sizes, wanted = [len(group) for group in returned], [len(group) for group in groups]
-        if sizes != wanted:
-            raise TrainingError(f"advantage = '{name}' returned groups of {sizes} values for groups of {wanted}")
-        for value, one in zip(chain.from_iterable(returned), chain.from_iterable(groups), strict=True):
-            _check(value, one, name)
-        return returned
-
-    return advantage
-
-
-def _plain(value: AdvantageValue) -> float | np.ndarray:
-    numbers = np.asarray(value, dtype=np.float64)
-    return numbers if numbers.ndim else float(numbers)
-
-
-def _check(value: float | np.ndarray, one: ScoredRollout, name: str) -> None:
-    """Refuse what is neither one finite number nor one for each sampled token."""
-    whose = f"task {one.task_id} of environment '{one.environment}'"
-    if isinstance(value, np.ndarray) and value.shape != (one.num_tokens,):
-        raise TrainingError(
-            f"advantage = '{name}' returned an array of shape {value.shape} for a rollout of {whose} with "
-            f"{one.num_tokens} sampled tokens: return one number, or one for each sampled token"
-        )
-    if not np.isfinite(value).all():
-        raise TrainingError(f"advantage = '{name}' returned a number that is not finite for {whose}: {value}")
 
 
 def reinforce_pp(groups: Groups) -> list[list[np.ndarray]]:
@@ -349,6 +227,23 @@ def reinforce_pp_baseline(groups: Groups) -> list[list[np.ndarray]]:
 def _whitened(values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     whitened = iter(whiten(list(chain.from_iterable(values_PG))))
     return [[next(whitened) for _ in values_G] for values_G in values_PG]
+
+
+def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays with mean 0 and variance 1 over all their numbers: `(v - mean) / sqrt(var + 1e-8)`.
+
+    The sample variance, as in `masked_whiten` of TRL and verl. Numbers that are all equal give exactly 0.
+    """
+    everything = np.concatenate([np.zeros(0), *values])
+    if not len(everything) or everything.min() == everything.max():
+        return [np.zeros(len(own)) for own in values]
+    mean, std = everything.mean(), math.sqrt(everything.var(ddof=1) + _WHITEN_EPSILON)
+    return [(own - mean) / std for own in values]
+
+
+def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
+    """Return for each token the sum of its reward and all later ones, (T,)."""
+    return np.cumsum(rewards_T[::-1])[::-1]
 
 
 def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
@@ -388,3 +283,29 @@ def _log_ratio(one: ScoredRollout) -> float:
     """Return log policy - log reference of the whole answer before the step, in nats."""
     assert one.old_logprobs is not None and one.reference_logprobs is not None  # the config asks for both
     return math.fsum(np.subtract(one.old_logprobs, one.reference_logprobs, dtype=np.float64).tolist())
+
+
+def generalized_advantages(
+    rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return advantages_T and returns_T of one finished sequence, float64.
+
+    `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`, both V and A being 0 after the
+    last token; the returns, which the critic learns, are A + V (Schulman et al. 2016, "High-Dimensional
+    Continuous Control Using Generalized Advantage Estimation").
+
+    Args:
+        rewards_T: reward for each token; a reward of the whole sequence belongs to its last.
+        values_T: the critic's value before each token.
+        gamma: discount per token.
+        lam: 0 trusts the critic for all but one reward; 1 takes the rewards alone, less the value.
+    """
+    # Python floats: sums of float64 in one order, the same on every device.
+    advantages: list[float] = []
+    advantage = next_value = 0.0
+    for reward, value in zip(rewards_T.tolist()[::-1], values_T.tolist()[::-1], strict=True):
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        advantages.append(advantage)
+        next_value = value
+    advantages_T = np.array(advantages[::-1], dtype=np.float64)
+    return advantages_T, advantages_T + values_T

@@ -29,7 +29,8 @@ from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.value_model import build_scalar_model, predict_values, score_samples
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.rl.batch import RETURN, VALUE, Minibatch, measure_targets, plan_micro_batches
-from holdfast.trainer.rl.gae import explained_variance, value_loss, value_sums
+from holdfast.trainer.rl.losses import value_loss
+from holdfast.trainer.rl.metrics import explained_variance, value_sums
 from holdfast.trainer.state import ModelState
 
 
@@ -54,13 +55,8 @@ class Critic:
     def measure(self, minibatches: Sequence[Minibatch]) -> None:
         """Give every sample the values before its targets, as `per_token[VALUE]`. Collective."""
         self.model.eval()
-        measure_targets(
-            [VALUE],
-            lambda micro: [predict_values(self.model, micro)],
-            minibatches,
-            self._mesh,
-            pack=self.model.layout.packs,
-        )
+        pack = self.model.layout.packs
+        measure_targets(VALUE, lambda micro: predict_values(self.model, micro), minibatches, self._mesh, pack=pack)
         reshard(self.model)
         self.model.train()
 
@@ -178,7 +174,7 @@ class FrozenModel(State):
             )
 
 
-class FollowingModel(State):
+class SyncedReference(State):
     """A reference that takes over the weights of the policy every so often, as a part of a run's state.
 
     After every `interval` steps (Gorbatovski et al. 2024, "Learn Your Reference Model for Real Good Alignment", the

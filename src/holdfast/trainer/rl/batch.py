@@ -6,9 +6,9 @@ missing key means that this run does not need it; the readers of a key say what 
 A minibatch is one optimizer update, packed and dealt to the ranks. Passes that only measure (log-probabilities before
 the step, under the reference, values) use the same plan as the training. Equal rows give equal bits, so a ratio that
 should be 1 is 1. The tokens of a step may come from several distributions: environments may set their own temperatures
-and cuts, and replayed rollouts keep the distribution of their batch.
+and cuts.
 
-Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass, K measured names.
+Shape legend: T targets (trained tokens) of one sample or minibatch, N targets of one forward pass.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ REFERENCE_LOGPROB = "reference_logprob"
 OLD_LOGPROB = "old_logprob"
 """Log-probability under the trainer's weights before the step. Not set where the only update measures it itself."""
 VALUE = "value"
-"""The critic's value before the step; where there is a critic."""
+"""The critic's value before the step. Set with a critic."""
 RETURN = "return"
-"""What the critic learns: the return by GAE; where there is a critic."""
+"""What the critic learns: the return by GAE. Set with a critic."""
 ADVANTAGE = "advantage"
 """The advantage. Always set before the updates."""
 
@@ -70,7 +70,7 @@ def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sam
     """Return one sample per rollout, with all its branches: the sampler's log-prob and the version age of each token.
 
     Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those
-    under the reference, where there are some.
+    under the reference.
 
     Raises:
         DataError: a rollout's arrays do not fit together.
@@ -282,38 +282,31 @@ def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: La
 
 @torch.no_grad()
 def measure_targets(
-    names: Sequence[str],
-    forward: Callable[[MicroBatch], Sequence[Tensor]],
-    minibatches: Sequence[Minibatch],
-    mesh: Mesh,
-    *,
-    pack: bool,
+    name: str, forward: Callable[[MicroBatch], Tensor], minibatches: Sequence[Minibatch], mesh: Mesh, *, pack: bool
 ) -> None:
-    """Give every sample what `forward` says about its targets, as `per_token` of those names, 0 elsewhere. Collective.
+    """Give every sample what `forward` says about its targets, as `per_token[name]`, 0 elsewhere. Collective.
 
     Args:
-        forward: from the micro-batch to one number per target, (N,), for each name.
+        forward: from the micro-batch to one number per target, (N,).
         pack: whether the samples of a micro-batch share a row.
     """
     for minibatch in minibatches:
         counts = [sample.num_targets for sample in minibatch.samples]
         ends = np.cumsum(counts)
-        found_KT = torch.zeros(len(names), int(ends[-1]), dtype=torch.float32)
-        passes = list[Tensor]()
-        for indices in minibatch.micro_batches:
-            micro = minibatch.build(indices, pack=pack, device=mesh.device)
-            passes.append(torch.stack([values_N.float() for values_N in forward(micro)]))
+        found_T = torch.zeros(int(ends[-1]), dtype=torch.float32)
+        passes = [
+            forward(minibatch.build(indices, pack=pack, device=mesh.device)).float()
+            for indices in minibatch.micro_batches
+        ]
         order = [index for indices in minibatch.micro_batches for index in indices]
         # To the CPU in one copy, behind all passes: each waits for the device.
-        values_KN = torch.cat(passes, 1).cpu()
-        for index, part_KN in zip(order, values_KN.split([counts[index] for index in order], 1), strict=True):
-            found_KT[:, ends[index] - counts[index] : ends[index]] = part_KN
+        values_N = torch.cat(passes).cpu()
+        for index, part_N in zip(order, values_N.split([counts[index] for index in order]), strict=True):
+            found_T[ends[index] - counts[index] : ends[index]] = part_N
         # Every target is one rank's; the others add zero, which changes no bit.
-        parts = np.split(mesh.sum_tensor(found_KT).numpy(), ends[:-1], axis=1)
-        for sample, part_KT in zip(minibatch.samples, parts, strict=True):
-            for name, part_T in zip(names, part_KT, strict=True):
-                sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
-                sample.per_token[name][sample.targets] = part_T
+        parts = np.split(mesh.sum_tensor(found_T).numpy(), ends[:-1])
+        for sample, part_T in zip(minibatch.samples, parts, strict=True):
+            assign_targets(sample, name, part_T)
 
 
 def learned_distributions(

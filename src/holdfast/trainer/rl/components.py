@@ -1,6 +1,6 @@
 """What an RL run has beside policy and optimizer: the components that its algorithm asks for, and their state.
 
-Every component is in the checkpoints: tensors as `NAME.*`, values below `NAME`, the replay buffer as a file.
+Every component is in the checkpoints: tensors as `NAME.*`, values below `NAME`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.errors import DataError
 from holdfast.process.events import report
-from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.run.run_dir import RunDir
-from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
@@ -20,16 +17,13 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import freeze
 from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FollowingModel, FrozenModel, RewardModel
+from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FrozenModel, RewardModel, SyncedReference
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
-from holdfast.trainer.rl.replay import ReplayBuffer
 from holdfast.trainer.rl.rewards import RunningMoments
-
-_REPLAY_NAME = f"{TRAINER_DIR}/replay.msgpack"
 
 
 class RlComponents:
-    """The components of one run; None where the configuration has no use for one. Collective to make.
+    """The components of one run; None if the configuration has no use for one. Collective to make.
 
     Raises:
         ConfigError: a setting is missing.
@@ -43,12 +37,11 @@ class RlComponents:
         self.kl: KlCoefficient | None = None
         self.entropy: EntropyCoefficient | None = None
         self.reference: Policy | None = None
-        self.following: FollowingModel | None = None
+        self.synced: SyncedReference | None = None
         self.critic: Critic | None = None
         self.reward_model: RewardModel | None = None
         self.moments: RunningMoments | None = None
         self.ema: Ema | None = None
-        self.replay: ReplayBuffer | None = None
         if config.kl is not None:
             name = _reference_name(config)
             report("loading the reference", model=name)
@@ -78,8 +71,6 @@ class RlComponents:
             self._state["reward_model"] = FrozenModel(name, self.reward_model.model.hf_model, key="reward_model.name")
         if config.rewards.scale == "running":
             self._state["reward_moments"] = self.moments = RunningMoments()
-        if config.replay is not None:
-            self.replay = ReplayBuffer(config.replay.capacity, max_age=config.replay.max_age, seed=config.seed)
 
     def begin(self, policy: Policy) -> tuple[dict[str, State], list[torch.optim.Optimizer]]:
         """Return the state of the components by name, and the optimizers that change it.
@@ -95,28 +86,13 @@ class RlComponents:
             self._state["ema"] = self.ema = Ema(tensors, decay=self._config.ema.decay)
         if kl is not None and kl.refresh_interval is not None and self.reference is not None:
             name, hf_model = _reference_name(self._config), self.reference.hf_model
-            self._state["reference"] = self.following = FollowingModel(
+            self._state["reference"] = self.synced = SyncedReference(
                 name, hf_model, tensors, interval=kl.refresh_interval
             )
         distillation = self._config.distillation
         if distillation is not None and distillation.divergence == "full" and self.reference is not None:
             _check_comparable(policy, self.reference, name=_reference_name(self._config))
         return self._state, [self.critic.optimizer] if self.critic is not None else []
-
-    def resume(self, run_dir: RunDir, step: int) -> None:
-        """Take over from the checkpoint of `step` what its tensors and values do not hold.
-
-        Raises:
-            CheckpointError: the replay buffer cannot be read.
-        """
-        path = run_dir.checkpoint(step) / _REPLAY_NAME
-        # At step 0 nothing has been trained that could be replayed.
-        if self.replay is None or step == 0:
-            return
-        if path.exists():
-            self.replay.decode(path.read_bytes())
-        else:
-            report(f"WARNING: the checkpoint of step {step} holds no replay buffer: it starts afresh")
 
     def shares_prompts(self, policy: Policy) -> bool:
         """Whether answers share the tokens of their prompt in the rows that all models read."""
@@ -128,8 +104,8 @@ class RlComponents:
         tensors = trained_tensors(policy.hf_model)
         if self.ema is not None:
             self.ema.update(tensors)
-        if self.following is not None:
-            self.following.after_step(step, tensors)
+        if self.synced is not None:
+            self.synced.after_step(step, tensors)
 
     def check_models(self) -> None:
         """Compare every model beside the policy with transformers' own forward pass. Collective.
@@ -150,11 +126,6 @@ class RlComponents:
         if config.reward_model is not None and self.reward_model is not None:
             name = config.reward_model.name
             check_model(self.reward_model.model, mesh, name=name, pack=True, dtype=dtype)
-
-    def attachments(self) -> dict[str, Attachment]:
-        """Return what makes the files that belong into every checkpoint."""
-        # What makes it, not the bytes: only rank 0 writes them, and only where it saves.
-        return {_REPLAY_NAME: self.replay.encode} if self.replay is not None else {}
 
 
 def _reference_name(config: TrainerConfig) -> str:

@@ -79,7 +79,7 @@ PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
 """Returns the loss, a scalar, and counts."""
 
 
-Objective = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
+Objective = Callable[[PolicyLossInput, PolicyLossConfig], tuple[Tensor, Counts]]
 """Returns what each token adds to the objective, (N,), to be maximised, and counts."""
 
 
@@ -121,7 +121,7 @@ def over_sequences(values_N: Tensor, data: PolicyLossInput, reduce: Callable[[Te
     return torch.cat([reduce(part).expand(len(part)) for part in parts])
 
 
-def clipped_objective(config: PolicyLossConfig) -> Objective:
+def clipped_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return the clipped surrogate of PPO with given advantages (Schulman et al. 2017, eq. 7).
 
     The `clipped_surrogate` of rho_t = exp(log_ratios), which differs by `aggregation` and clip range in
@@ -131,42 +131,30 @@ def clipped_objective(config: PolicyLossConfig) -> Objective:
     - `dr_grpo` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2): constant.
     - `dapo` (Yu et al. 2025, "DAPO", eq. 8): token, and clip_high above clip_low.
     """
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        return clipped_surrogate(torch.exp(log_ratios(data, config)), data.advantages_N, config)
-
-    return objective
+    return clipped_surrogate(torch.exp(log_ratios(data, config)), data.advantages_N, config)
 
 
-def gspo_objective(config: PolicyLossConfig) -> Objective:
+def gspo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5).
 
     The `clipped_surrogate` of s = exp(mean over the sequence of log_ratios), the same for all tokens of a sequence
     (eq. 7). Counts are tokens of clipped sequences.
     """
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        mean_N = over_sequences(log_ratios(data, config), data, torch.mean)
-        return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
-
-    return objective
+    mean_N = over_sequences(log_ratios(data, config), data, torch.mean)
+    return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
 
 
-def gspo_token_objective(config: PolicyLossConfig) -> Objective:
+def gspo_token_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return GSPO-token (Zheng et al. 2025, eqs. 13 and 14), for advantages that differ within a sequence.
 
     The `clipped_surrogate` of s_t = sg(s) pi_t / sg(pi_t), with s as in `gspo_objective` and sg: no gradient. Its value
     is s; its gradient is s times that of the token's own log-probability. With one advantage per sequence, and
     `aggregation = "sequence"`, loss and gradient are those of `gspo`.
     """
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        mean_N = over_sequences(log_ratios(data, config).detach(), data, torch.mean)
-        # 0 in value: it brings in the gradient of the token alone.
-        own_N = data.logprobs_N - data.logprobs_N.detach()
-        return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
-
-    return objective
+    mean_N = over_sequences(log_ratios(data, config).detach(), data, torch.mean)
+    # 0 in value: it brings in the gradient of the token alone.
+    own_N = data.logprobs_N - data.logprobs_N.detach()
+    return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
 
 
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
@@ -195,39 +183,31 @@ def clip_counts(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) 
     return {"clip_fraction/low": below_N.sum(), "clip_fraction/high": above_N.sum()}
 
 
-def cispo_objective(config: PolicyLossConfig) -> Objective:
+def cispo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return CISPO (MiniMax 2025, "MiniMax-M1", eqs. 4 and 5): sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A_t l_t.
 
     With rho = exp(log_ratios) and sg: no gradient. Clipping bounds a token's weight but never takes its gradient away;
     the clip counts say where it bounds.
     """
     low, high = config.clip_range
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        ratio_N = torch.exp(log_ratios(data, config)).detach()
-        counts = clip_counts(ratio_N, data.advantages_N, low, high)
-        return ratio_N.clamp(low, high) * data.advantages_N * data.logprobs_N, counts
-
-    return objective
+    ratio_N = torch.exp(log_ratios(data, config)).detach()
+    counts = clip_counts(ratio_N, data.advantages_N, low, high)
+    return ratio_N.clamp(low, high) * data.advantages_N * data.logprobs_N, counts
 
 
-def policy_gradient_objective(config: PolicyLossConfig) -> Objective:
+def policy_gradient_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
 
     sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
-    (Ionides 2008), so that older rollouts, further epochs and replay do not bias it but for the truncation. Where rho
+    (Ionides 2008), so that older rollouts and further epochs do not bias it but for the truncation. Where rho
     is 1, as with `ratio_to = "old"` and one update a step, it is REINFORCE. With `aggregation = "constant"` it is the
     policy gradient of the whole sequence's log-probability, times 1 / constant_tokens.
     """
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        ratio_N, counts = _truncated_ratios(data, config)
-        return ratio_N * data.advantages_N * data.logprobs_N, counts
-
-    return objective
+    ratio_N, counts = _truncated_ratios(data, config)
+    return ratio_N * data.advantages_N * data.logprobs_N, counts
 
 
-def dppo_objective(config: PolicyLossConfig) -> Objective:
+def dppo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return DPPO with the binary total variation (arXiv 2602.04879, "Rethinking the Trust Region in LLM RL").
 
     m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios), p and b the probabilities of the token under
@@ -235,31 +215,23 @@ def dppo_objective(config: PolicyLossConfig) -> Objective:
     p - b < -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs.
     The truncation is that of section 5.4.
     """
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        assert config.clip_low is not None and config.clip_high is not None  # the config fills them in
-        ratio_N, counts = _truncated_ratios(data, config)
-        with torch.no_grad():
-            base_N = data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N
-            moved_N = data.logprobs_N.exp() - base_N.exp()
-            counts |= clip_counts(moved_N, data.advantages_N, -config.clip_low, config.clip_high)
-            high_N = (moved_N > config.clip_high) & (data.advantages_N > 0)
-            low_N = (moved_N < -config.clip_low) & (data.advantages_N < 0)
-        return torch.where(high_N | low_N, 0.0, ratio_N * data.advantages_N * data.logprobs_N), counts
-
-    return objective
+    assert config.clip_low is not None and config.clip_high is not None  # the config fills them in
+    ratio_N, counts = _truncated_ratios(data, config)
+    with torch.no_grad():
+        base_N = data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N
+        moved_N = data.logprobs_N.exp() - base_N.exp()
+        counts |= clip_counts(moved_N, data.advantages_N, -config.clip_low, config.clip_high)
+        high_N = (moved_N > config.clip_high) & (data.advantages_N > 0)
+        low_N = (moved_N < -config.clip_low) & (data.advantages_N < 0)
+    return torch.where(high_N | low_N, 0.0, ratio_N * data.advantages_N * data.logprobs_N), counts
 
 
-def likelihood_objective(config: PolicyLossConfig) -> Objective:
+def likelihood_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return the log-likelihood of the rollouts, whatever their advantage: l_t.
 
     For rollouts of a teacher (hard distillation; Kim and Rush 2016, "Sequence-Level Knowledge Distillation").
     """
-
-    def objective(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        return data.logprobs_N, {}
-
-    return objective
+    return data.logprobs_N, {}
 
 
 @torch.no_grad()
@@ -283,7 +255,7 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
 
     `veto`: 0 for every token of a sequence with a token whose own w is below it.
 
-    The denominator of the loss stays as it is: what is masked counts as 0, not as absent.
+    The denominator of the loss stays: a masked token counts as 0, not as absent.
     1 and no counts without a correction.
     """
     if config.type == "none":
@@ -307,9 +279,6 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
         factors_N = torch.where(vetoed_N, 0.0, factors_N)
         counts["correction/vetoed"] = vetoed_N.sum()
     return factors_N, counts
-
-
-__all__ = ["PolicyLoss", "PolicyLossInput", "build_policy_loss"]
 
 
 _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
@@ -337,10 +306,10 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
-    objective: Objective = globals()[POLICY_LOSSES[config.type].function](config)
+    objective: Objective = globals()[POLICY_LOSSES[config.type].function]
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
-        objective_N, counts = objective(data)
+        objective_N, counts = objective(data, config)
         weights_N = token_weights(data, config) * data.correction_N
         return -(weights_N * objective_N).sum(), counts
 
@@ -422,3 +391,28 @@ def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: flo
         return value + coef * term, counts | {"distillation/kl": data.teacher_kl_N.detach().sum()}
 
     return taught
+
+
+def value_loss(
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, weights_N: Tensor, *, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the critic's loss, and counts of tokens that are to be divided by the tokens of the step.
+
+    `0.5 w max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`, summed, as in PPO2 of OpenAI baselines and in
+    TRL's PPOTrainer. The weights hold the denominator, which is the whole step's.
+
+    Counts: `value_clip_fraction`, tokens whose clipped error is the larger one: they have no gradient.
+
+    Args:
+        values_N: the critic's values; the loss is differentiable in them.
+        old_values_N: its values before the step.
+        returns_N: what they should be, from `generalized_advantages`.
+        weights_N: weight of each token; 0 where nothing was sampled.
+        clip: how far a value may move in one step before moving further pays no more; inf for no limit.
+    """
+    errors_N = (values_N - returns_N).square()
+    clipped_N = torch.clamp(values_N, old_values_N - clip, old_values_N + clip)
+    clipped_errors_N = (clipped_N - returns_N).square()
+    is_clipped_N = (clipped_errors_N > errors_N) & (weights_N != 0)
+    loss = 0.5 * (weights_N * torch.maximum(errors_N, clipped_errors_N)).sum()
+    return loss, {"value_clip_fraction": is_clipped_N.sum()}

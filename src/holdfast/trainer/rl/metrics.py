@@ -78,7 +78,7 @@ class PolicyStatistics:
         self._log_ratios.append(log_ratio_N)
 
     def fresh_mismatch(self, mesh: Mesh) -> float | None:
-        """Return the mean `mismatch_kl` so far of tokens of age 0; None where there are none. Collective."""
+        """Return the mean `mismatch_kl` so far of tokens of age 0; None without such tokens. Collective."""
         names, own = ("mismatch_kl/age_0", "tokens/age_0"), self._sums.read()
         sums = mesh.sum({name: own.get(name, 0.0) for name in names})
         return sums[names[0]] / sums[names[1]] if sums[names[1]] else None
@@ -107,6 +107,40 @@ class PolicyStatistics:
             places["max"] = len(found) - 1
             metrics |= {f"mismatch/ratio_{name}": float(found[place]) for name, place in places.items()}
         return metrics
+
+
+def value_sums(returns_N: Tensor, values_N: Tensor) -> dict[str, Tensor | float]:
+    """Return what `explained_variance` takes, of these tokens: sums, which add up over micro-batches and ranks.
+
+    They are scalars on the device of the tokens.
+    """
+    returns_N, values_N = returns_N.detach().double(), values_N.detach().double()
+    errors_N = returns_N - values_N
+    return {
+        "num_tokens": float(returns_N.numel()),
+        "returns": returns_N.sum(),
+        "squared_returns": returns_N.square().sum(),
+        "errors": errors_N.sum(),
+        "squared_errors": errors_N.square().sum(),
+    }
+
+
+def explained_variance(
+    *, num_tokens: float, returns: float, squared_returns: float, errors: float, squared_errors: float
+) -> float:
+    """Return 1 - Var(returns - values) / Var(returns), from sums over tokens (`value_sums`).
+
+    1: the critic is right but for a constant; 0: no better than a constant; below: worse. NaN where the returns
+    do not differ, so that there is nothing to explain.
+    """
+    if num_tokens == 0:
+        return float("nan")
+    variance = squared_returns / num_tokens - (returns / num_tokens) ** 2
+    error_variance = squared_errors / num_tokens - (errors / num_tokens) ** 2
+    # What rounding leaves of equal returns is no variance.
+    if variance <= 1e-14 * squared_returns / num_tokens:
+        return float("nan")
+    return 1 - error_variance / variance
 
 
 # Below these nobody needs to act, however much larger than before they are.

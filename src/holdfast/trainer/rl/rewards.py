@@ -23,6 +23,7 @@ from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.auxiliary_models import RewardModel
+from holdfast.trainer.rl.scored_rollouts import OWN_REWARD, reward_components
 
 
 class RunningMoments(State):
@@ -95,31 +96,14 @@ def soft_overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: in
     return -excess_tokens / buffer_tokens
 
 
-def clip_rewards(rewards_PG: Sequence[Sequence[float]], bound: float) -> list[list[float]]:
-    """Return the rewards, those beyond `[-bound, bound]` moved to its ends."""
-    return [[min(max(reward, -bound), bound) for reward in rewards_G] for rewards_G in rewards_PG]
-
-
-def scale_rewards(rewards_PG: Sequence[Sequence[float]], moments: RunningMoments) -> list[list[float]]:
-    """Return the rewards divided by the standard deviation of all rewards so far; their mean stays in.
-
-    While all rewards were equal, nothing says what their scale is: they stay as they are.
-    """
-    std = moments.std
-    if std <= _ROUNDING * abs(moments.mean):
-        return [list(rewards_G) for rewards_G in rewards_PG]
-    return [[reward / std for reward in rewards_G] for rewards_G in rewards_PG]
-
-
 def shape_rewards(
     rewards_PG: Sequence[Sequence[float]],
     *,
     penalties_PG: Sequence[Sequence[float]] | None = None,
     clip: float | None = None,
     moments: RunningMoments | None = None,
-    num_new: int | None = None,
 ) -> list[list[float]]:
-    """Return the rewards of one batch as advantages see them; every step applies where it is given.
+    """Return the rewards of one batch as advantages see them; each step is optional.
 
     In this order: add the penalties, clip to `[-clip, clip]`, take the rewards of this batch into `moments`, divide
     by their standard deviation. So one outlier spoils no scale, and a batch counts in its own.
@@ -129,7 +113,6 @@ def shape_rewards(
         penalties_PG: what to add to each, such as `soft_overlong_penalty`.
         clip: largest magnitude of a penalised reward.
         moments: the rewards so far; updated.
-        num_new: how many problems `moments` has not seen, from the first; the rest are replayed. None: all.
     """
     shaped_PG = [list(rewards_G) for rewards_G in rewards_PG]
     if penalties_PG is not None:
@@ -138,10 +121,12 @@ def shape_rewards(
             for rewards_G, penalties_G in zip(shaped_PG, penalties_PG, strict=True)
         ]
     if clip is not None:
-        shaped_PG = clip_rewards(shaped_PG, clip)
+        shaped_PG = [[min(max(reward, -clip), clip) for reward in rewards_G] for rewards_G in shaped_PG]
     if moments is not None:
-        moments.update(list(chain.from_iterable(shaped_PG[:num_new])))
-        shaped_PG = scale_rewards(shaped_PG, moments)
+        moments.update(list(chain.from_iterable(shaped_PG)))
+        # While all rewards were equal, nothing says what their scale is: they stay as they are.
+        if not moments.std <= _ROUNDING * abs(moments.mean):
+            shaped_PG = [[reward / moments.std for reward in rewards_G] for rewards_G in shaped_PG]
     return shaped_PG
 
 
@@ -151,15 +136,6 @@ def mean_and_std(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}/mean": mean, f"{name}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))}
 
 
-OWN_REWARD = "reward"
-"""The environment's own reward, among the names of `rewards.weights`."""
-
-
-def reward_components(reward: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what an environment gave by name: its metrics, and its own reward as `reward`."""
-    return {**metrics, OWN_REWARD: reward}
-
-
 def rewards_of_batch(
     groups: Sequence[Sequence[Rollout]],
     samples: Sequence[Sample],
@@ -167,14 +143,12 @@ def rewards_of_batch(
     *,
     reward_model: RewardModel | None,
     moments: RunningMoments | None,
-    num_fresh: int,
 ) -> tuple[list[list[float]], dict[str, float]]:
     """Return the rewards after shaping, (P, G), and metrics. Collective.
 
     Args:
         samples: of the rollouts.
         moments: of all rewards so far; updated.
-        num_fresh: groups of this batch; those after them are replayed, and the moments have seen them.
 
     Raises:
         TrainingError: an environment does not give what `rewards.weights` names.
@@ -199,7 +173,6 @@ def rewards_of_batch(
         penalties_PG=_length_penalties(groups, config.rewards),
         clip=config.rewards.clip,
         moments=moments,
-        num_new=num_fresh,
     )
     if shaped_PG != rewards_PG:
         metrics |= mean_and_std("reward/shaped", list(chain.from_iterable(shaped_PG)))
@@ -218,7 +191,7 @@ def _weighted_sum(rollout: Rollout, weights: Mapping[str, float]) -> float:
 
 
 def _length_penalties(groups: Sequence[Sequence[Rollout]], config: RewardConfig) -> list[list[float]] | None:
-    """Return what the lengths of the rollouts add to their rewards, (P, G); None where they add nothing."""
+    """Return what the lengths of the rollouts add to their rewards, (P, G); None if they add nothing."""
     most, buffer = config.length_max_tokens, config.length_buffer_tokens
     if most is None or buffer is None:
         return None

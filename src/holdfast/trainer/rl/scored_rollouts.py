@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from holdfast.errors import DataError
-from holdfast.protocol.rollouts import Rollout
 
 if TYPE_CHECKING:
+    from holdfast.protocol.rollouts import Rollout
     from holdfast.trainer.data.packing import Sample
     from holdfast.trainer.rl.kl import KlPenalty
 
@@ -170,3 +170,12 @@ class ScoredRollout:
 
 Groups = Sequence[Sequence[ScoredRollout]]
 """The rollouts of a batch, problem by problem."""
+
+
+OWN_REWARD = "reward"
+"""The environment's own reward, among the names of `rewards.weights`."""
+
+
+def reward_components(reward: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what an environment gave by name: its metrics, and its own reward as `reward`."""
+    return {**metrics, OWN_REWARD: reward}

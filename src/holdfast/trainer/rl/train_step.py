@@ -1,6 +1,6 @@
 """One train step of RL: from a batch of rollouts to changed weights.
 
-    learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages, replay
+    learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages
 
 `policy_step` is forward and backward of one update of the policy. `holdfast.trainer.rl.components` holds the models
 beside the policy. With the default settings there is nothing to measure, and one update.
@@ -16,20 +16,22 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
-from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.algorithm import PretrainingConfig, UpdatesConfig
 from holdfast.config.base import MODEL_ADVANTAGES
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
+from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.logprobs import Reading
-from holdfast.trainer.model.policy import Policy, predict
+from holdfast.trainer.model.policy import Policy, predict, supervised_step
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
-from holdfast.trainer.rl.advantages import (
+from holdfast.trainer.rl.assign_advantages import (
     add_distillation,
     advantage_metrics,
     assign_advantages,
@@ -64,7 +66,6 @@ from holdfast.trainer.rl.losses import (
 )
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.mismatch import MismatchCheck
-from holdfast.trainer.rl.replay import PretrainingMix
 from holdfast.trainer.rl.rewards import rewards_of_batch
 from holdfast.trainer.rl.scored_rollouts import score_rollouts
 from holdfast.trainer.session import Stopwatch, TrainSession
@@ -127,6 +128,32 @@ def policy_step(
     return mesh.sum(own)["loss"]
 
 
+class PretrainingMix:
+    """Supervised samples beside the rollouts: PPO-ptx (Ouyang et al. 2022, "Training language models to follow
+    instructions with human feedback"). Their order is a pure function of the seed and of how many updates there were.
+
+    Attributes:
+        fingerprint: of the samples.
+    """
+
+    def __init__(self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, seed: int) -> None:
+        """Tokenise them. Collective."""
+        self._config = config
+        self._samples, _ = load_samples(config.data, tokenizer, seed=seed, mesh=mesh)
+        self._order = SampleOrder(len(self._samples), seed=seed, shuffle=config.data.shuffle)
+        self.fingerprint = fingerprint_samples(self._samples)
+
+    def step(self, policy: Policy, update: int, mesh: Mesh) -> float:
+        """Accumulate the gradients of the samples of one update; return their mean cross-entropy. Collective.
+
+        Args:
+            update: how many updates of the policy there were before, in the whole run.
+        """
+        size = self._config.data.batch_size
+        batch = [self._samples[index] for index in self._order.batch(update * size, size)]
+        return supervised_step(policy, batch, self._config.data, mesh, coef=self._config.coef)
+
+
 class Learner:
     """Trains the policy, and what is trained beside it, on one batch after another."""
 
@@ -171,25 +198,23 @@ class Learner:
                 be published or saved.
         """
         step, config, components = batch.step, self._config, self._components
-        fresh = group_rollouts(batch.rollouts)
-        old = components.replay.sample(step, config.replay.groups) if components.replay and config.replay else []
-        groups = fresh + old
-        rollouts = [rollout for group in groups for rollout in group]
+        rollouts = batch.rollouts
+        groups = group_rollouts(rollouts)
         # Step N trains version N - 1.
         samples = to_samples(rollouts, trained_version=step - 1)
         trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
         epochs = self._plan(step, trained, config.updates)
-        _check_cuts(batch, rollouts, config)
+        _check_cuts(batch, config)
         # A teacher's weights have no digest here.
         reading = Reading(learned_distributions(rollouts, samples, is_imitation=not batch.weights_digest))
         with stopwatch.phase("experience"):
             # What is not trained is measured, too: its penalties and values count in the advantages of the others.
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
             self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
-            metrics = self._compute_advantages(groups, samples, trained, num_fresh=len(fresh))
+            metrics = self._compute_advantages(groups, samples, trained)
         self._mismatch.begin(
             step,
-            batch.rollouts,
+            rollouts,
             trained,
             lambda found: self._measure_policy(OLD_LOGPROB, self._policy, reading, found),
             is_foreign=is_foreign,
@@ -201,17 +226,13 @@ class Learner:
         metrics |= {"entropy_coef": entropy.coef} if entropy is not None else {}
         metrics |= self._update(step, learning, trained, epochs, stopwatch)
         # After the update, which the coefficient before has penalised: this one is for the next step.
-        metrics |= self._steer_kl(step, samples[: len(batch.rollouts)])
+        metrics |= self._steer_kl(step, samples)
         # Without a trained token there is no mean entropy to follow.
         if entropy is not None and self._trains_policy(step) and any(sample.num_targets for sample in trained):
             entropy.update(metrics["entropy"])
         components.after_step(step, self._policy)
-        if components.replay is not None:
-            # Behind the draw: a step never replays its own groups.
-            components.replay.add(step, fresh)
-            metrics["replay/groups"] = float(len(old))
         if ZERO_VARIANCE not in batch.metrics:  # dynamic sampling counts the groups that it leaves out, too
-            metrics |= zero_variance(fresh, "parts" if config.tells_tokens_apart else "sum")
+            metrics |= zero_variance(groups, "parts" if config.tells_tokens_apart else "sum")
         return metrics
 
     def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[Minibatch]]:
@@ -227,14 +248,13 @@ class Learner:
         )
 
     def _compute_advantages(
-        self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample], *, num_fresh: int
+        self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample]
     ) -> dict[str, float]:
         """Give every sample its advantages; return metrics.
 
         Args:
             samples: of the rollouts, measured.
             trained: the same, with an empty mask where a rollout is not trained.
-            num_fresh: groups of this batch; those after them are replayed.
         """
         config, components = self._config, self._components
         rewards_PG, metrics = rewards_of_batch(
@@ -243,7 +263,6 @@ class Learner:
             config,
             reward_model=components.reward_model,
             moments=components.moments,
-            num_fresh=num_fresh,
         )
         penalty = None
         if config.kl is not None and components.kl is not None:
@@ -271,7 +290,7 @@ class Learner:
         return critic is None or step > critic.warmup_steps
 
     def _steer_kl(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
-        """Take the divergence of the fresh samples before this step into the coefficient of the next; return it."""
+        """Take the divergence of the samples before this step into the coefficient of the next; return it."""
         coefficient, sampled = self._components.kl, [sample for sample in samples if sample.num_targets]
         measured = self._needs_old_logprobs and self._needs_reference_logprobs
         if coefficient is None or not measured or not sampled:
@@ -314,10 +333,10 @@ class Learner:
         was_training = policy.training
         policy.eval()  # no dropout
 
-        def read(micro: MicroBatch) -> list[Tensor]:
-            return [predict(policy, micro, reading_of(micro, reading)).logprobs_N]
+        def read(micro: MicroBatch) -> Tensor:
+            return predict(policy, micro, reading_of(micro, reading)).logprobs_N
 
-        measure_targets([key], read, minibatches, self._mesh, pack=policy.layout.packs)
+        measure_targets(key, read, minibatches, self._mesh, pack=policy.layout.packs)
         # Without a backward pass nothing else puts the parameters back into shards.
         reshard(policy)
         policy.train(was_training)
@@ -396,13 +415,13 @@ class Learner:
         return loss
 
 
-def _check_cuts(batch: Batch, rollouts: Sequence[Rollout], config: TrainerConfig) -> None:
+def _check_cuts(batch: Batch, config: TrainerConfig) -> None:
     """Refuse a divergence between distributions that have different tokens.
 
     Raises:
         ConfigError: it is asked for.
     """
-    cut = next((rollout for rollout in rollouts if rollout.sampling.is_truncated), None)
+    cut = next((rollout for rollout in batch.rollouts if rollout.sampling.is_truncated), None)
     if batch.weights_digest and config.kl is not None and cut is not None:
         raise ConfigError(
             f"batch {batch.step}: environment '{cut.environment}' was sampled at {cut.sampling}, and trainer.kl "

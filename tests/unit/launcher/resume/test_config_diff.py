@@ -190,7 +190,7 @@ def test_other_tensors_than_before_are_refused(before: dict[str, Any], after: di
 def test_parts_without_tensors_may_come_and_go() -> None:
     plain = TrainerConfig()
     parts = TrainerConfig.model_validate(
-        {"kl": {"coef": 0.1}, "replay": {}, "rewards": {"scale": "running"}, "updates": {"epochs": 2}}
+        {"kl": {"coef": 0.1}, "rewards": {"scale": "running"}, "updates": {"epochs": 2}}
     )
     refuse_other_tensors(settings_of(plain), parts, step=5)
     refuse_other_tensors(settings_of(parts), plain, step=5)

@@ -24,8 +24,8 @@ from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import SftDataConfig, SupervisedCommand
 from holdfast.errors import DataError, HoldfastError, ProcessDied
 from holdfast.run.inputs import Survey
+from holdfast.trainer.data.formats import SAMPLE_FORMATS, find_format
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.rows import SAMPLE_FORMATS, SAMPLE_SHAPES, encode_example, find_format
 from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import workers_of_this_rank
 from holdfast.trainer.preference.pairs import load_pairs
@@ -49,8 +49,7 @@ def whole_text(sample: Sample, tokenizer: Tokenizer) -> str:
 def tokenize_row(row: dict[str, Any], tokenizer: Tokenizer) -> Sample:
     """Return the sample of one row, as `load_samples` makes it."""
     chat = chat_tokenizer(tokenizer)
-    (example,) = find_format(row, SAMPLE_FORMATS, name="data.jsonl", shapes=SAMPLE_SHAPES).examples(row, chat)
-    encoded = encode_example(example, chat, train_on="all")
+    (encoded,) = find_format(row, SAMPLE_FORMATS, name="data.jsonl").encode(row, chat, SftDataConfig())
     return Sample(np.array(encoded.ids), np.array(encoded.mask))
 
 

@@ -18,8 +18,8 @@ from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig, PreferenceLossConfig
 from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
+from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.data.rows import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED, Layout
 from holdfast.trainer.model.policy import Policy, build_policy
@@ -236,7 +236,7 @@ def test_held_out_pairs_keep_their_numbers() -> None:
 def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size: int, pack: bool) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2, pack=pack)
-    plans = [plan_preferences(pairs, layout, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    plans = plan_preferences(pairs, layout, config, world_size)
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):
@@ -246,9 +246,7 @@ def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size
 def test_the_sides_of_a_pair_share_their_prompt_and_so_more_pairs_a_row(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
-    shared, apart = (
-        plan_preferences(pairs, policy.layout, config, rank=0, world_size=1, share=share) for share in (True, False)
-    )
+    shared, apart = (plan_preferences(pairs, policy.layout, config, 1, share=share)[0] for share in (True, False))
     sides = [side for pair in pairs for side in pair.sides]
     places = [[2 * index + side for index in micro for side in (0, 1)] for micro in shared]
     rows = [build_micro_batch(sides, own, pack=True, share=True, device=mesh.device) for own in places]
@@ -406,9 +404,9 @@ def test_labelled_rows_that_cannot_be_used_are_refused_or_left_out(
             load([*LABELLED[:2], {**LABELLED[2], "label": label}])
     with pytest.raises(DataError, match="all answers have the same prompt, and KTO needs at least two"):
         load(LABELLED[:2])
-    with pytest.raises(DataError, match=r"rows need `prompt`, `completion` and `label` .*, or those of pairs"):
+    with pytest.raises(DataError, match=r"rows need `prompt`, `completion` and `label` .*; or `prompt`, `chosen`"):
         load([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DataError, match=r"row 2: the answer has \d+ tokens, data.seq_len is 9"):
+    with pytest.raises(DataError, match=r"row 2: the sample has \d+ tokens, data.seq_len is 9"):
         load(LABELLED, seq_len=9)
     assert (
         len(load(LABELLED, seq_len=9, too_long="drop")) == 2

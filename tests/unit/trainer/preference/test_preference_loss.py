@@ -23,7 +23,7 @@ from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model
-from holdfast.trainer.preference.losses import PairLosses, build_preference_loss, reward_loss, sequence_sums
+from holdfast.trainer.preference.losses import PairLosses, preference_loss, reward_loss, sequence_sums
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
@@ -36,7 +36,7 @@ ALL = [one for name, built_in in PREFERENCE_LOSSES.items() if built_in.function 
 def one(kind: str, policy: tuple[float, float], reference: tuple[float, float] = (0, 0), **settings: Any) -> PairLosses:
     """Return the loss of a pair whose chosen answer has 2 tokens, and whose rejected one has 4; its margin is 0.5."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (policy, reference, (2, 4))]
-    return build_preference_loss(preference_config(kind, **settings))(pairs(*rows, MARGIN))
+    return preference_loss(pairs(*rows, MARGIN), preference_config(kind, **settings))
 
 
 def test_the_log_odds_of_orpo_keep_their_digits_at_both_ends() -> None:
@@ -74,7 +74,7 @@ def test_extremes_stay_finite(
     """Loss and gradient of answers of one token, equal log-probabilities, and log-ratios of up to 4e4."""
     rows = [torch.tensor([values], dtype=torch.float64) for values in (policy, reference, (1.0, lengths))]
     rows[0].requires_grad_()
-    scored = build_preference_loss(loss)(pairs(*rows, MARGIN))
+    scored = preference_loss(pairs(*rows, MARGIN), loss)
     assert not scored.chosen_rewards_P.requires_grad and not scored.rejected_rewards_P.requires_grad
     total = scored.losses_P.sum()
     (gradient,) = torch.autograd.grad(total, rows[0])

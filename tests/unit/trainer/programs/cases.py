@@ -61,7 +61,7 @@ CASES = {
     "reward-model, adapters": Case("reward-model", {"base"}, LORA | {"data": PREFERENCES}),
     "rl": Case("rl", _BATCHES, RL),
     "rl, everything": Case(
-        "rl", {"critic", "ema", "reference", "kl", "reward_moments", "replay.msgpack", *_BATCHES}, RL | EVERYTHING
+        "rl", {"critic", "ema", "reference", "kl", "reward_moments", *_BATCHES}, RL | EVERYTHING
     ),
     "rl, steered beside frozen models": Case(
         "rl",

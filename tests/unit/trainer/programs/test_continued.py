@@ -143,11 +143,11 @@ def other_model(settings: dict[str, Any], other: Path) -> dict[str, Any]:
         ("sft, adapters", lambda s, _: s | {"model": {"name": s["model"]["name"]}}, "model.lora: set -> unset"),
         ("sft, adapters", lambda s, _: s | {"model": s["model"] | {"lora": {"rank": 4}}}, "model.lora.rank: 2 -> 4"),
         ("dpo", lambda s, _: s | {"data": s["data"] | {"too_long": "truncate", "seq_len": 12}}, "about other pairs"),
-        ("dpo, adapters, another reference", lambda s, _: s | {"loss": {}}, "under a reference model"),
+        ("dpo, adapters, another reference", lambda s, _: s | {"loss": {}}, "under the reference model"),
         (
             "dpo, adapters, another reference",
             lambda s, other: s | {"loss": {"reference_model": str(other)}},
-            "under a reference model",
+            "under the reference model",
         ),
     ],
 )

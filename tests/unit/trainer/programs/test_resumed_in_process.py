@@ -23,7 +23,7 @@ STATELESS = {"ckpt", "tracking", "dashboard", "slurm", "eval", "distillation"}
 # batch must follow, is compared before anything is trained.
 DIFFERS: list[tuple[str, str]] = [
     *[("sft", part) for part in ("model.", "optim.", "samples", "tokens", "random_rank_0.json")],
-    *[("rl, everything", part) for part in ("critic.optim.", "ema.", "reference.", "replay.msgpack")],
+    *[("rl, everything", part) for part in ("critic.optim.", "ema.", "reference.")],
     *[("rl, everything", part) for part in ("kl", "reward_moments")],
     ("rl, steered beside frozen models", "entropy"),
 ]
@@ -40,7 +40,7 @@ KINDS = {
     "Adapters": {"base"},
     "Ema": {"ema"},
     "EntropyCoefficient": {"entropy"},
-    "FollowingModel": {"reference"},
+    "SyncedReference": {"reference"},
     "FrozenModel": {"reference", "reward_model"},
     "KlCoefficient": {"kl"},
     "RunningMoments": {"reward_moments"},

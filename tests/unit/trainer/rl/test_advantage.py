@@ -16,16 +16,10 @@ from holdfast.config.preference import PreferenceLossConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.protocol.rollouts import Rollout
-from holdfast.trainer.preference.losses import PairLogprobs, build_preference_loss
-from holdfast.trainer.rl.advantages import (
-    assign_advantages,
-    build_advantage,
-    online_dpo,
-    reinforce_pp,
-    require_siblings,
-)
+from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
+from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo
+from holdfast.trainer.rl.assign_advantages import assign_advantages, build_advantage, require_siblings
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
-from holdfast.trainer.rl.group_advantages import dr_grpo, grpo, max_rl, opo, pass_at_k, rloo
 from holdfast.trainer.rl.scored_rollouts import ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout, step_rollout
@@ -253,7 +247,7 @@ def test_the_gradient_of_online_dpo_is_that_of_dpo_over_the_problems(seed: int) 
     """Ragged answers, groups of one to five, some of equal rewards, against the loss that `dpo` trains with."""
     draw = random.Random(seed)
     beta, groups, leaves = 0.1 + draw.random(), [], []
-    dpo, loss = build_preference_loss(PreferenceLossConfig(type="dpo", beta=beta)), torch.zeros((), dtype=torch.float64)
+    dpo, loss = PreferenceLossConfig(type="dpo", beta=beta), torch.zeros((), dtype=torch.float64)
     num_problems = draw.randint(1, 4)
     for _ in range(num_problems):
         size = draw.randint(1, 5)
@@ -271,7 +265,8 @@ def test_the_gradient_of_online_dpo_is_that_of_dpo_over_the_problems(seed: int) 
             chosen, rejected = rewards.index(max(rewards)), rewards.index(min(rewards))
             sums = [values[side].sum()[None] for values in (answers, references) for side in (chosen, rejected)]
             counts = [torch.tensor([len(answers[side])]) for side in (chosen, rejected)]
-            loss = loss + dpo(PairLogprobs(*sums, *counts, torch.zeros(1))).losses_P.sum() / num_problems
+            scored = preference_loss(PairLogprobs(*sums, *counts, torch.zeros(1)), dpo)
+            loss = loss + scored.losses_P.sum() / num_problems
 
     by_advantage = torch.zeros((), dtype=torch.float64)
     for advantages, answers in zip(online_dpo(groups, beta=beta), leaves, strict=True):

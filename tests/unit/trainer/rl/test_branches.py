@@ -22,7 +22,7 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.policy import Policy, build_policy
-from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.assign_advantages import assign_advantages
 from holdfast.trainer.rl.auxiliary_models import RewardModel
 from holdfast.trainer.rl.batch import VALUE, plan_epochs, to_samples
 from holdfast.trainer.rl.losses import build_policy_loss
@@ -198,7 +198,7 @@ def reading_advantage(groups: Any) -> list[list[float]]:
     [
         {},
         {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": {"coef": 0.1, "place": "reward"}},
-        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}, "replay": {"groups": 1}},
+        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
         {"advantage": f"{__name__}:reading_advantage", "rewards": {"truncated": "mask"}},
     ],
     ids=["grpo", "gae", "gspo", "own"],

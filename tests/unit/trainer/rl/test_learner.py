@@ -30,8 +30,8 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.policy import predict
+from holdfast.trainer.rl.advantages import dr_grpo
 from holdfast.trainer.rl.batch import to_samples
-from holdfast.trainer.rl.group_advantages import dr_grpo
 from holdfast.trainer.rl.losses import PolicyLossInput
 from tests.builders.learner_runs import LearnerRun, start_learner
 from tests.builders.plain_models import copy_with_other_tokens
@@ -183,7 +183,7 @@ def test_a_kl_term_has_the_coefficient_of_before_the_step(start: Start, seen: li
 def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> None:
     loss = {"type": "grpo", "entropy": {"target": 1.0}}
     optim = {"lr": 1e-3, "weight_decay": 0.0}
-    run = start(loss=loss, rewards={"truncated": "mask"}, kl=REWARD_KL, optim=optim, replay={})
+    run = start(loss=loss, rewards={"truncated": "mask"}, kl=REWARD_KL, optim=optim)
     before = {name: tensor.clone() for name, tensor in trained_tensors(run.session.policy.hf_model).items()}
     metrics = run.learn(1, truncated=tuple(range(12)))
     assert metrics["loss"] == metrics["grad_norm"] == 0.0
@@ -191,9 +191,6 @@ def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> No
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert run.parts.kl is not None and run.parts.kl.num_updates == 1, "they diverge like any other"
     assert run.parts.entropy is not None and run.parts.entropy.values() == {"steered": 0.0, "last": None}
-    assert run.parts.replay is not None
-    kept = [rollout for group in run.parts.replay.sample(2, GROUPS) for rollout in group]
-    assert len(kept) == 12 and all(any(rollout.loss_mask) for rollout in kept), "what is kept for later is whole"
 
 
 @pytest.mark.parametrize(
@@ -243,24 +240,6 @@ def test_a_batch_of_groups_of_one_is_refused_before_training_unless_the_advantag
         assert math.isfinite(metrics["loss"]) and metrics["loss"] != 0.0
 
 
-def test_replayed_groups_have_advantages_of_their_own_and_count_once(start: Start, seen: list[PolicyLossInput]) -> None:
-    run = start(replay={"groups": 2, "capacity": 3, "max_age": 1}, rewards={"scale": "running"}, advantage="dr_grpo")
-    for step, replayed in ((1, 0), (2, 2), (3, 2)):
-        seen.clear()
-        metrics = run.learn(step)
-        assert metrics["replay/groups"] == replayed
-        assert seen[0].step_sequences == 12 + 4 * replayed
-        moments = run.parts.moments
-        assert moments is not None and moments.count == pytest.approx(12 * step)
-        # Within a group, also a replayed one, the scaled rewards less their mean sum to 0.
-        of_sequence = {int(n): float(a) for n, a in zip(seen[0].sequence_N, seen[0].advantages_N, strict=True)}
-        for first in range(0, 12 + 4 * replayed, 4):
-            assert sum(of_sequence[number] for number in range(first, first + 4)) == pytest.approx(0.0, abs=1e-5)
-        assert [name for name in metrics if name.startswith("mismatch_kl/age_")] == (
-            ["mismatch_kl/age_0", "mismatch_kl/age_1"] if replayed else ["mismatch_kl/age_0"]
-        )
-
-
 def test_log_probabilities_are_of_the_sampled_distribution(start: Start, seen: list[PolicyLossInput]) -> None:
     run = start(optim={"lr": 1e-12})
     run.learn(1)
@@ -273,32 +252,26 @@ def test_log_probabilities_are_of_the_sampled_distribution(start: Start, seen: l
 
 
 def test_rollouts_are_read_at_the_distribution_they_were_sampled_by(start: Start, seen: list[PolicyLossInput]) -> None:
-    """Of this batch and of those that are replayed, in the pass before the update and in the update."""
+    """In the pass before the update and in the update."""
     samplings = [Sampling(0.9), Sampling(0.5), Sampling(1.3, top_p=0.8)]
-    run = start(optim={"lr": 1e-12}, replay={"groups": GROUPS, "capacity": 9}, updates={"minibatches": 2})
+    run = start(optim={"lr": 1e-12}, updates={"minibatches": 2})
     reference = run.session.policy
-    for step in (1, 2):
-        batch = make_batch(step)
-        for rollout in batch.rollouts:
-            rollout.sampling = samplings[(rollout.task_id + step) % 3]
-        seen.clear()
-        run.learn_from(batch)
-        if step == 1:
-            first = batch
+    batch = make_batch(1)
+    for rollout in batch.rollouts:
+        rollout.sampling = samplings[rollout.task_id % 3]
+    run.learn_from(batch)
     trained = {}
     for data in seen:
         ends = np.cumsum(data.sequence_lengths)
         for column in (data.logprobs_N, data.old_logprobs_N):
             for part in np.split(column.detach().numpy(), ends[:-1]):
                 trained[part.tobytes()] = part
-    expected = [(rollout, sample) for one in (first, batch) for rollout, sample in
-                zip(one.rollouts, to_samples(one.rollouts, trained_version=1), strict=True)]  # fmt: skip
-    for rollout, sample in expected:
+    for rollout, sample in zip(batch.rollouts, to_samples(batch.rollouts, trained_version=1), strict=True):
         micro = build_micro_batch([sample], [0], pack=True, device=run.session.mesh.device)
         with torch.no_grad():
             alone_N = predict(reference, micro, Reading(rollout.sampling)).logprobs_N.numpy()
         assert any(len(one) == len(alone_N) and np.allclose(one, alone_N, atol=2e-5) for one in trained.values())
-    assert {rollout.sampling for rollout, _ in expected} == set(samplings)
+    assert {rollout.sampling for rollout in batch.rollouts} == set(samplings)
 
 
 def test_a_teachers_samples_are_imitated_by_the_whole_distribution(start: Start, seen: list[PolicyLossInput]) -> None:
@@ -575,10 +548,9 @@ def test_what_is_switched_on_later_starts_afresh_and_says_so(start: Start, caplo
     run.learn(1)
     run.save(1)
     with caplog.at_level("INFO"):
-        resumed = start(kl=REWARD_KL, rewards={"scale": "running"}, replay={}, resume_step=1)
+        resumed = start(kl=REWARD_KL, rewards={"scale": "running"}, resume_step=1)
     for part in ("kl", "reference", "reward_moments"):
         assert f"the checkpoint holds no {part}: it starts from scratch" in caplog.text
-    assert "the checkpoint of step 1 holds no replay buffer: it starts afresh" in caplog.text
     metrics = resumed.learn(2)
     assert metrics["kl_coef"] == 0.2 and metrics["ref_kld"] > 0, "the reference is what the run began with"
     resumed.save(2)

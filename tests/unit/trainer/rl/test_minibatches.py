@@ -14,7 +14,7 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.policy import cross_entropy
-from holdfast.trainer.rl.advantages import assign_advantages
+from holdfast.trainer.rl.assign_advantages import assign_advantages
 from holdfast.trainer.rl.batch import (
     ADVANTAGE,
     AGE,

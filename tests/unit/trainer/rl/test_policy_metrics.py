@@ -62,7 +62,7 @@ def one_and_two(
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
     shared_commands().two_ranks("tests.ranks.policy_metrics", directory, model_dir, sft_data)
-    return compute(model_dir, sft_data, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
+    return compute(model_dir, mesh), [torch.load(directory / f"rank_{rank}.pt") for rank in (0, 1)]
 
 
 @pytest.mark.ranks
@@ -84,16 +84,6 @@ def test_two_ranks_measure_the_bits_that_one_measures(one_and_two: tuple[dict[st
         for name in ("measured", "with_float32_head"):
             assert all(torch.equal(a, b) for a, b in zip(rank[name], one[name], strict=True))
     assert sum(int((part != 0).sum()) for part in one["measured"]) == 7 + 0 + 10 + 4 + 1
-
-
-@pytest.mark.ranks
-def test_two_ranks_share_the_tokenising_of_samples(
-    one_and_two: tuple[dict[str, Any], list[dict[str, Any]]],
-) -> None:
-    one, two = one_and_two
-    fingerprint, chunks = one["tokenised"]
-    assert chunks == [0, 1, 2]
-    assert [rank["tokenised"] for rank in two] == [(fingerprint, [0, 2]), (fingerprint, [1])]
 
 
 @pytest.mark.ranks

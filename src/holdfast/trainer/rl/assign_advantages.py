@@ -1,0 +1,209 @@
+"""Gives the samples of a batch their advantages: chooses the function, and applies it.
+
+`build_advantage` chooses an advantage for the rollouts of a batch: the choice of their environment, a built-in one of
+`holdfast.trainer.rl.advantages`, or a user's function.
+
+Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+
+import numpy as np
+
+from holdfast.config.algorithm import CriticConfig
+from holdfast.config.base import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.errors import DataError, TrainingError
+from holdfast.process.imports import calling, load_function
+from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.rl import advantages
+from holdfast.trainer.rl.advantages import AdvantageValue, batch_grpo, generalized_advantages, whiten, with_steps
+from holdfast.trainer.rl.batch import (
+    ADVANTAGE,
+    OLD_LOGPROB,
+    REFERENCE_LOGPROB,
+    RETURN,
+    VALUE,
+    assign_targets,
+    target_values,
+)
+from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
+
+Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
+
+
+def build_advantage(config: TrainerConfig) -> Advantage:
+    """Return what gives every rollout of a batch the advantage of its environment, times the environment's weight.
+
+    What an advantage normalises over the batch it normalises over the groups that it is the advantage of.
+
+    Raises:
+        ConfigError: a function of the user cannot be loaded.
+        TrainingError: (of the returned function) a group of one where rollouts are compared.
+    """
+    functions = {name: build_named_advantage(name, config) for name in config.advantages}
+    weights = {label: section.weight for label, section in config.environments.items()}
+
+    def advantage(groups: Groups) -> list[list[AdvantageValue]]:
+        found: dict[int, Sequence[AdvantageValue]] = {}
+        for name, function in functions.items():
+            own = {n: group for n, group in enumerate(groups) if config.advantage_of(group[0].environment) == name}
+            if not own:
+                continue
+            if config.loss.type != "sft":
+                require_siblings(list(own.values()), name)
+            found |= dict(zip(own, function(list(own.values())), strict=True))
+        scales = [weights.get(group[0].environment, 1.0) for group in groups]
+        return [[_scaled(value, scale) for value in found[n]] for n, scale in enumerate(scales)]
+
+    return advantage
+
+
+def _scaled(value: AdvantageValue, scale: float) -> AdvantageValue:
+    return scale * value if isinstance(value, int | float) else scale * np.asarray(value, dtype=np.float64)
+
+
+def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
+    """Return the advantage that `name` stands for: a built-in one, or the user's `module:function`.
+
+    A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem,
+    and returns as many values: finite numbers, or sequences of one for each sampled token.
+
+    Raises:
+        ConfigError: the user's function cannot be loaded.
+    """
+    if name not in ADVANTAGES:
+        return _user_advantage(name)
+    built_in = ADVANTAGES[name]
+    assert built_in.function is not None, f"{name} is not computed from rewards"
+    settings = {argument: attrgetter(setting)(config) for argument, setting in built_in.settings.items()}
+    function = partial(getattr(advantages, built_in.function), **settings)
+    if name == "grpo" and config.advantage_std == "batch":
+        return batch_grpo  # its std is over problems, so it sees them all
+    if built_in.takes == "rewards":
+        return lambda groups: [function([one.total_reward for one in group]) for group in groups]
+    return partial(with_steps, function) if built_in.takes == "step_rewards" else function
+
+
+def require_siblings(groups: Groups, name: str) -> None:
+    """Refuse a group of one where the advantage `name` compares the rollouts of a group.
+
+    Raises:
+        TrainingError: there is one; says which.
+    """
+    alone = next((group[0] for group in groups if len(group) < 2), None)
+    if name in GROUP_ADVANTAGES and alone is not None:
+        raise TrainingError(
+            f"advantage = '{name}' compares the rollouts of one problem, and task {alone.task_id} of environment "
+            f"'{alone.environment}' has a single one: set orchestrator.group_size to 2 or more, or take an advantage "
+            f"that needs no group: {', '.join(SINGLE_ADVANTAGES)}"
+        )
+
+
+def _user_advantage(name: str) -> Advantage:
+    function = load_function(name, key="advantage")
+
+    def advantage(groups: Groups) -> list[list[float | np.ndarray]]:
+        with calling(name, key="advantage"):
+            returned = [[_plain(value) for value in group] for group in function([list(group) for group in groups])]
+        sizes, wanted = [len(group) for group in returned], [len(group) for group in groups]
+        if sizes != wanted:
+            raise TrainingError(f"advantage = '{name}' returned groups of {sizes} values for groups of {wanted}")
+        for value, one in zip(chain.from_iterable(returned), chain.from_iterable(groups), strict=True):
+            _check(value, one, name)
+        return returned
+
+    return advantage
+
+
+def _plain(value: AdvantageValue) -> float | np.ndarray:
+    numbers = np.asarray(value, dtype=np.float64)
+    return numbers if numbers.ndim else float(numbers)
+
+
+def _check(value: float | np.ndarray, one: ScoredRollout, name: str) -> None:
+    """Refuse what is neither one finite number nor one for each sampled token."""
+    whose = f"task {one.task_id} of environment '{one.environment}'"
+    if isinstance(value, np.ndarray) and value.shape != (one.num_tokens,):
+        raise TrainingError(
+            f"advantage = '{name}' returned an array of shape {value.shape} for a rollout of {whose} with "
+            f"{one.num_tokens} sampled tokens: return one number, or one for each sampled token"
+        )
+    if not np.isfinite(value).all():
+        raise TrainingError(f"advantage = '{name}' returned a number that is not finite for {whose}: {value}")
+
+
+def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequence[AdvantageValue]]) -> None:
+    """Give every token of a sample the advantage of its rollout, or each target its own."""
+    for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
+        if isinstance(value, int | float):
+            sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+        else:
+            assign_targets(sample, ADVANTAGE, value)
+
+
+def assign_gae_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config: CriticConfig) -> None:
+    """Give every target its advantage and return by GAE: penalties at each token, the reward at the last one.
+
+    As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback".
+    """
+    for sample, rollout in zip(samples, chain.from_iterable(rollouts_PG), strict=True):
+        advantages_T, returns_T = generalized_advantages(
+            rollout.token_rewards, target_values(sample, VALUE), gamma=config.gamma, lam=config.lam
+        )
+        assign_targets(sample, ADVANTAGE, advantages_T)
+        assign_targets(sample, RETURN, returns_T)
+
+
+def whiten_advantages(samples: Sequence[Sample]) -> None:
+    """Bring the advantages of all targets to mean 0 and variance 1, see `whiten`; a single one stays as it is."""
+    found = [target_values(sample, ADVANTAGE) for sample in samples]
+    if sum(map(len, found)) < 2:
+        return
+    for sample, whitened_T in zip(samples, whiten(found), strict=True):
+        assign_targets(sample, ADVANTAGE, whitened_T)
+
+
+def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]:
+    """Add `coef (log teacher - log policy)` to the advantage of every target; return a metric.
+
+    The policy is that before the step. The policy gradient with this advantage lowers KL(policy || teacher) token by
+    token (Gu et al. 2024, "MiniLLM"; Agarwal et al. 2024, "On-Policy Distillation of Language Models"; without their
+    corrections for later tokens).
+
+    Returns:
+        `distillation/kl`: the mean over the targets of `log policy - log teacher`, which estimates that divergence.
+
+    Raises:
+        DataError: there are no log-probabilities of a teacher.
+    """
+    divergences = [0.0]
+    for sample in samples:
+        if REFERENCE_LOGPROB not in sample.per_token:
+            raise DataError(
+                "trainer.distillation (and trainer.advantage = 'distillation') needs the log-probabilities of a "
+                "teacher, and the batch has none: set orchestrator.teacher with mode = 'logprobs', or "
+                "trainer.kl.reference"
+            )
+        divergence_T = target_values(sample, OLD_LOGPROB) - target_values(sample, REFERENCE_LOGPROB)
+        assign_targets(sample, ADVANTAGE, target_values(sample, ADVANTAGE) - coef * divergence_T)
+        divergences += divergence_T.tolist()
+    return {"distillation/kl": math.fsum(divergences) / max(1, len(divergences) - 1)}
+
+
+def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return mean, population std and largest magnitude over the trained tokens."""
+    found = np.concatenate([target_values(sample, ADVANTAGE) for sample in samples])
+    if not len(found):
+        return {}
+    return {
+        "advantage/mean": float(found.mean()),
+        "advantage/std": float(found.std()),
+        "advantage/max_abs": float(np.abs(found).max()),
+    }
