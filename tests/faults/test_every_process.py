@@ -46,7 +46,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "orchestrator/env/math_answers.py MathAnswers._ask": (HERE,),
     "orchestrator/env/mcp.py _connect": (HERE,),
     "process/noted_end.py _run": (HERE,),
-    "orchestrator/env/packages.py _Player._spawn": (
+    "orchestrator/env/verifiers.py _Player._spawn": (
         "test_verifiers.py::test_a_killed_player_is_started_again_and_nobody_is_blamed",
     ),
     "examples/environments/python_code.py require_sandbox.tried": (

@@ -10,8 +10,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from holdfast.config.base import Section, check_url
 from holdfast.protocol.rollouts import Sampling
 
-ENTRY_POINTS = "holdfast.environments"
-"""The group of entry points by which installed packages bring environments."""
 _FIXED = ("model", "messages", "temperature", "n", "stream")
 
 
@@ -243,8 +241,7 @@ class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str
-    """A built-in environment (`reverse_text`, `jsonl`), one of an installed package,
-    `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
+    """A built-in environment (`reverse_text`, `jsonl`), `verifiers:ID`, or `module:Class`."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""

@@ -21,9 +21,9 @@ from holdfast.config.orchestrator import EvalConfig, EvaluationSamplingConfig, O
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.env.interface import Environment
-from holdfast.orchestrator.env.packages import VERIFIERS
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.tool_loop import tool_use_of
+from holdfast.orchestrator.env.verifiers import VERIFIERS
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, is_solved
 from holdfast.orchestrator.evaluation.results import (
     EvaluatedRollout,
