@@ -30,7 +30,6 @@ from holdfast.orchestrator.env.guard import (
     checked_scores,
     pausing_clock,
     prompt_ids_of,
-    require_sound,
     result_of,
     step_rewards,
     traceback_of,
@@ -187,7 +186,7 @@ def _to_rollout(
         logprobs=session.logprobs,
         versions=[] if is_sampled_by_teacher else _merged(session.versions),
         reward=score.reward,
-        truncated=session.truncated,
+        truncated=session.truncated is True,
         metrics=score.metrics | tool_metrics(session) | request_metrics(session),
         step_rewards=step_rewards(score, session),
         branch_starts=session.branch_starts,
@@ -266,7 +265,6 @@ async def score_sessions(sessions: Sequence[Session], task: Task, problem: Probl
         for session in sessions:
             _require_ended(session, problem, "score")
             session.end()
-            require_sound(session, what=context_of(problem))
         return checked_scores(found, sessions, what=context_of(problem))
 
 

@@ -34,15 +34,12 @@ from holdfast.orchestrator.env.interface import Score, Session, Task, as_message
 from holdfast.orchestrator.env.judge import JudgeFailure
 from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, does, moved
-from holdfast.protocol.rollouts import Logprobs, LossMask, Rewards, StepRewards, TokenIds
+from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 
 _MOST_METRICS = 1000
 _LONGEST_NAME = 200
 _LARGEST = 1e30
 """Sums and squares of such numbers are still finite."""
-
-
-_GROWTH = "Sessions grow by sample(), append_messages() and append_text() alone"
 
 
 class PromptTooLong(DataError):
@@ -171,21 +168,6 @@ def _number(value: Any, name: str, what: str) -> float:
 
 def _shown(value: Any) -> str:
     return f"{shown(value)} ({type(value).__name__})"
-
-
-def require_sound(session: Session, *, what: str) -> None:
-    """Refuse a session whose fields the environment has changed. Raises EnvironmentFailure that names the field."""
-    kinds = {
-        "token_ids": TokenIds, "loss_mask": LossMask, "logprobs": Logprobs, "versions": list, "texts": list,
-        "truncated": bool,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if not isinstance(found := getattr(session, name, None), kind):
-            raise EnvironmentFailure(f"{what}: run() or score() replaced session.{name} by {_shown(found)}. {_GROWTH}")
-    if changed := session.changed():
-        raise EnvironmentFailure(
-            f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. {_GROWTH}"
-        )
 
 
 _MOST_FRAMES = 30

@@ -141,11 +141,6 @@ class Session:
     this branch from there on. Every token is sampled in one branch.
 
     Attributes:
-        token_ids: the whole session, prompt first: its branches, one after the other.
-        loss_mask: per token, whether the policy sampled it.
-        logprobs: per token, the engine's log-probability; 0.0 if not sampled.
-        versions: which policy sampled which tokens.
-        texts: the text of every sampled turn.
         truncated: a token limit ended a turn or the session.
         task: None if there is none.
         state: the environment's own, such as what its tools found; not saved.
@@ -168,15 +163,12 @@ class Session:
         keeps_history: bool = False,
         max_branches: int = 8,
     ) -> None:
-        self.token_ids = TokenIds(prompt_ids)
-        self.loss_mask = LossMask(bytes(len(prompt_ids)))
-        self.logprobs = Logprobs([0.0] * len(prompt_ids))
-        self.versions: list[VersionSpan] = []
-        self.texts: list[str] = []
+        self._token_ids = TokenIds(prompt_ids)
+        self._loss_mask = LossMask(bytes(len(prompt_ids)))
+        self._logprobs = Logprobs([0.0] * len(prompt_ids))
+        self._versions: list[VersionSpan] = []
+        self._texts: list[str] = []
         self.truncated = False
-        # Copies that an environment cannot change by accident.
-        self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
-        self._kept_versions: list[VersionSpan] = []
         self._at_end: list[Callable[[], None]] = []
         self._turn_ends: list[int] = []
         self._last_turn: Sequence[int] = ()
@@ -202,10 +194,37 @@ class Session:
         # The chat after the prompt, to see whether the template would rewrite it; None if that does not matter.
         self._said: list[ChatMessage] | None = None if keeps_history else []
 
+    # Copies, so that an environment cannot change by accident what is trained on.
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The whole session, prompt first: its branches, one after the other."""
+        return TokenIds(self._token_ids.tobytes())
+
+    @property
+    def loss_mask(self) -> LossMask:
+        """Per token, whether the policy sampled it."""
+        return LossMask(self._loss_mask.tobytes())
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """Per token, the engine's log-probability; 0.0 if not sampled."""
+        return Logprobs(self._logprobs.tobytes())
+
+    @property
+    def versions(self) -> list[VersionSpan]:
+        """Which policy sampled which tokens."""
+        return [*self._versions]
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of every sampled turn."""
+        return [*self._texts]
+
     @property
     def completion(self) -> str:
         """The text of the last sampled turn; empty before the first."""
-        return self.texts[-1] if self.texts else ""
+        return self._texts[-1] if self._texts else ""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -224,7 +243,7 @@ class Session:
     @property
     def room(self) -> int:
         """How many more tokens fit into the branch."""
-        return self._seq_len - (len(self.token_ids) - self._branch_starts[-1])
+        return self._seq_len - (len(self._token_ids) - self._branch_starts[-1])
 
     def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
         """Give a session without a prompt its prompt; `tools` are the JSON schemas that the template shows.
@@ -233,7 +252,7 @@ class Session:
         chat.
         """
         self._require_idle("begin()")
-        if self.token_ids:
+        if self._token_ids:
             raise RuntimeError("begin() is for a session without a prompt, and this one has one: use append_messages()")
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
@@ -252,26 +271,24 @@ class Session:
         most = min(self._max_tokens, self.room, max_tokens or self._max_tokens)
         self._is_sampling = True
         try:
-            seen = self.token_ids[self._branch_starts[-1] :].tolist()
-            turn = await self._sample_turn(seen, len(self.texts), most)
+            seen = self._token_ids[self._branch_starts[-1] :].tolist()
+            turn = await self._sample_turn(seen, len(self._texts), most)
         finally:
             self._is_sampling = False
         # A turn that a limit has cut continues as the same turn.
-        is_same_turn = not self._is_turn_open and self.token_ids[-1] not in self._tokenizer.stop_token_ids
+        is_same_turn = not self._is_turn_open and self._token_ids[-1] not in self._tokenizer.stop_token_ids
         self._is_turn_open = False
-        start = len(self.token_ids)
+        start = len(self._token_ids)
         self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
-        versions = [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
-        self.versions += versions
-        self._kept_versions += versions
+        self._versions += [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
         self.truncated = self.truncated or turn.finish_reason == "length"
-        self._turn_ends.append(len(self.token_ids))
-        self.texts.append(self._tokenizer.decode(turn.token_ids))
+        self._turn_ends.append(len(self._token_ids))
+        self._texts.append(self._tokenizer.decode(turn.token_ids))
         self._last_turn, self._raw_text = turn.token_ids, None
         if self._said is not None:
             before = self._said.pop()["content"] if is_same_turn else ""
             self._said.append({"role": "assistant", "content": before + self.raw_completion})
-        return self.texts[-1]
+        return self._texts[-1]
 
     async def answer_tool_calls(self) -> bool:
         """Run the tools that the last turn called, in their order, and append their answers.
@@ -283,7 +300,7 @@ class Session:
         if self._tool_use is None or self._is_turn_open:
             why = "nothing was sampled" if self._tool_use else "the environment has no `tools`"
             raise RuntimeError(f"answer_tool_calls(): {why}")
-        use, turn = self._tool_use, len(self.texts)
+        use, turn = self._tool_use, len(self._texts)
         calls = use.parse(self.raw_completion)
         self.tool_counts["calls"] += len(calls)
         if not calls or turn >= use.max_turns:
@@ -320,7 +337,7 @@ class Session:
             )
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
-        tools, last = self._schemas, self.token_ids[-1]
+        tools, last = self._schemas, self._token_ids[-1]
         around = self._tokenizer.around_assistant(messages, tools=tools)
         more = self._tokenizer.continuation(messages, last_token_id=last, tools=tools, around=around)
         if self._said is None:
@@ -359,7 +376,7 @@ class Session:
                 f"the chat so far has {len(prompt_ids)} tokens, which leave no room for a sampled one in the "
                 f"{self._seq_len} of a branch (seq_len)"
             )
-        self._branch_starts.append(len(self.token_ids))
+        self._branch_starts.append(len(self._token_ids))
         self._append(prompt_ids)
 
     def append_text(self, text: str) -> None:
@@ -377,11 +394,6 @@ class Session:
     @property
     def is_sampling(self) -> bool:
         return self._is_sampling
-
-    def changed(self) -> list[str]:
-        """Return the names of the attributes that an environment has changed."""
-        found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
-        return found + ["versions"] * (self.versions != self._kept_versions)
 
     def at_end(self, leave: Callable[[], None]) -> None:
         """Have `leave` called when the session has been played, such as to let go of a server."""
@@ -420,9 +432,9 @@ class Session:
         self._grow(TokenIds(token_ids), LossMask(bytes(len(token_ids))), Logprobs([0.0] * len(token_ids)))
 
     def _grow(self, token_ids: TokenIds, loss_mask: LossMask, logprobs: Logprobs) -> None:
-        for name, more in {"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs}.items():
-            getattr(self, name).extend(more)
-            self._kept[name].extend(more)
+        self._token_ids.extend(token_ids)
+        self._loss_mask.extend(loss_mask)
+        self._logprobs.extend(logprobs)
 
 
 @dataclass(frozen=True)
