@@ -120,7 +120,7 @@ def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
 
 
 async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what `orchestrator.episodes.play_here` does: a process that was killed is no result."""
+    """Do what `orchestrator.workers.GroupPlayer` does: a process that was killed is no result."""
     try:
         return await ask()
     except ProcessKilled:

@@ -1,27 +1,23 @@
 """Plays one prompt group: runs the sessions of one task, and scores them together.
 
 `Sampler` gathers equal prompts into one request to the engines. It keeps every answer, so no answer is sampled twice,
-also where a group is played again because a process that played it died: `play_here`, `Remembering`, `Killed`.
+also if a group is played again because a process that played it died (`workers.GroupPlayer`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
-from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import xxhash
-
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import MOST_KILLED, EnvironmentFailure, HoldfastError, ProcessKilled
+from holdfast.errors import EnvironmentFailure, HoldfastError
 from holdfast.orchestrator.client.client import Affinity, InferenceClient
 from holdfast.orchestrator.env.guard import (
     CallTimeout,
@@ -402,65 +398,3 @@ class Sampler:
         for future, choice in zip(waiting.values(), choices, strict=True):
             if not future.done():
                 future.set_result(choice)
-
-
-async def play_here(
-    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
-) -> Outcome:
-    """Return what `run_group` does, which is called again if a process of the environment's own was killed."""
-    remembering = Remembering(sampler)
-    try:
-        for num_killed in itertools.count(1):
-            try:
-                return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=remembering)
-            except ProcessKilled as error:
-                sampler.check()
-                if given_up := play_again(problem, num_killed, str(error)):
-                    return given_up
-        raise AssertionError("the loop has no end")
-    finally:
-        remembering.close()
-
-
-class Remembering:
-    """Samples each turn of a group once, however often the group is played."""
-
-    def __init__(self, sampler: TurnSampler) -> None:
-        self._sampler = sampler
-        # By seed and digest of the prompt: the prompts of long sessions would fill the memory.
-        self._turns: dict[tuple[int, bytes], asyncio.Task[Completion]] = {}
-
-    async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
-    ) -> Completion:
-        key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
-        if key not in self._turns:
-            asked = self._sampler.sample(
-                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
-            )
-            self._turns[key] = asyncio.create_task(asked)
-        return await asyncio.shield(self._turns[key])
-
-    def check(self) -> None:
-        self._sampler.check()
-
-    def close(self) -> None:
-        """Sample nothing more for the group."""
-        for turn in self._turns.values():
-            if not turn.cancel() and not turn.cancelled():
-                turn.exception()  # known to the sampler
-
-
-def play_again(problem: Problem, num_killed: int, told: str) -> Outcome | None:
-    """Say that a group is played again after a kill from outside; drop it, or raise, if that has been in vain."""
-    if num_killed > MOST_KILLED:
-        return fail(problem, EnvironmentFailure(f"{told}, {num_killed} times in a row"))
-    _log.warning("%s: the group is played again", told)
-    return None
-
-
-def fail(problem: Problem, failure: EnvironmentFailure) -> Dropped:
-    """Return that the group is dropped for `failure`, or raise it, as `on_error` says."""
-    if problem.settings.on_error == "stop":
-        raise failure
-    return dropped(problem, failure)

@@ -20,29 +20,39 @@ import os
 import signal
 import socket
 import sys
+from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import msgspec
+import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import MOST_KILLED, STUCK, ConfigError, DataError, EnvironmentFailure, HoldfastError, printable
+from holdfast.errors import (
+    MOST_KILLED,
+    STUCK,
+    ConfigError,
+    DataError,
+    EnvironmentFailure,
+    HoldfastError,
+    ProcessKilled,
+    printable,
+)
+from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
 from holdfast.orchestrator.episodes import (
     Outcome,
     Problem,
-    Remembering,
     TurnSampler,
     WorkerCrashed,
     context_of,
-    fail,
-    play_again,
-    play_here,
+    dropped,
+    run_group,
 )
 from holdfast.orchestrator.tasks import run_all
 from holdfast.orchestrator.worker import (
@@ -65,7 +75,8 @@ from holdfast.orchestrator.worker import (
 from holdfast.process.child import killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
-from holdfast.protocol.rollouts import Dropped
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Dropped, Sampling
 
 _log = logging.getLogger("orchestrator")
 
@@ -341,7 +352,7 @@ class _WorkerOutput:
 
 def error_of(failed: Failed) -> HoldfastError:
     """Return the error that a worker met."""
-    kinds: dict[str, type[HoldfastError]] = {"config": ConfigError, "data": DataError}
+    kinds: dict[str, type[HoldfastError]] = {"config": ConfigError, "data": DataError, "killed": ProcessKilled}
     return kinds.get(failed.kind, EnvironmentFailure)(failed.message)
 
 
@@ -401,41 +412,30 @@ class Workers:
         await worker.close()
         self._living.discard(worker)
 
-    async def play(self, problem: Problem, step: int, *, sampler: TurnSampler) -> Outcome:
-        """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says."""
-        remembering = Remembering(sampler)
-        try:
-            return await self._play_until_it_ends(problem, step, remembering)
-        finally:
-            remembering.close()
+    async def play(self, problem: Problem, step: int, sampler: TurnSampler, *, is_alone: bool = False) -> Outcome:
+        """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says.
 
-    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
-        is_alone, num_killed, what = False, 0, context_of(problem)
+        Raises ProcessKilled if the worker, or a process of the environment's own, was killed from outside.
+        """
+        what = context_of(problem)
         while True:
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
             except WorkerDied as death:
-                told, is_named = str(death), str(death).startswith(what)
-                failed = told if is_named else f"{what}: {told}"
-                num_killed += death.kind == "killed"
-                if death.kind == "hung" and (is_alone or is_named):
-                    return fail(problem, CallTimeout(failed))
-                if death.kind == "crashed" and is_alone:
-                    return fail(problem, WorkerCrashed(failed))
-                if death.kind == "killed" and is_alone and (given_up := play_again(problem, num_killed, failed)):
-                    return given_up
-                is_alone = is_alone or death.kind != "killed" or num_killed > 1
+                is_named = str(death).startswith(what)
+                told = str(death) if is_named else f"{what}: {death}"
+                if death.kind == "killed":
+                    raise ProcessKilled(told) from None
+                if is_alone or (is_named and death.kind == "hung"):
+                    return fail(problem, (CallTimeout if death.kind == "hung" else WorkerCrashed)(told))
+                is_alone = True
                 continue
             if _is_out_of_memory(ended) and not is_alone:
                 is_alone = True  # others may have filled it
-            elif isinstance(ended, Failed) and ended.kind == "killed":
-                num_killed += 1
-                if given_up := play_again(problem, num_killed, ended.message):
-                    return given_up
-            elif isinstance(ended, Failed):
+                continue
+            if isinstance(ended, Failed):
                 raise error_of(ended)
-            else:
-                return ended.dropped or ended.rollouts
+            return ended.dropped or ended.rollouts
 
     async def _play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
         slot = min(range(len(self._slots)), key=lambda slot: one.num_groups if (one := self._slots[slot]) else 0)
@@ -468,6 +468,35 @@ async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str
         yield {one.name: await stack.enter_async_context(one) for one in workers}
 
 
+class Remembering:
+    """Samples each turn of a group once, however often the group is played."""
+
+    def __init__(self, sampler: TurnSampler) -> None:
+        self._sampler = sampler
+        # By seed and digest of the prompt: the prompts of long sessions would fill the memory.
+        self._turns: dict[tuple[int, bytes], asyncio.Task[Completion]] = {}
+
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
+        if key not in self._turns:
+            asked = self._sampler.sample(
+                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
+            )
+            self._turns[key] = asyncio.create_task(asked)
+        return await asyncio.shield(self._turns[key])
+
+    def check(self) -> None:
+        self._sampler.check()
+
+    def close(self) -> None:
+        """Sample nothing more for the group."""
+        for turn in self._turns.values():
+            if not turn.cancel() and not turn.cancelled():
+                turn.exception()  # known to the sampler
+
+
 @dataclass(frozen=True)
 class GroupPlayer:
     """Plays groups, by the workers of their environment if it has some, else here."""
@@ -478,12 +507,33 @@ class GroupPlayer:
     workers: Mapping[str, Workers]
 
     async def play(self, problem: Problem, step: int) -> Outcome:
-        """Return what `run_group` does."""
-        if (there := self.workers.get(problem.name)) is not None:
-            outcome = await there.play(problem, step, sampler=self.sampler)
-        else:
-            outcome = await play_here(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=self.sampler)
+        """Return what `run_group` does; a group whose process is killed from outside is played again."""
+        remembering = Remembering(self.sampler)
+        try:
+            outcome = await self._play_until_it_ends(problem, step, remembering)
+        finally:
+            remembering.close()
         for rollout in [] if isinstance(outcome, Dropped) else outcome:
             # Here, since workers only know for how long is sampled.
             rollout.sampling = self.config.rollouts_of(problem.settings).sampling
         return outcome
+
+    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
+        told = ""
+        for num_killed in range(MOST_KILLED + 1):
+            try:
+                if (there := self.workers.get(problem.name)) is not None:
+                    return await there.play(problem, step, sampler, is_alone=num_killed > 1)
+                return await run_group(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=sampler)
+            except ProcessKilled as error:
+                sampler.check()
+                told = str(error)
+                _log.warning("%s: the group is played again", told)
+        return fail(problem, EnvironmentFailure(f"{told}, {MOST_KILLED + 1} times in a row"))
+
+
+def fail(problem: Problem, failure: EnvironmentFailure) -> Dropped:
+    """Return that the group is dropped for `failure`, or raise it, as `on_error` says."""
+    if problem.settings.on_error == "stop":
+        raise failure
+    return dropped(problem, failure)

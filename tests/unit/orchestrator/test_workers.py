@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator import episodes, workers
+from holdfast.orchestrator import workers
 from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import played
@@ -84,7 +84,7 @@ def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: 
         run(tmp_path / "exits", {"1": "exits"}, workers=1)
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
-    monkeypatch.setattr(episodes, "MOST_KILLED", 2)
+    monkeypatch.setattr(workers, "MOST_KILLED", 2)
     with pytest.raises(EnvironmentFailure, match=r"on task 0 .* somebody killed it \(SIGKILL\).*, 3 times in a row"):
         run(tmp_path / "killed", {"0": "killed"}, workers=1)
 
@@ -100,7 +100,7 @@ def test_a_process_of_an_environment_that_somebody_killed_costs_nothing(tmp_path
 @pytest.mark.launch
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_killed_repeatedly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    monkeypatch.setattr(episodes, "MOST_KILLED", 2)
+    monkeypatch.setattr("holdfast.orchestrator.workers.MOST_KILLED", 2)
     told = r"failed on task 1 .*: its helper was killed from outside, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):
         run(tmp_path / "stops", {"1": "bereft"}, workers=workers)
