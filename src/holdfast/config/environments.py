@@ -271,7 +271,7 @@ class EnvironmentConfig(Section):
 
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
     """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
-    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
+    of making one task; `inf`: none. A call that blocks all others for 30 s is named in the console."""
 
     on_error: Literal["stop", "drop"] = "stop"
     """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room

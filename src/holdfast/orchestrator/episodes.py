@@ -275,7 +275,6 @@ def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[Non
     return calling(
         context_of(problem),
         name=f"environment '{problem.name}', task {problem.task_id}",
-        environment=problem.name,
         method=method,
         timeout_s=problem.settings.deadline_s,
     )

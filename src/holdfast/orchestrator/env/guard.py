@@ -1,12 +1,11 @@
-"""Guards calls into environments: converts errors, enforces time limits, checks results, and names silent calls.
+"""Guards calls into environments: converts errors, enforces time limits, checks results, and names blocking calls.
 
 Environments are other people's code. Every exception of theirs, also `sys.exit`, becomes one `EnvironmentFailure` with
-environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them. Time in
-which a call waits for the engine counts neither for `timeout_s` nor as silence.
+environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them. The time
+in which a call waits for the engine does not count for `timeout_s`.
 
-A thread looks at all calls every second. It names a call that awaits anything except the engine after `silent_s`
-seconds, and again whenever the silence has doubled. It also names a call that blocks the event loop, which asyncio can
-neither see nor cancel, and ends the process when `timeout_s` is over; the process is then started again.
+asyncio can neither see nor cancel a call that blocks the event loop. A thread names the call after 30 s, and ends the
+process after `timeout_s`; the process is then started again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
@@ -192,7 +191,6 @@ class Call:
     what: str
     _: KW_ONLY
     name: str
-    environment: str
     method: str
     timeout_s: float | None
     deadline: asyncio.Timeout
@@ -200,11 +198,6 @@ class Call:
     _num_sampling: int = 0
     _own_s: float = 0.0
     _since: float = field(default_factory=awake_s)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since it last heard from the engine, or began; 0 while the engine works."""
-        return 0.0 if self._num_sampling else awake_s() - self._since
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -245,15 +238,13 @@ def pausing_clock() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def calling(
-    what: str, *, name: str, environment: str, method: str, timeout_s: float | None
-) -> AsyncIterator[None]:
+async def calling(what: str, *, name: str, method: str, timeout_s: float | None) -> AsyncIterator[None]:
     """Turn what an environment raises, or takes too long for, into a failure that says where it came from.
 
     Raises EnvironmentFailure (`CallTimeout` if it took too long), or ProcessKilled.
     """
     deadline = asyncio.timeout(timeout_s)
-    call = Call(what, name=name, environment=environment, method=method, timeout_s=timeout_s, deadline=deadline)
+    call = Call(what, name=name, method=method, timeout_s=timeout_s, deadline=deadline)
     token = _CURRENT.set(call)
     try:
         async with deadline:
@@ -270,7 +261,8 @@ async def calling(
         raise
     except BaseException as error:
         if isinstance(error, TimeoutError) and deadline.expired():
-            raise CallTimeout(f"{what}: {method}() took longer than {timeout_s:g} s (timeout_s)") from None
+            at = place_of(error.__cause__ or error)
+            raise CallTimeout(f"{what}: {method}() took longer than {timeout_s:g} s (timeout_s), at {at}") from None
         if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
             raise  # the run ends, or another group has failed
         raise EnvironmentFailure(
@@ -296,22 +288,6 @@ def place_of(error: BaseException) -> str:
     return _users(frames)
 
 
-def place_of_task(task: asyncio.Task[object] | None) -> str:
-    """Return `file:line` where the user's code waits in a suspended task."""
-    waiting = task.get_coro() if task is not None else None
-    frames: list[tuple[str, int]] = []
-    while waiting is not None:
-        frame = next((found for name in _FRAMES if (found := getattr(waiting, name, None)) is not None), None)
-        if frame is not None:
-            frames.append((frame.f_code.co_filename, frame.f_lineno))
-        waiting = next((found for name in _AWAITED if (found := getattr(waiting, name, None)) is not None), None)
-    return _users(frames)
-
-
-_FRAMES = ("cr_frame", "ag_frame", "gi_frame")
-_AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
-
-
 def place_of_frame(frame: FrameType | None) -> str:
     """Return `file:line` of the user's code, from the innermost frame of its thread."""
     frames: list[tuple[str, int]] = []
@@ -330,16 +306,16 @@ def _users(frames: list[tuple[str, int]]) -> str:
     return f"{filename}:{line}"
 
 
-SILENT_S = 30.0
+NAMED_AFTER_S = 30.0
 _MOST_PERIOD_S = 1.0
 _BENEFIT_OF_DOUBT_S = 5.0
 """A machine may be so busy that a call which blocks nothing seems to."""
 
 
 @contextmanager
-def watching_calls(*, silent_s: float = SILENT_S) -> Iterator[None]:
-    """Watch the calls of the event loop that runs in this thread."""
-    watch = _Watch(asyncio.get_running_loop(), threading.get_ident(), silent_s)
+def watching_calls(*, named_after_s: float = NAMED_AFTER_S) -> Iterator[None]:
+    """Name and end calls that block the event loop of this thread."""
+    watch = _Watch(asyncio.get_running_loop(), threading.get_ident(), named_after_s)
     watch.start()
     try:
         yield
@@ -366,17 +342,17 @@ async def beating(*, bound_s: float) -> AsyncIterator[None]:
 
 
 class _Watch(threading.Thread):
-    def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int, silent_s: float) -> None:
-        super().__init__(name="silence", daemon=True)
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int, named_after_s: float) -> None:
+        super().__init__(name="blocking", daemon=True)
         self._loop = loop
         self._thread_id = thread_id
-        self._silent_s = silent_s
-        self._period_s = min(_MOST_PERIOD_S, silent_s / 4)
+        self._named_after_s = named_after_s
+        self._period_s = min(_MOST_PERIOD_S, named_after_s / 4)
         self._is_over = threading.Event()
         self._answered = threading.Event()
         self._answered.set()
         self._asked_at = 0.0
-        self._next_s: dict[tuple[str, str], float] = {}
+        self._next_s = named_after_s
         self._blocking: Call | None = None
 
     def end(self) -> None:
@@ -385,55 +361,29 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._is_over.wait(self._period_s):
-            blocking = self._blocking_call()
-            if blocking is not None:
-                call, frame, seconds = blocking
-                self._report([(call, seconds)], "blocks all others", at=place_of_frame(frame))
-                self._end_if_over(call, frame, seconds)
+            if self._answered.is_set():
+                self._blocking = None
+                self._answered.clear()
+                self._asked_at = awake_s()
+                self._loop.call_soon_threadsafe(self._answered.set)
                 continue
-            silent = [(call, call.silent_s) for call in tuple(RUNNING)]
-            self._report(silent, "is silent")
+            frame = sys._current_frames().get(self._thread_id)
+            call = _call_in(frame)
+            if call is not self._blocking:  # a new call: its time starts now
+                self._blocking, self._asked_at, self._next_s = call, awake_s(), self._named_after_s
+            if call is not None and frame is not None:
+                self._report(call, frame, awake_s() - self._asked_at)
 
-    def _blocking_call(self) -> tuple[Call, FrameType, float] | None:
-        """Return the call that blocks the event loop, its frame, and for how many seconds it does."""
-        if self._answered.is_set():
-            self._blocking = None
-            self._answered.clear()
-            self._asked_at = awake_s()
-            self._loop.call_soon_threadsafe(self._answered.set)
-            return None
-        innermost = sys._current_frames().get(self._thread_id)
-        call = _call_in(innermost)
-        if call is not self._blocking:  # a new call: its time starts now
-            self._blocking, self._asked_at = call, awake_s()
-        if call is None or innermost is None:
-            return None
-        return call, innermost, awake_s() - self._asked_at
-
-    def _report(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:
-        """Name the longest silence of every method of every environment, when it is time to."""
-        longest: dict[tuple[str, str], tuple[Call, float]] = {}
-        numbers: dict[tuple[str, str], int] = {}
-        for call, seconds in calls:
-            key = (call.environment, call.method)
-            if seconds >= self._silent_s:
-                numbers[key] = numbers.get(key, 0) + 1
-                longest[key] = max(longest.get(key, (call, 0.0)), (call, seconds), key=lambda one: one[1])
-        self._next_s = {key: next_s for key, next_s in self._next_s.items() if key in longest}
-        for key, (call, seconds) in longest.items():
-            if seconds < self._next_s.get(key, 0.0):
-                continue
-            self._next_s[key] = 2 * seconds
-            place = at or place_of_task(call.task)
-            others = f" (and {numbers[key] - 1} more like it)" if numbers[key] > 1 else ""
-            report(f"{call.name} {how} for {seconds:.0f} s in {call.method}() at {place}{others}")
-
-    def _end_if_over(self, call: Call, frame: FrameType, seconds: float) -> None:
+    def _report(self, call: Call, frame: FrameType, seconds: float) -> None:
+        at = place_of_frame(frame)
+        if seconds >= self._next_s:
+            self._next_s = 2 * seconds
+            report(f"{call.name} blocks all others for {seconds:.0f} s in {call.method}() at {at}")
         if call.timeout_s is None or seconds <= call.timeout_s + _BENEFIT_OF_DOUBT_S:
             return
         failure = EnvironmentFailure(
             f"{call.what}: {call.method}() has blocked the event loop for longer than {call.timeout_s:g} s "
-            f"(timeout_s), at {place_of_frame(frame)}. What takes long must be awaited: `await asyncio.to_thread(...)`"
+            f"(timeout_s), at {at}. What takes long must be awaited: `await asyncio.to_thread(...)`"
         )
         # The main thread is stuck in the environment, so nothing else can end this process.
         sys.stderr.write(f"error: {failure}\n")
