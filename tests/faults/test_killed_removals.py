@@ -285,7 +285,7 @@ def _played(case: Path) -> None:
 
 
 def _summarize(case: Path) -> None:
-    log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3], vocab_size=None)
+    log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3])
     sampler = Sampler(cast(Any, None), log)  # all is sampled
     asyncio.run(
         evaluate(

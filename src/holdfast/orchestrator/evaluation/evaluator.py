@@ -336,7 +336,6 @@ class PolicyEvaluation:
             weights.version,
             weights_digest=weights.digest,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            vocab_size=self.client.vocab_size,
         )
         sampler = Sampler(self.client, log)
         try:

@@ -104,7 +104,6 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
             0,
             weights_digest=digest,
             stop_token_ids=tokenizer.stop_token_ids,
-            vocab_size=vocab_size,
         )
         sampler = Sampler(client, log)
         identity = tokenizer.identity()
