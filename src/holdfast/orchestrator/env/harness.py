@@ -45,12 +45,11 @@ from holdfast.orchestrator.env.guard import PromptTooLong
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.env.tools import (
     Parser,
-    ToolCall,
+    arguments_of,
     call_id,
     find_parser,
     of_json,
     text_before_calls,
-    values_of_texts,
 )
 
 if TYPE_CHECKING:
@@ -198,26 +197,14 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
     calls = parse(session.raw_completion) if parse else []
     if parse is None or not calls or any(call.error for call in calls):
         return {"role": "assistant", "content": session.completion}
-    turn = len(session.texts)
-    written = [
-        {
-            "id": call_id(turn, number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(_arguments(call, tools or ()), ensure_ascii=False)},
-        }
-        for number, call in enumerate(calls, start=1)
-    ]
+    parameters = {function_of(tool).get("name"): function_of(tool).get("parameters") for tool in tools or ()}
+    written = []
+    for number, call in enumerate(calls, start=1):
+        arguments = json.dumps(arguments_of(call, parameters.get(call.name)), ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        written.append({"id": call_id(len(session.texts), number), "type": "function", "function": function})
     content = text_before_calls(session.raw_completion, parse)
     return {"role": "assistant", "content": content or None, "tool_calls": written}
-
-
-def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
-    """Return the arguments of a call; if the format has no types, those of the tool's schema."""
-    if not call.has_texts:
-        return call.arguments
-    functions = {function_of(tool).get("name"): function_of(tool) for tool in tools}
-    parameters = functions.get(call.name, {}).get("parameters")
-    return values_of_texts(call.arguments, parameters.get("properties") if isinstance(parameters, Mapping) else None)
 
 
 def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> dict[str, Any]:
@@ -289,16 +276,15 @@ class ChatServer:
         if not secrets.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode()):
             return 401, _error("the API key is not that of the endpoint", code="invalid_api_key")
         number, _, route = request.path[1:].partition("/v1/")
-        rollout, method = self._rollouts.get(number), _ROUTES.get(route)
-        if rollout is None or method is None:
-            _log.warning("a harness asks for %s, where no rollout is played", request.path[:200])
+        rollout = self._rollouts.get(number)
+        if rollout is None or _ROUTES.get(route) != request.method:
+            asked = f"{request.method} {request.path[:200]}"
+            _log.warning("a harness asks for %s, where no rollout is played", asked)
             return 404, _error(
-                f"there is no rollout at {request.path[:200]}: it has ended, or that is not the base URL it was given "
-                "with /chat/completions behind it"
+                f"there is no {asked}: its rollout has ended, or the base URL of the rollout does not stand before "
+                "/chat/completions"
             )
-        if request.method != method:
-            return 405, _error(f"{route} is asked by {method}, not {request.method}")
-        if method == "GET":
+        if request.method == "GET":
             return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from holdfast.config.environments import McpServerConfig
 from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
 from holdfast.orchestrator.env.interface import Session
-from holdfast.orchestrator.env.tools import WrongArguments, values_of_texts
+from holdfast.orchestrator.env.tools import WrongArguments
 from holdfast.process.imports import import_extra
 from holdfast.process.noted_end import Ending
 from holdfast.protocol.inference import read_key
@@ -151,11 +151,6 @@ class McpTool:
         parameters.pop("$schema", None)
         function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
-        self._properties: Mapping[str, Any] = parameters["properties"]
-
-    def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of a call whose format has only text."""
-        return values_of_texts(texts, self._properties)
 
     async def connect(self, session: Session) -> None:
         await self._server.connect(session)

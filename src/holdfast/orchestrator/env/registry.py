@@ -92,24 +92,16 @@ def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleT
         module = load(module_name)
     except ConfigError as error:
         raise ConfigError(f"{key}.id: {error}") from None
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise EnvironmentFailure(
-                f"environment '{name}': importing {module_name} failed: {error} ({place_of(error)}). Install what it "
-                "imports where the run is started, or correct the import."
-            ) from error
-        raise ConfigError(
-            f"{key}.id: '{name}': there is no module '{error.name}'. {_as_file(name) or _ABSENT}"
-        ) from None
-    except SyntaxError as error:
-        raise EnvironmentFailure(
-            f"environment '{name}': importing {module_name} failed: SyntaxError: {error.msg} "
-            f"({error.filename}:{error.lineno})"
-        ) from error
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and (module_name + ".").startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{key}.id: '{name}': there is no module '{error.name}'. {_as_file(name) or _ABSENT}"
+            ) from None
+        is_unreadable = isinstance(error, SyntaxError)
+        told = error.msg if is_unreadable else printable(error)
+        at = f"{error.filename}:{error.lineno}" if is_unreadable else place_of(error)
         raise EnvironmentFailure(
-            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {printable(error)} "
-            f"({place_of(error)})"
+            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {told} ({at})"
         ) from error
     classes = {
         label: value

@@ -23,7 +23,16 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown, text_of
 from holdfast.orchestrator.env.interface import Environment, Session, SessionFull
 from holdfast.orchestrator.env.mcp import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.env.tools import Parser, Tool, ToolCall, WrongArguments, call_id, find_parser, tools_of
+from holdfast.orchestrator.env.tools import (
+    Parser,
+    Tool,
+    ToolCall,
+    WrongArguments,
+    arguments_of,
+    call_id,
+    find_parser,
+    tools_of,
+)
 from holdfast.process.heartbeat import awake_s
 
 ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
@@ -84,7 +93,7 @@ class ToolUse:
             raise _Failed(
                 "unknown", f"there is no tool '{call.name:.80}'.{nearest(call.name, self.tools)} Tools: {allowed}."
             )
-        arguments = tool.arguments_of_texts(call.arguments) if call.has_texts else call.arguments
+        arguments = arguments_of(call, tool.schema["function"]["parameters"])
         try:
             if isinstance(tool, McpTool):
                 await tool.connect(session)  # the start of a server does not count

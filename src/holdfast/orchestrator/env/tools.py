@@ -89,7 +89,6 @@ class Tool:
             raise ConfigError(
                 f"tool '{self.name}': its docstring describes `{unknown[0]}`.{near} Parameters there: {known}."
             )
-        self._is_text = {name for name, hint in hints.items() if hint is str}
         try:
             config = pydantic.ConfigDict(extra="forbid")
             self._arguments = pydantic.create_model(self.name, __config__=config, **fields)
@@ -103,10 +102,6 @@ class Tool:
         shown |= {key: parameters[key] for key in ("required", "$defs") if key in parameters}
         function_schema = {"name": self.name, "description": description, "parameters": shown}
         self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
-
-    def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of a call whose format has only text."""
-        return {name: text if name in self._is_text else of_json(text) for name, text in texts.items()}
 
     def call(self, arguments: Any, session: object) -> Any:
         """Call the function with decoded JSON; return its result, which is awaitable if it is `async`.
@@ -145,13 +140,6 @@ def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_
             raise ConfigError(f"`tools` has two functions with the name '{tool.name}': rename one")
         tools[tool.name] = tool
     return tools
-
-
-def values_of_texts(texts: Mapping[str, str], properties: Any) -> dict[str, Any]:
-    """Return the arguments of a call whose format has only text, by the JSON schemas of the parameters."""
-    schemas = properties if isinstance(properties, Mapping) else {}
-    names = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
-    return {name: text if name in names else of_json(text) for name, text in texts.items()}
 
 
 def of_json(text: str) -> Any:
@@ -227,6 +215,16 @@ class ToolCall:
     arguments: Any = field(default_factory=dict)
     error: str = ""
     has_texts: bool = False
+
+
+def arguments_of(call: ToolCall, parameters: Any) -> Any:
+    """Return the arguments of a call; if its format has only text, as the JSON schema `parameters` has their types."""
+    if not call.has_texts:
+        return call.arguments
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    texts = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
+    return {name: text if name in texts else of_json(text) for name, text in call.arguments.items()}
 
 
 Parser = Callable[[str], list[ToolCall]]

@@ -51,6 +51,8 @@ _log = logging.getLogger("orchestrator")
 _NUM_TASKS = 128
 """Of an environment without an end, by default."""
 EVAL_KEY = "eval.environments"
+# What the rollouts of an environment depend on.
+_DECIDES = {"id", "args", "success_reward", "max_turns", "tool_parser", "history", "max_branches", "mcp_servers"}
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,9 @@ class HeldOutTasks:
             "seq_len": self.config.seq_len,
             "environments": {
                 section.label: {
-                    "id": section.id,
-                    "args": section.model_dump(mode="json")["args"],
-                    "success_reward": section.success_reward,
-                    "num_tasks": self.counts[section.label],
-                    "max_turns": section.max_turns,
-                    "tool_parser": section.tool_parser,
-                    "history": section.history,
-                    "max_branches": section.max_branches,
+                    **section.model_dump(mode="json", include=_DECIDES),
                     **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
-                    "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
+                    "num_tasks": self.counts[section.label],
                     "files": files_of(section),
                 }
                 for section in self.config.environments

@@ -197,7 +197,11 @@ def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
     ("name", "error", "said"),
     [
         ("broken_games:Knock", EnvironmentFailure, r"RuntimeError: out of order \(.*broken_games.py:1\)"),
-        ("needy_games:Knock", EnvironmentFailure, "importing needy_games failed: No module named 'no_such_library'"),
+        (
+            "needy_games:Knock",
+            EnvironmentFailure,
+            "needy_games failed: ModuleNotFoundError: No module named 'no_such_library'",
+        ),
         ("unread_games:Knock", EnvironmentFailure, "importing unread_games failed: SyntaxError"),
         ("games.py:Knock", ConfigError, "A file is named by its module, without .py.*'games:Knock'"),
         ("games:Knok", ConfigError, "games has no environment 'Knok'. Did you mean 'Knock'"),

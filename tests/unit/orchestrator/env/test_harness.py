@@ -122,7 +122,7 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
                 answer = await client.post(path, content=body, headers=key)
                 assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
             assert (await client.post(path, json={})).status_code == 401
-            assert (await client.get(path, headers=key)).status_code == 405
+            assert (await client.get(path, headers=key)).status_code == 404
             assert (await client.get(f"{endpoint.base_url}/embeddings", headers=key)).status_code == 404
             models = await client.get(f"{endpoint.base_url}/models", headers=key)
             assert [one["id"] for one in models.json()["data"]] == [MODEL]

@@ -22,6 +22,7 @@ from holdfast.orchestrator.env.harness import HarnessEnvironment
 from holdfast.orchestrator.env.interface import Environment, Message, Session, Task, TaskSeed
 from holdfast.orchestrator.env.registry import find_environment
 from holdfast.orchestrator.env.tool_loop import check_tools, tool_use_of
+from holdfast.orchestrator.env.tools import ToolCall, arguments_of
 from holdfast.orchestrator.episodes import Problem, play_session
 from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import ROOT
@@ -137,7 +138,10 @@ def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> 
     tool_use = tool_use_of(Asks(), settings_of(paged), tokenizer)
     assert tool_use is not None
     texts = {"text": "3", "number": "3", "other": "x"}
-    assert tool_use.tools["echo"].arguments_of_texts(texts) == {"text": "3", "number": 3, "other": "x"}
+    found = arguments_of(
+        ToolCall("echo", texts, has_texts=True), tool_use.tools["echo"].schema["function"]["parameters"]
+    )
+    assert found == {"text": "3", "number": 3, "other": "x"}
 
 
 def test_a_server_that_cannot_be_started_again_is_told_to_the_policy(tmp_path: Path) -> None:
