@@ -1,8 +1,7 @@
-"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, advances the counters.
+"""Makes one batch: draws tasks, runs their prompt groups, selects groups, and advances the counters.
 
-The mix chooses the environment of a task, and the curriculum its level. The choice for batch N follows only from the
-state after batch N - 1, which follows from the groups of earlier batches, in the order of their draw. So timing,
-workers and kills cannot change the choice, and it resumes from counters.
+The mix chooses the environment of a task, and the curriculum its level. Both depend only on the state after the batch
+before, never on timing, workers or kills, and resume from counters.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ _log = logging.getLogger("orchestrator")
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of a batch; `unused` groups without signal; one `dropped` entry per problem that is not in the batch.
-
-    All are in the order of the draw.
-    """
+    """The groups of a batch, unused groups without signal, and why each other problem was dropped, in draw order."""
 
     groups: list[list[Rollout]]
     unused: list[list[Rollout]]
@@ -109,8 +105,8 @@ class BatchMaker:
     """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
 
     Args:
-        client: of the servers that sample, which are the policy's or the teacher's.
-        environments: those that are played in this process, by name, each at every level of its curriculum.
+        client: of the servers that sample: the policy's or the teacher's.
+        environments: played in this process: by name, one per level of the curriculum.
         workers: of the other environments, by name.
     """
 
@@ -132,10 +128,9 @@ class BatchMaker:
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
         """Return the groups of batch `step`, sampled by `weights`.
 
-        Problems are drawn in rounds. The first round is the batch. With dynamic sampling each later round has as many
-        problems as groups still miss a signal, until there are enough, or the limit of draws is reached; groups without
-        signal fill the rest. A round begins when the round before has ended, so the draw depends on rewards, never on
-        timing.
+        Problems are drawn in rounds; the first round is a whole batch. With dynamic sampling, each later round replaces
+        the groups without signal, up to the limit of draws; then groups without signal fill the batch. A round begins
+        after the round before has ended, so the draw never depends on timing.
 
         Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
         if an engine failed.
@@ -217,7 +212,7 @@ class BatchMaker:
         return problems
 
     def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
-        """Return the seed of the environment's next task, and its position among all tasks; moves `position` on."""
+        """Return the seed of the environment's next task and its number among all tasks; advances `position`."""
         task_id, seed = position.next_task, self.config.seed
         # Also for groups that are dropped later: no task comes twice.
         position.next_task += 1
@@ -233,8 +228,8 @@ class BatchMaker:
 def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> None:
     """Make `state` fit the curricula of `config`, and log what changed since the checkpoint.
 
-    Other gates, windows and shares judge what the state holds. Other levels or arguments are judged from scratch, at
-    the level with the old number, or the last one; their tasks continue, so that none comes twice.
+    Changed levels or arguments are judged from scratch, at the old level number or the last level; task numbers
+    continue, so no task comes twice. Changed gates, windows and shares judge the rewards that the state has.
     """
     for section in config.environments:
         position, settings = state.environments[section.label], section.curriculum
@@ -247,8 +242,8 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
             for level in found.levels:
                 level.rewards, level.variances = [], []
             _log.warning(
-                f"the levels of environment '{section.label}' changed since the checkpoint: it goes on at level "
-                f"{found.level}, judged anew"
+                f"the levels of environment '{section.label}' changed since the checkpoint: it continues at level "
+                f"{found.level}, judged from scratch"
             )
             found.digest = digest
         # Removed levels keep their state: they may come back.
@@ -274,8 +269,8 @@ def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: i
 def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[float]:
     """Return the share of tasks that each level gets with `choice = "variance"`.
 
-    All get `uniform_share` alike; the rest is in proportion to the mean variance of the rewards in the latest groups. A
-    level without groups counts as the level with the most.
+    `uniform_share` is divided equally, the rest in proportion to the mean variance of the rewards in the latest groups.
+    A level without groups counts as the level with the most variance.
     """
     known = [fmean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
     most = max((value for value in known if value is not None), default=0.0)
@@ -287,7 +282,7 @@ def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[flo
 
 
 def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequence[Outcome]) -> None:
-    """Take the groups of a whole batch, in the order of their draw, into the curricula, and raise levels."""
+    """Add the groups of a batch, in draw order, to the windows of the curricula, and raise levels."""
     for section in config.environments:
         settings, position = section.curriculum, state.environments[section.label]
         if settings is None or position.curriculum is None:
@@ -325,8 +320,7 @@ def mastered_share(level: LevelState) -> float:
 def curriculum_metrics(
     state: OrchestratorState, config: OrchestratorConfig, groups: Sequence[list[Rollout]]
 ) -> dict[str, float]:
-    """Return, by name, how a batch was spread over levels, and what their latest groups came to; `state` is after
-    it."""
+    """Return metrics of the levels of a batch and of their latest groups; `state` is after the batch."""
     metrics: dict[str, float] = {}
     for section in config.environments:
         position, own = state.environments[section.label], _leveled(groups, section.label)
@@ -373,9 +367,9 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
-    """Make `state` fit the environments of `config`: positions stay, new environments begin at 0.
+    """Make `state` fit the environments of `config`: task numbers stay, and new environments begin at 0.
 
-    Credits count in units of the old weights, so a changed mix starts them anew, with a warning.
+    A changed mix resets the credits, which count in units of the old weights, and logs a warning.
     """
     integers = integer_weights({section.label: section.weight for section in config.environments})
     before = {name: position.weight for name, position in state.environments.items()}
@@ -395,10 +389,10 @@ def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
 
 
 def next_environment(state: OrchestratorState) -> str:
-    """Return the environment of the next problem, and move `state` on.
+    """Return the environment of the next problem, and advance `state`.
 
-    Smooth weighted round-robin (nginx's): each earns its weight, the richest pays the total. So over any stretch the
-    shares are as near to the weights as whole problems allow.
+    Smooth weighted round-robin (nginx's): each environment earns its weight, the richest pays the total. So the shares
+    of any stretch are as near to the weights as whole problems allow.
     """
     positions = {name: position for name, position in state.environments.items() if position.weight}
     for position in positions.values():

@@ -141,7 +141,7 @@ def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> Non
     assert same.environments == state.environments and not caplog.records
     # Other levels are judged anew; a level that is gone keeps its place in its tasks.
     shorter = begun(config_of(settings | {"levels": LEVELS[:2]}), state.copy())
-    assert "the levels of environment 'graded' changed since the checkpoint: it goes on at level 1" in caplog.text
+    assert "the levels of environment 'graded' changed since the checkpoint: it continues at level 1" in caplog.text
     found = curriculum_of(shorter)
     assert found.level == 1 and not any(level.rewards or level.variances for level in found.levels)
     longer = curriculum_of(begun(config_of(settings | {"levels": [*LEVELS, {"modulus": 4}]}), shorter))
@@ -154,7 +154,7 @@ def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> Non
     other = config_of(settings)
     other.environments[0].args = {"fails_at": 3}
     assert not curriculum_of(begun(other, state)).levels[0].rewards
-    assert "it goes on at level 2, judged anew" in caplog.text
+    assert "it continues at level 2, judged from scratch" in caplog.text
 
 
 def test_every_level_has_a_sequence_of_tasks_of_its_own() -> None:
