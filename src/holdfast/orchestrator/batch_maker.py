@@ -19,7 +19,6 @@ import msgspec
 import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.config.environments import CurriculumConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import EnvironmentFailure
 from holdfast.orchestrator.client.client import Affinity, InferenceClient
@@ -33,7 +32,6 @@ from holdfast.orchestrator.state import (
     LevelState,
     OrchestratorState,
     TaskSeed,
-    stable_seed,
 )
 from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
@@ -216,10 +214,9 @@ class BatchMaker:
         task_id, seed = position.next_task, self.config.seed
         # Also for groups that are dropped later: no task comes twice.
         position.next_task += 1
-        settings = self._settings[name].curriculum
-        if settings is None or position.curriculum is None:
+        if self._settings[name].curriculum is None or position.curriculum is None:
             return TaskSeed(seed, name, task_id), task_id
-        number = draw_level(position.curriculum, settings, task_id=task_id, seed=seed, name=name)
+        number = position.curriculum.level
         level = position.curriculum.levels[number]
         level.next_task += 1
         return TaskSeed(seed, name, level.next_task - 1, level=number), task_id
@@ -229,7 +226,7 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
     """Make `state` fit the curricula of `config`, and log what changed since the checkpoint.
 
     Changed levels or arguments are judged from scratch, at the old level number or the last level; task numbers
-    continue, so no task comes twice. Changed gates, windows and shares judge the rewards that the state has.
+    continue, so no task comes twice. A changed gate or window judges the rewards that the state has.
     """
     for section in config.environments:
         position, settings = state.environments[section.label], section.curriculum
@@ -240,7 +237,7 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
         if found.digest != digest:
             found.level = min(found.level, len(settings.levels) - 1)
             for level in found.levels:
-                level.rewards, level.variances = [], []
+                level.rewards = []
             _log.warning(
                 f"the levels of environment '{section.label}' changed since the checkpoint: it continues at level "
                 f"{found.level}, judged from scratch"
@@ -251,70 +248,23 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
         position.curriculum = found
 
 
-def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: int, seed: int, name: str) -> int:
-    """Return the level of the environment's next task, `task_id`; `seed` is the run's."""
-    if settings.choice == "gates":
-        return state.level
-    shares = level_shares(state, settings)
-    # Exact: the level must not depend on how a sum of floats rounds.
-    drawn = Fraction(stable_seed("level", seed, name, task_id), 2**63)
-    passed = Fraction(0)
-    for level, share in enumerate(shares):
-        passed += Fraction(share)
-        if drawn < passed:
-            return level
-    return len(shares) - 1
-
-
-def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[float]:
-    """Return the share of tasks that each level gets with `choice = "variance"`.
-
-    `uniform_share` is divided equally, the rest in proportion to the mean variance of the rewards in the latest groups.
-    A level without groups counts as the level with the most variance.
-    """
-    known = [fmean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
-    most = max((value for value in known if value is not None), default=0.0)
-    values = [most if value is None else value for value in known]
-    total = math.fsum(values)
-    if total == 0:
-        return [1 / len(values)] * len(values)
-    return [settings.uniform_share / len(values) + (1 - settings.uniform_share) * value / total for value in values]
-
-
 def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequence[Outcome]) -> None:
     """Add the groups of a batch, in draw order, to the windows of the curricula, and raise levels."""
     for section in config.environments:
-        settings, position = section.curriculum, state.environments[section.label]
-        if settings is None or position.curriculum is None:
+        settings, curriculum = section.curriculum, state.environments[section.label].curriculum
+        if settings is None or curriculum is None:
             continue
         for level, group in _leveled(outcomes, section.label):
-            found = position.curriculum.levels[level]
-            rewards = [_total(rollout) for rollout in group]
-            found.rewards = [*found.rewards, fmean(rewards)][-settings.window :]
-            found.variances = [*found.variances, _variance(rewards)][-settings.window :]
-        if settings.choice == "gates":
-            _pass_gates(position.curriculum, settings, name=section.label)
-
-
-def _pass_gates(state: CurriculumState, settings: CurriculumConfig, *, name: str) -> None:
-    latest = state.levels[state.level]
-    if state.level + 1 >= len(settings.levels) or len(latest.rewards) < settings.window:
-        return
-    reward, mastered = fmean(latest.rewards), mastered_share(latest)
-    by_reward = settings.advance_reward is not None and reward >= settings.advance_reward
-    by_mastered = settings.advance_mastered is not None and mastered >= settings.advance_mastered
-    if by_reward or by_mastered:
-        state.level += 1
-        _log.info(
-            f"environment '{name}': level {state.level} from the next batch on; mean reward {reward:.4g}, "
-            f"share of groups mastered {mastered:.4g}"
-        )
-
-
-def mastered_share(level: LevelState) -> float:
-    """Return the share of the latest groups whose rewards are all equal, and above 0."""
-    pairs = zip(level.rewards, level.variances, strict=True)
-    return fmean([variance == 0 and reward > 0 for reward, variance in pairs])
+            found = curriculum.levels[level]
+            found.rewards = [*found.rewards, fmean(map(_total, group))][-settings.window :]
+        latest = curriculum.levels[curriculum.level].rewards
+        is_last, is_full = curriculum.level + 1 >= len(settings.levels), len(latest) >= settings.window
+        if is_full and not is_last and (reward := fmean(latest)) >= settings.advance_reward:
+            curriculum.level += 1
+            _log.info(
+                f"environment '{section.label}': level {curriculum.level} from the next batch on; mean reward "
+                f"{reward:.4g}"
+            )
 
 
 def curriculum_metrics(
@@ -326,13 +276,9 @@ def curriculum_metrics(
         position, own = state.environments[section.label], _leveled(groups, section.label)
         if section.curriculum is None or position.curriculum is None or not own:
             continue
-        levels = [level for level, _ in own]
-        latest = [position.curriculum.levels[level] for level in sorted(set(levels))]
-        prefix = f"curriculum/{section.label}"
-        metrics[f"{prefix}/level"] = fmean(levels)
-        metrics[f"{prefix}/reward"] = fmean([reward for level in latest for reward in level.rewards])
-        metrics[f"{prefix}/variance"] = fmean([variance for level in latest for variance in level.variances])
-        metrics[f"{prefix}/mastered"] = fmean([mastered_share(level) for level in latest])
+        level = own[0][0]  # of the whole batch
+        metrics[f"curriculum/{section.label}/level"] = float(level)
+        metrics[f"curriculum/{section.label}/reward"] = fmean(position.curriculum.levels[level].rewards)
     return metrics
 
 
@@ -347,14 +293,6 @@ def _leveled(outcomes: Sequence[Outcome], name: str) -> list[tuple[int, list[Rol
 
 def _total(rollout: Rollout) -> float:
     return math.fsum([rollout.reward, *(rollout.step_rewards.rewards if rollout.step_rewards else ())])
-
-
-def _variance(rewards: Sequence[float]) -> float:
-    """Return the population variance; exactly 0 of equal rewards, whose mean may round."""
-    if min(rewards) == max(rewards):
-        return 0.0
-    mean = fmean(rewards)
-    return fmean([(reward - mean) ** 2 for reward in rewards])
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:

@@ -21,11 +21,10 @@ STATE_FORMAT = 1
 
 
 class LevelState(msgspec.Struct, kw_only=True):
-    """One level of a curriculum: mean rewards of its latest groups, and population variances within them."""
+    """One level of a curriculum, with the mean rewards of its latest groups."""
 
     next_task: int = 0
     rewards: list[float] = []
-    variances: list[float] = []
 
 
 class CurriculumState(msgspec.Struct, kw_only=True):

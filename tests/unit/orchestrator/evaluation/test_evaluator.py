@@ -371,7 +371,7 @@ def test_an_environment_of_an_evaluation_is_sampled_as_it_says(tmp_path: Path) -
 
 
 def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_answers_may_be() -> None:
-    pools = CurriculumConfig(levels=[{}, {}], choice="variance")
+    pools = CurriculumConfig(levels=[{}, {}], advance_reward=1.0)
     plain = EnvironmentConfig(
         id="a", curriculum=pools, group_size=3, seq_len=90, sampling=EnvironmentSamplingConfig(temperature=0.5)
     )
