@@ -1,14 +1,13 @@
-"""Worker processes of an environment: they play its prompt groups, and groups of dead workers are played again.
+"""Plays prompt groups, in this process or in worker processes of an environment.
 
-If a worker dies, another worker plays its groups again. The log of generations has everything that was sampled for
-them, so nothing is sampled twice and the result is the same. A group is at fault if it ends a worker that plays it
-alone, or if the worker named its task before the end.
+If a worker dies, another worker plays its groups again, with the same samples and so the same result. A group is at
+fault if it ends a worker that plays it alone, or if the worker named its task before the end.
 
     how a worker dies                    the group at fault    the others
     code blocks it beyond `timeout_s`    fails: timeout        played again; alone, unless a task was named
     it exits, or of a signal             fails: crash          played again, each alone
     it is out of memory                  fails: memory         played again
-    a signal of somebody else's          played again          played again; from the second time on alone
+    a signal from outside                played again          played again; from the second time on alone
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ _log = logging.getLogger("orchestrator")
 
 _LOOK_S = 1.0
 _GRACE_S = 15.0
-"""Beyond the deadline: a worker ends itself, with the line that blocks, unless a call of C keeps all its threads."""
+"""Beyond the deadline: a worker ends itself and names the line, unless a call of C blocks all its threads."""
 _END_S = 5.0
 _MOST_OUTPUT = 1 << 16
 _TAIL = 1 << 13
@@ -91,7 +90,7 @@ DeathKind = Literal["crashed", "hung", "killed"]
 
 
 class WorkerDied(Exception):
-    """A worker ended: it `crashed` (exit or signal), `hung` (code blocked it) or was `killed` by somebody else."""
+    """A worker ended: it `crashed` (exit or signal), `hung` (code blocked it) or was `killed` from outside."""
 
     def __init__(self, kind: DeathKind, told: str) -> None:
         super().__init__(told)
@@ -110,7 +109,7 @@ class _Running:
     """A worker process, from its start to its end.
 
     Attributes:
-        is_ready: how many tasks the environment has, None if they have no end; as soon as it is loaded.
+        is_ready: the number of tasks (None: no end), when the environment is loaded.
     """
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
@@ -125,7 +124,7 @@ class _Running:
         self.is_over = False
         self.is_ready: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.is_ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
-        # `evaluate` may sample as no training can, and the worker only needs to know for how long.
+        # A worker only needs to know `max_tokens`, and `evaluate` may sample in ways that training refuses.
         plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
         self._beginning = asyncio.create_task(self._begin(StartWorker(plain.model_dump_json(), settings.label)))
         self._life = asyncio.create_task(self._live())
@@ -144,7 +143,7 @@ class _Running:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # with all that it starts it can be ended at once
+                start_new_session=True,  # so that all that it starts can be killed with it
             )
         finally:
             theirs.close()
@@ -153,7 +152,7 @@ class _Running:
         self._send(start)
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
-        """Return the result of a group. Raises WorkerDied if the worker did not survive it, or what loading raised."""
+        """Return the result of a group. Raises WorkerDied, or what loading raised."""
         number = next(self._numbers)
         group = self._groups[number] = _PlayedGroup(problem, sampler, asyncio.get_running_loop().create_future())
         try:
@@ -171,7 +170,7 @@ class _Running:
                 self._send(Cancel(number))
 
     async def close(self) -> None:
-        """Let the process end, or kill it with all that it has started; its groups count as killed."""
+        """End the process with all that it has started; its groups count as killed."""
         await asyncio.wait([self._beginning])
         if not self.is_over:
             self._kind = self._kind or "killed"
@@ -193,7 +192,7 @@ class _Running:
     async def _live(self) -> None:
         try:
             await self._beginning
-        except Exception as error:  # noqa: BLE001 - whoever waits for the worker gets it
+        except Exception as error:  # noqa: BLE001 - raised where the worker is awaited
             self.is_over = True
             self.is_ready.set_exception(error)
             return
@@ -204,8 +203,8 @@ class _Running:
                 self._heard_at = awake_s()
                 self._take(message)
         except (EOFError, ConnectionError):
-            pass  # the worker is over: `_end` tells how
-        # Somebody else has written there; InvalidStateError: that the worker is ready, a second time.
+            pass  # the worker has ended, see `_end`
+        # Code of the environment has written to the socket; InvalidStateError: a second `Ready`.
         except (msgspec.MsgspecError, UnicodeDecodeError, asyncio.InvalidStateError) as error:
             self._unreadable = str(error)
             self._kill()
@@ -248,7 +247,7 @@ class _Running:
         self._send(judged)
 
     def _begin_for(self, number: int, work: Callable[[_PlayedGroup], Coroutine[Any, Any, None]]) -> None:
-        """Do what a group waits for, as long as somebody waits for the group; a failure ends the group."""
+        """Start work that a group waits for; its failure ends the group."""
         group = self._groups.get(number)
         if group is None:
             return
@@ -264,7 +263,7 @@ class _Running:
         turn.add_done_callback(take)
 
     async def _watch(self) -> None:
-        """Kill the worker when its event loop has been silent for too long: none of its threads may be able to."""
+        """Kill the worker when its event loop has been silent for too long."""
         await asyncio.wait([self.is_ready])  # loading has no bound
         self._heard_at = awake_s()
         while awake_s() - self._heard_at <= self._bound_s:
@@ -281,12 +280,12 @@ class _Running:
             return False
 
     async def _end(self) -> None:
-        """Tell everybody who waits how it ended."""
+        """Wait for the end of the process, and fail its groups."""
         self.is_over = True
         try:
             async with asyncio.timeout(_END_S):
                 code = await self._process.wait()
-        except TimeoutError:  # it has closed its socket, and goes on
+        except TimeoutError:  # it has only closed its socket
             self._kill()
             code = await self._process.wait()
         self._kill()  # what it has started
@@ -307,7 +306,7 @@ class _Running:
     def _how_it_ended(self, code: int) -> tuple[DeathKind, str]:
         last = self._output.last_line()
         if self._unreadable:
-            return "crashed", f"what its worker said cannot be read ({self._unreadable})"
+            return "crashed", f"its worker sent what cannot be read ({self._unreadable})"
         if code == STUCK:
             return "hung", last.removeprefix("error: ")
         if self._kind == "hung":
@@ -315,13 +314,13 @@ class _Running:
         by = signal.SIGKILL if self._kind == "killed" else killed_by(code)
         if by is not None:
             why = "; the kernel does so when memory runs out" if by == signal.SIGKILL else ""
-            return "killed", f"somebody killed it ({by.name}){why}"
+            return "killed", f"its worker was killed from outside ({by.name}){why}"
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return "crashed", f"its worker process {how}" + (f"; its last words: {last}" if last else "")
 
 
 class _WorkerOutput:
-    """Takes what a worker prints as fast as it comes, shows it up to a limit, and keeps its end."""
+    """Reads all that a worker prints, shows it up to a limit, and keeps its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         assert process.stdout is not None
@@ -357,10 +356,10 @@ def error_of(failed: Failed) -> HoldfastError:
 
 
 class Workers:
-    """The worker processes of one environment. Use as an async context manager: they live as long.
+    """The worker processes of one environment, as an async context manager.
 
     Attributes:
-        num_tasks: how many tasks the environment has, None if they have no end; known once the workers are there.
+        num_tasks: of the environment; None: no end.
     """
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
@@ -385,7 +384,7 @@ class Workers:
         await self.rest()
 
     async def rest(self) -> None:
-        """End the processes; what is played later starts them again."""
+        """End the processes; `play` starts them again."""
         await asyncio.gather(*map(self._close, tuple(self._living)))
 
     async def _load(self, slot: int) -> int | None:
@@ -462,7 +461,7 @@ def _is_out_of_memory(ended: Played | Failed) -> bool:
 
 @asynccontextmanager
 async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str, Workers]]:
-    """Give the workers of every environment that has some, by its name, until the end of the context."""
+    """Give the workers of all environments that have some, by name, until the end of the context."""
     async with AsyncExitStack() as stack:
         workers = [Workers(section, config) for section in config.environments if section.workers]
         yield {one.name: await stack.enter_async_context(one) for one in workers}
@@ -499,7 +498,7 @@ class Remembering:
 
 @dataclass(frozen=True)
 class GroupPlayer:
-    """Plays groups, by the workers of their environment if it has some, else here."""
+    """Plays groups: by the workers of their environment if it has some, otherwise here."""
 
     config: OrchestratorConfig
     tokenizer: Tokenizer
@@ -514,7 +513,7 @@ class GroupPlayer:
         finally:
             remembering.close()
         for rollout in [] if isinstance(outcome, Dropped) else outcome:
-            # Here, since workers only know for how long is sampled.
+            # Here, since workers only know `max_tokens`.
             rollout.sampling = self.config.rollouts_of(problem.settings).sampling
         return outcome
 

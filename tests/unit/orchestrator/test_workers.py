@@ -72,7 +72,7 @@ def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_
     batches = run(tmp_path, {"1": "garbles once", "4": "garbles", "7": "greets"}, workers=2, **DROPS)
     dropped = [one for batch in batches for one in batch.dropped]
     assert [(one.task_id, one.reason) for one in dropped] == [(4, "crash"), (7, "crash")]
-    assert all("what its worker said cannot be read" in one.detail for one in dropped)
+    assert all("its worker sent what cannot be read" in one.detail for one in dropped)
     assert attempts_at(tmp_path, 1) == 2
 
 
@@ -85,7 +85,7 @@ def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: 
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
     monkeypatch.setattr(workers, "MOST_KILLED", 2)
-    with pytest.raises(EnvironmentFailure, match=r"on task 0 .* somebody killed it \(SIGKILL\).*, 3 times in a row"):
+    with pytest.raises(EnvironmentFailure, match=r"on task 0 .* killed from outside \(SIGKILL\).*, 3 times in a row"):
         run(tmp_path / "killed", {"0": "killed"}, workers=1)
 
 

@@ -357,7 +357,7 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
         (Runs, "gather", r"run\(\) raised RuntimeError: sample\(\) while a sample\(\) of the same session goes on"),
         (Runs, "text", r"RuntimeError: append_text\(\) while a sample\(\)"),
         (Runs, "messages", r"RuntimeError: append_messages\(\) while a sample\(\)"),
-        (Runs, "leave", r"run\(\) ended while a session.sample\(\) went on: await every one"),
+        (Runs, "leave", r"run\(\) ended while a session.sample\(\) went on: await every sample"),
         (Raises, "full in make_task", rf"make_task\(\) raised SessionFull: full \({re.escape(__file__)}:\d+\)"),
         (Raises, "data in score", rf"score\(\) raised DataError: bad row \({re.escape(__file__)}:\d+\)"),
         (Raises, "mute in score", r"score\(\) raised MuteError: \(its __str__ raised KeyError\)"),
