@@ -182,7 +182,7 @@ def test_the_room_is_that_of_a_branch_and_branches_are_counted() -> None:
         Played("qwen3", turns, Asks(), max_branches=2)
     long = [f"{THOUGHT}{'No. ' * 30}"] * 2
     short = len(Played("qwen3", long[:1], Asks(0)).session.token_ids)
-    with pytest.raises(SessionFull, match="the chat so far has .* leave no room for a sampled one in the .* of a br"):
+    with pytest.raises(SessionFull, match="the chat so far has .* leave no room for a sampled token in the .* of a br"):
         Played("qwen3", long, Asks(), seq_len=short)
 
 

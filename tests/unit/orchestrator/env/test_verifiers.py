@@ -84,7 +84,7 @@ def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Pat
     details = sorted(one.detail.partition(": run() raised ")[2] for batch in batches for one in batch.dropped)
     assert len(details) == 3 and all(one.reason == "environment_error" for batch in batches for one in batch.dropped)
     assert details[0].startswith("RuntimeError: the episode failed: HarnessError: ") and "'no'" in details[0]
-    assert "temperature is the run's" in details[1]
+    assert "temperature is set by the run" in details[1]
     assert details[2].startswith("RuntimeError: the process that played it has ended 3 times")
     full = [one for batch in batches for one in batch.rollouts if one.metrics["requests/refused/full"]]
     assert [(one.truncated, one.reward) for one in full] == [(True, 0.0)] * 2
