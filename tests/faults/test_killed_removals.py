@@ -78,7 +78,6 @@ REMOVALS: dict[str, str] = {
     "launcher/resume/resume_step.py set_aside_damaged": "later steps",
     "orchestrator/evaluation/evaluator.py evaluate": "an evaluation that has ended",
     "orchestrator/evaluation/evaluator.py PolicyEvaluation._clear_others": "an evaluation of other weights",
-    "orchestrator/evaluation/results.py ResultsFile._load": ONE_CALL,
     "orchestrator/evaluation/results.py ResultsFile._write": ONE_CALL,
     "orchestrator/generation_log.py discard_generations": "generations",
     "process/heartbeat.py Heartbeat._write": OWN,

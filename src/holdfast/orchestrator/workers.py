@@ -83,7 +83,6 @@ _LOOK_S = 1.0
 _GRACE_S = 15.0
 """Beyond the deadline: a worker ends itself and names the line, unless a call of C blocks all its threads."""
 _END_S = 5.0
-_MOST_OUTPUT = 1 << 16
 _TAIL = 1 << 13
 
 DeathKind = Literal["crashed", "hung", "killed"]
@@ -147,7 +146,7 @@ class _Running:
             )
         finally:
             theirs.close()
-        self._output = _WorkerOutput(self._process, self._name)
+        self._output = _WorkerOutput(self._process)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._send(start)
 
@@ -320,12 +319,11 @@ class _Running:
 
 
 class _WorkerOutput:
-    """Reads all that a worker prints, shows it up to a limit, and keeps its end."""
+    """Shows what a worker prints, and keeps its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         self._stream = process.stdout
-        self._name = name
         self._tail = b""
         self._reading = asyncio.create_task(self._read())
 
@@ -339,14 +337,9 @@ class _WorkerOutput:
         return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")
 
     async def _read(self) -> None:
-        left = _MOST_OUTPUT
         while part := await self._stream.read(1 << 16):
             self._tail = (self._tail + part)[-_TAIL:]
-            if left > 0:
-                sys.stderr.write(part[:left].decode(errors="backslashreplace"))
-                left -= len(part)
-                if left <= 0:
-                    _log.warning("a worker of environment '%s' prints more than is shown", self._name)
+            sys.stderr.write(part.decode(errors="backslashreplace"))
 
 
 def error_of(failed: Failed) -> HoldfastError:

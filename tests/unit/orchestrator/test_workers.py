@@ -51,7 +51,7 @@ def test_every_fault_costs_its_group_and_counts_by_reason(tmp_path: Path, capsys
     assert "exited with code 7; its last words: my last words" in told[1] and "died of SIGSEGV" in told[7]
     assert "score() has blocked the event loop for longer than 3 s (timeout_s), at " in told[4]
     assert "faulty_environment.py:" in told[4] and "score() raised MemoryError" in told[10]
-    assert capsys.readouterr().err.count("x") < 200_000, "what is printed is shown up to a limit"
+    assert capsys.readouterr().err.count("x") >= 1_000_000, "what is printed is shown"
     assert batches[0].metrics["groups/dropped/crash"] == 1.0
 
 

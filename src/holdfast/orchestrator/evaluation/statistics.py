@@ -21,7 +21,7 @@ from holdfast.orchestrator.evaluation.results import (
     FORMAT,
     ROLLOUTS_NAME,
     EvaluatedRollout,
-    FoundTasks,
+    Tasks,
     differences,
     read_identity,
     read_tasks,
@@ -209,9 +209,6 @@ def _means_of_subsets(values: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate(means))
 
 
-Tasks = Mapping[tuple[str, int], Sequence[EvaluatedRollout]]
-
-
 class EnvironmentSummary(msgspec.Struct, kw_only=True):
     """How the policy did in one environment.
 
@@ -278,18 +275,17 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
     identity = read_identity(directory)
     path = directory / ROLLOUTS_NAME
     samples = identity["samples_per_task"]
-    found = read_tasks(path, samples_per_task=samples) if path.exists() else FoundTasks()
-    if found.damaged:
+    tasks, damaged = read_tasks(path, samples_per_task=samples) if path.exists() else ({}, [])
+    if damaged:
         run = directory.absolute().parent.parent
         if directory.absolute().parent.name == "evaluations" and RunDir(run).holds_run():
             raise DataError(
-                f"{found.damaged[0]}. `evaluate --run {run} --step {number_of(directory)} --output-dir DIRECTORY` "
+                f"{damaged[0]}. `evaluate --run {run} --step {number_of(directory)} --output-dir DIRECTORY` "
                 "evaluates that step again, in a directory of its own"
             )
         raise DataError(
-            f"{found.damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
+            f"{damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
         )
-    tasks = found.tasks
     wanted = sum(section["num_tasks"] for section in identity["environments"].values())
     if len(tasks) != wanted:
         raise DataError(

@@ -94,7 +94,7 @@ def asked(engine: FakeEngine) -> list[tuple[tuple[int, ...], int]]:
 
 
 def tasks_in(config: EvaluateConfig) -> dict[Any, Any]:
-    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task).tasks
+    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task)[0]
 
 
 def engine_with_weights(digest: str = "weights") -> FakeEngine:
@@ -268,7 +268,7 @@ def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
         compare(tmp_path / "a", tmp_path)
     lines = Path(shutil.copytree(tmp_path / "a", tmp_path / "changed")) / "rollouts.jsonl"
     prompt = json.loads(lines.read_bytes().splitlines()[0])["prompt"]
-    found = read_tasks(lines, samples_per_task=4).tasks.values()
+    found = read_tasks(lines, samples_per_task=4)[0].values()
     changed = [
         msgspec.structs.replace(one, prompt=one.prompt.replace(prompt, "0" * 32)) for group in found for one in group
     ]
@@ -394,11 +394,11 @@ def test_a_task_that_found_no_room_leaves_nothing_for_others_to_follow(tmp_path:
         size = path.stat().st_size
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, size + 60))
-        with pytest.raises(RunDirError, match=r"cannot be written.* goes on behind the tasks that are done"):
+        with pytest.raises(RunDirError, match=r"cannot be written.* continues after the finished tasks"):
             append(1, "long" * 100)
         assert path.stat().st_size == size
         append(2)  # for whose fewer bytes there is room
-        assert list(read_tasks(path, samples_per_task=1).tasks) == [("e", 0), ("e", 2)]
+        assert list(read_tasks(path, samples_per_task=1)[0]) == [("e", 0), ("e", 2)]
 
     assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0
 
