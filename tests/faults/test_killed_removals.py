@@ -28,7 +28,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside, set_aside_after, set_aside_damaged
 from holdfast.orchestrator.episodes import Sampler
-from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate, identity_of
+from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout, ResultsFile
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
 from holdfast.remote.checkpoints import RemoteCheckpoints
@@ -274,7 +274,7 @@ _POLICY: dict[str, Any] = {"kind": "weights", "digest": "d", "version": 2}
 
 def _played(case: Path) -> None:
     async def play() -> None:
-        identity = identity_of(_POLICY, _tasks(case))
+        identity = _tasks(case).identity(_POLICY)
         with closing(ResultsFile(case, identity, samples_per_task=1)) as results:
             for task in range(2):
                 await results.append([EvaluatedRollout(environment="reverse_text", task=task)])

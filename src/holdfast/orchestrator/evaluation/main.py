@@ -26,7 +26,6 @@ from holdfast.orchestrator.evaluation.evaluator import (
     HeldOutTasks,
     count_tasks,
     evaluate,
-    group_config,
     load_environments,
     refuse_training_tasks,
     settings_of_run,
@@ -67,17 +66,12 @@ async def run(config: EvaluateConfig) -> None:
 
 
 def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
-    return group_config(
-        OrchestratorConfig(model=config.inference.model),
-        config.environments,
-        samples_per_task=config.samples_per_task,
-        seq_len=config.seq_len,
-        sampling=config.sampling,
-    )
+    changes = {"environments": config.environments, "group_size": config.samples_per_task, "seq_len": config.seq_len}
+    return OrchestratorConfig(model=config.inference.model).model_copy(update={**changes, "sampling": config.sampling})
 
 
 def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOutTasks:
-    """Return what is asked. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
+    """Return the tasks. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
     environments = load_environments(config.environments, key="environments")
     sizes = sizes_of(environments, workers)
     if config.run is not None and (trained := settings_of_run(config.run)) is not None:

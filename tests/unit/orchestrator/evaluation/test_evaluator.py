@@ -334,7 +334,7 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     others = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "others.jsonl")})
     refuse_training_tasks(environments, sections, [others], key="environments")
     pools = CurriculumConfig(levels=[{}, section.args], advance_reward=0.5)
-    with pytest.raises(ConfigError, match="nothing of it is held out"):
+    with pytest.raises(ConfigError, match="none is held out"):
         leveled = others.model_copy(update={"curriculum": pools})
         refuse_training_tasks(environments, sections, [leveled], key="environments")
     run_dir = RunDir(tmp_path / "run")
@@ -342,7 +342,7 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     run_dir.configs(1).mkdir(parents=True)
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig(environments=[section])))
     config = EvaluateConfig(run=run_dir.path, environments=[section], output_dir=tmp_path / "evaluation")
-    with pytest.raises(ConfigError, match="nothing of it is held out"):
+    with pytest.raises(ConfigError, match="none is held out"):
         main.load_tasks(config, {})
 
 
