@@ -299,20 +299,3 @@ def _messages(value: Any, where: str) -> Sequence[Message | ChatMessage]:
 
 def _shown(value: Any) -> str:
     return f"{json.dumps(value)[:80]}"
-
-
-def require_placeholders(prompt: str, names: Sequence[str], *, environment: str) -> None:
-    """Raise ConfigError if one of `names` does not stand in braces in `prompt`."""
-    missing = [f"{{{name}}}" for name in names if f"{{{name}}}" not in prompt]
-    if missing:
-        raise ConfigError(
-            f"{environment}: prompt = {prompt!r} leaves out {', '.join(missing)}, so nobody could solve its tasks; "
-            "write it where it belongs"
-        )
-
-
-def filled(prompt: str, **values: str) -> str:
-    """Return `prompt` with each {name} replaced; other braces stand for themselves."""
-    for name, value in values.items():
-        prompt = prompt.replace(f"{{{name}}}", value)
-    return prompt
