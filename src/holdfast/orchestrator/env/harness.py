@@ -224,13 +224,17 @@ _ROUTES = {"chat/completions": "POST", "models": "GET"}
 
 
 class ChatServer:
-    """Routes the requests of harnesses to their rollouts, and checks the `api_key`."""
+    """Routes the requests of harnesses to their rollouts, and checks the `api_key`, until the event loop ends."""
 
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self._numbers = itertools.count(1)
         self._rollouts: dict[str, _Rollout] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        loop = asyncio.get_running_loop()
+        self.is_up: asyncio.Future[None] = loop.create_future()
+        # In a context of its own: it serves all rollouts, not only the first.
+        self._serving = contextvars.Context().run(loop.create_task, self._serve())
 
     @contextlib.contextmanager
     def serving(self, rollout: _Rollout) -> Iterator[str]:
@@ -242,8 +246,7 @@ class ChatServer:
         finally:
             del self._rollouts[number]
 
-    async def live(self, is_up: asyncio.Future[None]) -> None:
-        """Serve until this is cancelled; `is_up` is set when it listens."""
+    async def _serve(self) -> None:
         from aiohttp import web  # most runs have no harness
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -256,7 +259,7 @@ class ChatServer:
         await runner.setup()
         try:
             await web.SockSite(runner, self._socket).start()
-            is_up.set_result(None)
+            self.is_up.set_result(None)
             await asyncio.Event().wait()
         finally:
             await runner.cleanup()
@@ -285,23 +288,16 @@ class ChatServer:
             return 500, _error(f"the policy cannot be sampled: {error}", kind="server_error")
 
 
-_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (
-    WeakKeyDictionary()
-)
+_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
 
 
 async def chat_server() -> ChatServer:
     """Return the running server of this event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
-        server = ChatServer()
-        is_up: asyncio.Future[None] = loop.create_future()
-        # In a context of its own: it serves all rollouts, not only the first.
-        serving = contextvars.Context().run(loop.create_task, server.live(is_up))
-        _SERVERS[loop] = server, serving, is_up
-    server, _, is_up = _SERVERS[loop]
-    await asyncio.shield(is_up)
-    return server
+        _SERVERS[loop] = ChatServer()
+    await asyncio.shield(_SERVERS[loop].is_up)
+    return _SERVERS[loop]
 
 
 def _error(message: str, *, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
