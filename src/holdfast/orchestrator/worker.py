@@ -28,7 +28,7 @@ from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, ProcessKilled
 from holdfast.orchestrator.client.client import Affinity
-from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, pausing_clock, watching_calls
+from holdfast.orchestrator.env.guard import PromptTooLong, pausing_clock, watching_calls
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeFailureReason, JudgeRequest
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
@@ -39,7 +39,7 @@ from holdfast.process.child import die_with_parent, run_reporting_errors, set_up
 from holdfast.protocol.inference import ChatReply, Completion
 from holdfast.protocol.rollouts import Dropped, Rollout, Sampling, TokenIds, decode_packed, encode_packed
 
-FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeout", "memory", "killed"]
+FailureKind = Literal["config", "data", "environment", "memory", "killed"]
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -297,10 +297,9 @@ def _kind_of(error: HoldfastError) -> FailureKind:
     if isinstance(error.__cause__, MemoryError):
         return "memory"
     kinds: dict[type[HoldfastError], FailureKind] = {
-        PromptTooLong: "prompt_too_long",
-        CallTimeout: "timeout",
         ConfigError: "config",
         DataError: "data",
+        PromptTooLong: "data",
         ProcessKilled: "killed",
     }
     return kinds.get(type(error), "environment")

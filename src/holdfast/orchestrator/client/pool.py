@@ -133,9 +133,6 @@ class Engine:
             _log.warning("%s was restarted", self.url)
         self._boot_id = boot_id
 
-    def retry_policy(self) -> RetryPolicy:
-        return RetryPolicy(self.ready_timeout_s, key=f"{self.key}.ready_timeout_s")
-
     def has_room(self, num_sequences: int) -> bool:
         """Whether it may sample so many more; a request above `max_concurrency` gets an idle engine."""
         return self.in_flight == 0 or self.in_flight + num_sequences <= self.max_concurrency
@@ -342,7 +339,7 @@ class EnginePool:
 
     async def _has_entered(self, engine: Engine) -> bool:
         """Return whether the engine came back in time. Raises EngineLost if all engines are away for too long."""
-        attempts = engine.retry_policy()
+        attempts = RetryPolicy(engine.ready_timeout_s, key=f"{engine.key}.ready_timeout_s")
         try:
             while True:
                 await engine.wait_for_health()

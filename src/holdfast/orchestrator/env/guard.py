@@ -48,15 +48,15 @@ def prompt_ids_of(
 ) -> list[int]:
     """Return the token ids of a task's prompt; `tools` are the schemas that the policy sees.
 
-    Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if it is not a `Task`,
-    its prompt or answer is of the wrong type, or the template refuses it.
+    Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if `task` is not a
+    `Task`, its prompt or answer has a wrong type, or the template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
     if not isinstance(task.answer, str):
         raise EnvironmentFailure(
-            f"{what}: the answer of its task must be text, got {_shown(task.answer)}: make it text, as by str(), or "
-            "subclass Task for what else score() needs"
+            f"{what}: the answer of its task must be text, got {_shown(task.answer)}: convert it by str(), or subclass "
+            "Task for more than text"
         )
     try:
         prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
@@ -87,7 +87,7 @@ def prompt_ids_of(
 
 
 def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:
-    """Return one score per session, with plain numbers in it. Raises EnvironmentFailure."""
+    """Return one score per session, with plain numbers. Raises EnvironmentFailure."""
     if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Sequence):
         raise EnvironmentFailure(
             f"{what}: score() must return a list of {len(sessions)} Score objects, got {_shown(scores)}"
@@ -98,7 +98,7 @@ def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> li
 
 
 def step_rewards(score: Score, session: Session) -> StepRewards | None:
-    """Return the rewards of turns or tokens in a checked score, each at its last token; None without any."""
+    """Return the rewards of turns (at their last tokens) or tokens of a checked score; None without such rewards."""
     if score.turn_rewards is not None:
         return StepRewards(TokenIds([end - 1 for end in session.turn_ends]), Rewards(score.turn_rewards))
     if score.token_rewards is not None:
@@ -150,7 +150,7 @@ def _number(value: Any, name: str, what: str) -> float:
     is_scalar = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
     try:
         number = float(value) if is_scalar else math.nan
-    except Exception:  # noqa: BLE001 - of whichever class of others it is; what it is gets refused below
+    except Exception:  # noqa: BLE001 - of other people's classes; refused below
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise EnvironmentFailure(
@@ -176,10 +176,10 @@ class CallTimeout(EnvironmentFailure):
 
 @dataclass(eq=False)
 class Call:
-    """One call of a method of an environment, while it goes on.
+    """One running call of a method of an environment.
 
-    `what` begins the messages of its failures, `name` other messages. It may take `timeout_s`, without the engine's
-    time; then `deadline` ends it.
+    `what` begins the messages of its failures, `name` other messages. `deadline` ends it after `timeout_s`, without the
+    engine's time.
     """
 
     what: str
@@ -195,7 +195,7 @@ class Call:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """While the engine samples for it, its clock stands still."""
+        """Stop its clock while the engine samples for it."""
         if self._num_sampling == 0:
             self._own_s += awake_s() - self._since
             self._move_deadline(None)
@@ -216,13 +216,13 @@ class Call:
 
 
 RUNNING: set[Call] = set()
-"""The calls of this process that go on now."""
+"""The running calls of this process."""
 _CURRENT: ContextVar[Call] = ContextVar("environment call")
 
 
 @contextmanager
 def pausing_clock() -> Iterator[None]:
-    """Stop the clock of the current call, if any, while the engine, or a judge, works for it."""
+    """Stop the clock of the current call, if any, while the engine or a judge works for it."""
     call = _CURRENT.get(None)
     if call is None:
         yield
@@ -233,9 +233,9 @@ def pausing_clock() -> Iterator[None]:
 
 @asynccontextmanager
 async def calling(what: str, *, name: str, method: str, timeout_s: float | None) -> AsyncIterator[None]:
-    """Turn what an environment raises, or takes too long for, into a failure that says where it came from.
+    """Turn errors of an environment and missed deadlines into EnvironmentFailure (`CallTimeout`) with their place.
 
-    Raises EnvironmentFailure (`CallTimeout` if it took too long), or ProcessKilled.
+    Raises ProcessKilled as it is.
     """
     deadline = asyncio.timeout(timeout_s)
     call = Call(what, name=name, method=method, timeout_s=timeout_s, deadline=deadline)
@@ -271,19 +271,19 @@ async def result_of(value: Any) -> Any:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error, its text cut."""
+    """Return the traceback of an error, cut."""
     places = "".join(traceback.format_tb(error.__traceback__, limit=-_MOST_FRAMES))
     return f"{places}{type(error).__name__}: {printable(error)}"
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of the user's own code that an error came through."""
+    """Return `file:line` of the user's code where an error came from."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return _users(frames)
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return `file:line` of the user's code, from the innermost frame of its thread."""
+    """Return `file:line` of the user's code that a thread runs; `frame` is its innermost frame."""
     frames: list[tuple[str, int]] = []
     while frame is not None:
         frames.insert(0, (frame.f_code.co_filename, frame.f_lineno))
@@ -292,7 +292,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 
 def _users(frames: list[tuple[str, int]]) -> str:
-    """Choose the innermost frame that is neither a library's nor ours, else the innermost frame."""
+    """Return the innermost frame that is neither a library's nor ours, otherwise the innermost frame."""
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, _OURS, "<"))]
@@ -303,7 +303,7 @@ def _users(frames: list[tuple[str, int]]) -> str:
 NAMED_AFTER_S = 30.0
 _MOST_PERIOD_S = 1.0
 _BENEFIT_OF_DOUBT_S = 5.0
-"""A machine may be so busy that a call which blocks nothing seems to."""
+"""On a busy machine a call may only seem to block."""
 
 
 @contextmanager
@@ -319,7 +319,7 @@ def watching_calls(*, named_after_s: float = NAMED_AFTER_S) -> Iterator[None]:
 
 @asynccontextmanager
 async def beating(*, bound_s: float) -> AsyncIterator[None]:
-    """Have the event loop of this task beat each second; blocked for longer than `bound_s` it counts as stuck."""
+    """Send a heartbeat of the event loop each second; blocked for longer than `bound_s` it counts as stuck."""
 
     async def beat() -> None:
         while True:
@@ -363,7 +363,7 @@ class _Watch(threading.Thread):
                 continue
             frame = sys._current_frames().get(self._thread_id)
             call = _call_in(frame)
-            if call is not self._blocking:  # a new call: its time starts now
+            if call is not self._blocking:
                 self._blocking, self._asked_at, self._next_s = call, awake_s(), self._named_after_s
             if call is not None and frame is not None:
                 self._report(call, frame, awake_s() - self._asked_at)
@@ -379,14 +379,14 @@ class _Watch(threading.Thread):
             f"{call.what}: {call.method}() has blocked the event loop for longer than {call.timeout_s:g} s "
             f"(timeout_s), at {at}. What takes long must be awaited: `await asyncio.to_thread(...)`"
         )
-        # The main thread is stuck in the environment, so nothing else can end this process.
+        # Nothing else can end this process: its main thread is stuck.
         sys.stderr.write(f"error: {failure}\n")
         sys.stderr.flush()
         os._exit(STUCK)
 
 
 def _call_in(frame: FrameType | None) -> Call | None:
-    """Return the call that a thread runs, by the coroutines on its stack."""
+    """Return the call that a thread runs, by the coroutines on its stack; None outside of calls."""
     calls = [(call, getattr(call.task.get_coro(), "cr_frame", None)) for call in tuple(RUNNING) if call.task]
     while frame is not None:
         for call, outermost in calls:

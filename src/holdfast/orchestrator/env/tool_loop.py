@@ -1,4 +1,4 @@
-"""The loop of tools: which of them a turn calls, what they answer, and what went wrong, told to the policy.
+"""Runs the tools that a turn calls, and tells the policy what they answer or what went wrong.
 
 Whatever a tool fails with is a message to the policy, never the end of the run: an unknown name, wrong arguments, what
 is no JSON, an exception, its time limit. Each is counted.
