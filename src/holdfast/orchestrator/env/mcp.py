@@ -21,21 +21,13 @@ from weakref import WeakKeyDictionary
 from holdfast.config.environments import McpServerConfig
 from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
 from holdfast.orchestrator.env.interface import Session
-from holdfast.orchestrator.env.tools import WrongArguments
+from holdfast.orchestrator.env.tools import ToolFailed
 from holdfast.process.imports import import_extra
 from holdfast.process.noted_end import Ending
 from holdfast.protocol.inference import read_key
 
 _CLOSED = -32000
 """Code of the library for a connection that is gone (`mcp_types.CONNECTION_CLOSED`)."""
-
-
-class McpToolError(Exception):
-    """What a tool answered is an error; the message is for the policy."""
-
-
-class McpServerLost(Exception):
-    """A server could not be started, or has ended by itself; the message is for the policy."""
 
 
 class McpServer:
@@ -61,7 +53,7 @@ class McpServer:
     async def connect(self, session: Session) -> None:
         """Begin a session with the server, unless `session` has one.
 
-        Raises McpServerLost if it does not answer (the next call tries again), ProcessKilled.
+        Raises ToolFailed if it does not answer (the next call tries again), ProcessKilled.
         """
         if session not in self._connections:
             connection = self._connections[session] = _Connection(self._config)
@@ -70,14 +62,16 @@ class McpServer:
             await self._connections[session].client()
         except ProcessKilled:
             raise self._killed() from None
-        except McpServerLost as error:
+        except ToolFailed as error:
             self._leave(session)
-            raise McpServerLost(f"{self._what} could not be reached: {error}") from None
+            raise ToolFailed("server", f"{self._what} could not be reached: {error}") from None
 
     async def call(self, name: str, arguments: dict[str, Any], session: Session) -> str:
-        """Return a tool's answer, as text; `session` is connected. Raises McpToolError if the answer is an error, or
-        not text; McpServerLost if the server has ended by itself; the next call starts another one; ProcessKilled if it
-        was killed from outside."""
+        """Return a tool's answer, as text; `session` is connected.
+
+        Raises ToolFailed if the answer is an error or not text, or the server has ended by itself (the next call starts
+        another one); ProcessKilled if the server was killed from outside.
+        """
         from mcp import MCPError
 
         connection = self._connections[session]
@@ -86,11 +80,11 @@ class McpServer:
             return _text_of(await client.call_tool(name, arguments))
         except MCPError as error:
             if error.code != _CLOSED and not connection.is_forgotten:
-                raise McpToolError(printable(error.message)) from None
+                raise ToolFailed("raised", printable(error.message)) from None
         if connection.is_killed():
             raise self._killed()
         self._leave(session)
-        raise McpServerLost(f"{self._what} has died; the next call begins anew with another")
+        raise ToolFailed("server", f"{self._what} has died; the next call starts another")
 
     def _killed(self) -> ProcessKilled:
         return ProcessKilled(f"{self._what}: its process was killed from outside")
@@ -158,7 +152,7 @@ class McpTool:
     def call(self, arguments: Any, session: Session) -> Any:
         """Return the server's answer, to be awaited after `connect`; the server checks the arguments."""
         if not isinstance(arguments, dict):
-            raise WrongArguments(f"{self.name}: the arguments must be a JSON object")
+            raise ToolFailed("arguments", f"{self.name}: the arguments must be a JSON object")
         return self._server.call(self.name, arguments, session)
 
 
@@ -180,7 +174,7 @@ class _Connection:
         self._task.add_done_callback(_LIVING.discard)
 
     async def client(self) -> Any:
-        """Return the client, once the server answers. Raises McpServerLost or ProcessKilled."""
+        """Return the client, when the server answers. Raises ToolFailed or ProcessKilled."""
         return await asyncio.shield(self._client)
 
     def close(self) -> None:
@@ -210,8 +204,9 @@ class _Connection:
                     await self._is_over.wait()
             except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
                 if not self._client.done():
-                    kind = ProcessKilled if _was_killed(error, ending) else McpServerLost
-                    self._client.set_exception(kind(_told(error)))
+                    is_killed = _was_killed(error, ending)
+                    told = _told(error)
+                    self._client.set_exception(ProcessKilled(told) if is_killed else ToolFailed("server", told))
             finally:
                 self._client.cancel()
                 self._ending = None
@@ -251,15 +246,15 @@ async def _connect(
 
 
 def _text_of(result: Any) -> str:
-    """Return the text of a result. Raises McpToolError."""
+    """Return the text of a result. Raises ToolFailed."""
     others = sorted({block.type for block in result.content if block.type != "text"})
     if others:
-        raise McpToolError(f"it returned what is no text: {', '.join(others)}")
+        raise ToolFailed("raised", f"it returned what is not text: {', '.join(others)}")
     text = "\n".join(block.text for block in result.content)
     if not text and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     if result.is_error:
-        raise McpToolError(text or "it failed and did not say why")
+        raise ToolFailed("raised", text or "it failed and did not say why")
     return text
 
 

@@ -29,7 +29,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import pydantic
 
@@ -41,8 +41,18 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class WrongArguments(Exception):
-    """A tool was called with arguments that it does not take; the message is for the policy."""
+FailureReason = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
+"""Why a call has no result: it cannot be read, there is no such tool, its arguments do not fit, the tool raised or
+returned something that is not JSON, it took too long, or the MCP server of the tool died."""
+FAILURE_REASONS: tuple[FailureReason, ...] = get_args(FailureReason)
+
+
+class ToolFailed(Exception):
+    """A call of a tool failed; the message is for the policy."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: FailureReason = reason
 
 
 class Tool:
@@ -106,16 +116,16 @@ class Tool:
     def call(self, arguments: Any, session: object) -> Any:
         """Call the function with decoded JSON; return its result, which is awaitable if it is `async`.
 
-        Raises WrongArguments that says which do not fit, and what is allowed.
+        Raises ToolFailed that says which arguments do not fit, and what is allowed.
         """
         try:
             # As JSON and strict: "3" is no number, and a tuple may still be written as a list.
             checked = self._arguments.model_validate_json(json.dumps(arguments), strict=True)
         except pydantic.ValidationError as error:
             allowed = ", ".join(self._fields.values()) or "none"
-            raise WrongArguments(f"{self.name}: {_told(error)}. Parameters: {allowed}.") from None
+            raise ToolFailed("arguments", f"{self.name}: {_told(error)}. Parameters: {allowed}.") from None
         except RecursionError:
-            raise WrongArguments(f"{self.name}: the arguments are nested too deeply") from None
+            raise ToolFailed("arguments", f"{self.name}: the arguments are nested too deeply") from None
         given = {
             name: getattr(checked, field) for field, name in self._fields.items() if field in checked.model_fields_set
         }
