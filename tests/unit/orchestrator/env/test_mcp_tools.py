@@ -117,9 +117,9 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
     told = answers(session)
     assert told[0] == "a" and "so" in told[1] and told[1].startswith("error: ")
     assert told[2].startswith("error: ") and "a" in told[2]
-    assert told[3] == "error: it returned what is no text: image"
+    assert told[3] == "error: it returned what is not text: image"
     assert told[4] == "error: wait took longer than 2 s"
-    assert told[5] == "error: mcp_servers.s0 has died; the next call begins anew with another"
+    assert told[5] == "error: mcp_servers.s0 has died; the next call starts another"
     assert told[6] == "b", "of the new one"
     failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}
     assert failed == {"raised": 3, "timeout": 1, "server": 1, "arguments": 1, "unknown": 1}
@@ -202,7 +202,7 @@ def test_a_session_that_a_server_at_a_url_has_forgotten_is_begun_anew() -> None:
         [session] = asyncio.run(play(settings, said, before_turn={2: restart}))
     told = answers(session)
     assert told[0] == "a" and told[1].startswith("error: ") and "so" in told[1]
-    assert told[2] == "error: mcp_servers.s0 has died; the next call begins anew with another"
+    assert told[2] == "error: mcp_servers.s0 has died; the next call starts another"
     assert told[3] == "c"
     assert session.tool_counts["failed/server"] == 1 and session.tool_counts["failed/raised"] == 1
 
