@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,10 +27,9 @@ from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside, set_aside_after, set_aside_damaged
-from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout, ResultsFile
-from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
+from holdfast.orchestrator.generation_log import discard_generations
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, verify
@@ -284,12 +283,9 @@ def _played(case: Path) -> None:
 
 
 def _summarize(case: Path) -> None:
-    log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3])
-    sampler = Sampler(cast(Any, None), log)  # all is sampled
+    client, tokenizer = cast(Any, None), cast(Any, SimpleNamespace(stop_token_ids=[3]))  # all is sampled
     asyncio.run(
-        evaluate(
-            _tasks(case), _POLICY, sampler, tokenizer=cast(Any, None), directory=case, max_concurrency=1, tells=False
-        )
+        evaluate(_tasks(case), _POLICY, client, tokenizer=tokenizer, directory=case, max_concurrency=1, tells=False)
     )
 
 

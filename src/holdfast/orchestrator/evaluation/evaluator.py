@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -203,7 +203,7 @@ def files_of(section: EnvironmentConfig) -> dict[str, str]:
 async def evaluate(
     tasks: HeldOutTasks,
     policy: Mapping[str, object],
-    sampler: Sampler,
+    client: InferenceClient,
     *,
     tokenizer: Tokenizer,
     directory: Path,
@@ -211,41 +211,41 @@ async def evaluate(
     confidence: float = 0.95,
     tells: bool = True,
 ) -> Summary:
-    """Play the tasks that `directory` does not have yet, and write `summary.json`; closes `sampler`.
+    """Play the tasks that `directory` does not have yet, and write `summary.json`.
 
     Args:
-        policy: what identifies it, such as the digest of its weights.
+        policy: what identifies it, with the `digest` of its weights.
         tells: report the progress.
 
     Raises ConfigError, DataError or RunDirError if `directory` holds another evaluation, is damaged, or unwritable.
     """
     settings = {section.label: section for section in tasks.config.environments}
     seeds = tasks.seeds()
-    player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
-    try:
-        results = ResultsFile(directory, tasks.identity(policy), samples_per_task=tasks.config.group_size)
+    results = ResultsFile(directory, tasks.identity(policy), samples_per_task=tasks.config.group_size)
+    with closing(results):
+        digest, stops = str(policy["digest"]), tokenizer.stop_token_ids
+        sampler = Sampler(client, GenerationLog(RunDir(directory), 0, weights_digest=digest, stop_token_ids=stops))
+        player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
+        missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
+        if tells:
+            report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
+        slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
+
+        async def play(seed: TaskSeed) -> None:
+            section = settings[seed.environment]
+            problem = Problem(tasks.environments.get(seed.environment), section, seed)
+            async with slots:
+                outcome = await player.play(problem, 0)
+            await results.append(_lines(outcome, section, tokenizer))
+            moved()
+            done = len(results.tasks)
+            if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
+                report("evaluated", tasks=f"{done}/{len(seeds)}")
+
         try:
-            missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
-            if tells:
-                report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
-            slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
-
-            async def play(seed: TaskSeed) -> None:
-                section = settings[seed.environment]
-                problem = Problem(tasks.environments.get(seed.environment), section, seed)
-                async with slots:
-                    outcome = await player.play(problem, 0)
-                await results.append(_lines(outcome, section, tokenizer))
-                moved()
-                done = len(results.tasks)
-                if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
-                    report("evaluated", tasks=f"{done}/{len(seeds)}")
-
             await guarded(sampler.guard(run_all(play(seed) for seed in missing)))
         finally:
-            results.close()
-    finally:
-        await sampler.close()
+            await sampler.close()
     summary = summarize(results.tasks, read_identity(directory), confidence=confidence)
     # The log of generations. Before the summary: no start finishes a removal after it.
     shutil.rmtree(directory / "rollouts", ignore_errors=True)
@@ -307,18 +307,11 @@ class PolicyEvaluation:
         directory = self.run_dir.evaluation(weights.version)
         policy: dict[str, object] = {"kind": "weights", "digest": weights.digest, "version": weights.version}
         self._clear_others(directory, policy)
-        log = GenerationLog(
-            RunDir(directory),
-            weights.version,
-            weights_digest=weights.digest,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-        )
-        sampler = Sampler(self.client, log)
         try:
             summary = await evaluate(
                 self.tasks,
                 policy,
-                sampler,
+                self.client,
                 tokenizer=self.tokenizer,
                 directory=directory,
                 max_concurrency=self.max_concurrency,

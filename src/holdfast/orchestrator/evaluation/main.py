@@ -21,7 +21,6 @@ from holdfast.config.orchestrator import OrchestratorConfig, ServersConfig
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
-from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import (
     HeldOutTasks,
     count_tasks,
@@ -31,7 +30,6 @@ from holdfast.orchestrator.evaluation.evaluator import (
     settings_of_run,
     sizes_of,
 )
-from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.tasks import run_until_stopped
 from holdfast.orchestrator.teacher import adopt_served_weights
@@ -93,13 +91,6 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
     async with InferenceClient(servers, key="inference", vocab_size=vocab_size) as client:
         await client.wait_until_ready(model=model.name, seq_len=config.seq_len)
         digest = await adopt_served_weights(client, key="inference")
-        log = GenerationLog(
-            RunDir(config.output_dir),
-            0,
-            weights_digest=digest,
-            stop_token_ids=tokenizer.stop_token_ids,
-        )
-        sampler = Sampler(client, log)
         identity = tokenizer.identity()
         if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
             identity += template_date().date().isoformat()
@@ -115,7 +106,7 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         await evaluate(
             tasks,
             policy,
-            sampler,
+            client,
             tokenizer=tokenizer,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,
