@@ -283,7 +283,7 @@ def _played(case: Path) -> None:
 
 
 def _summarize(case: Path) -> None:
-    client, tokenizer = cast(Any, None), cast(Any, SimpleNamespace(stop_token_ids=[3]))  # all is sampled
+    client, tokenizer = cast(Any, SimpleNamespace(vocab_size=None)), cast(Any, SimpleNamespace(stop_token_ids=[3]))
     asyncio.run(
         evaluate(_tasks(case), _POLICY, client, tokenizer=tokenizer, directory=case, max_concurrency=1, tells=False)
     )

@@ -144,6 +144,7 @@ class BatchMaker:
             weights_digest=digest,
             stop_token_ids=self.tokenizer.stop_token_ids,
             teacher_digest=self.teacher.digest if self.teacher else "",
+            vocab_size=self.client.vocab_size,
         )
         sampler = Sampler(self.client, log)
         player = GroupPlayer(self.config, self.tokenizer, sampler, self.workers)

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from holdfast.errors import RunDirError
+from holdfast.orchestrator.client.http import problem_of, problem_of_logprobs
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Sampling, decode_packed, encode_packed
 from holdfast.run.record_log import RecordLog, read_records, whole_bytes
@@ -77,7 +78,9 @@ class GenerationLog:
         weights_digest: str,
         stop_token_ids: list[int],
         teacher_digest: str = "",
+        vocab_size: int | None = None,
     ) -> None:
+        self._vocab_size = vocab_size
         self.path = run_dir.generations(step)
         self.header = Header(_FORMAT, step, weights_digest, stop_token_ids, teacher_digest)
         self._found: dict[tuple[str, Sampling, int, int], Completion] = {}
@@ -140,11 +143,35 @@ class GenerationLog:
         if payloads[0] != self._encoder.encode(self.header):
             _log.warning("%s has no header, or one of other weights or settings: its batch is sampled anew", self.path)
             return 0
-        for answer in map(decode_answer, payloads[1:]):
-            for seed, completion in zip(answer.seeds, answer.completions, strict=True):
-                self._found[answer.prompt, answer.sampling, answer.max_tokens, seed] = completion
+        problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
+        if problems:
+            _log.warning(
+                f"{self.path}: {len(problems)} of {len(payloads) - 1} answers cannot be right and are asked for again; "
+                f"the first: {problems[0]}"
+            )
         # Damage in the middle stays: a cut would lose the answers after it.
         return whole_bytes(self.path, damages)
+
+    def _index(self, payload: bytes) -> str | None:
+        """Index the answer in a record, or return why it cannot be one: an older version may have checked less."""
+        try:
+            answer = decode_answer(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return str(error)
+        if len(answer.seeds) != len(answer.completions):
+            return f"{len(answer.completions)} completions for {len(answer.seeds)} seeds"
+        for completion in answer.completions:
+            if (problem := self._problem(completion, answer.max_tokens)) is not None:
+                return problem
+        for seed, completion in zip(answer.seeds, answer.completions, strict=True):
+            self._found[answer.prompt, answer.sampling, answer.max_tokens, seed] = completion
+        return None
+
+    def _problem(self, completion: Completion, max_tokens: int) -> str | None:
+        if max_tokens == 0:
+            return problem_of_logprobs("logprobs", completion.logprobs)
+        stops = self.header.stop_token_ids
+        return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
 
 
 def discard_generations(run_dir: RunDir, *, up_to: int) -> None:

@@ -69,7 +69,7 @@ class InferenceClient:
         key: str = "client",
         vocab_size: int | None = None,
     ) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._transport = HttpTransport(config, key=key)
         self.pool = EnginePool(
             [
@@ -167,7 +167,7 @@ class InferenceClient:
         answer = decode(data, GenerateResponse, url=engine.url)
         # Before the check: a restart explains what it finds.
         engine.note_boot(answer.boot_id)
-        choices = check_choices(answer, request, url=engine.url, vocab_size=self._vocab_size)
+        choices = check_choices(answer, request, url=engine.url, vocab_size=self.vocab_size)
         for choice in choices:
             self._check_sampled_by(choice, digest)
         return choices

@@ -223,8 +223,14 @@ async def evaluate(
     seeds = tasks.seeds()
     results = ResultsFile(directory, tasks.identity(policy), samples_per_task=tasks.config.group_size)
     with closing(results):
-        digest, stops = str(policy["digest"]), tokenizer.stop_token_ids
-        sampler = Sampler(client, GenerationLog(RunDir(directory), 0, weights_digest=digest, stop_token_ids=stops))
+        log = GenerationLog(
+            RunDir(directory),
+            0,
+            weights_digest=str(policy["digest"]),
+            stop_token_ids=tokenizer.stop_token_ids,
+            vocab_size=client.vocab_size,
+        )
+        sampler = Sampler(client, log)
         player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
         missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
         if tells:

@@ -5,10 +5,12 @@ import gzip
 import json
 import math
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -20,7 +22,8 @@ from holdfast.orchestrator.client.http import _RETRY_FAILING_S, Unavailable, loa
 from holdfast.orchestrator.client.pool import FIRST_BACKOFF_S
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import problem_of_logprobs, vocab_size_in
-from holdfast.run.record_log import read_records
+from holdfast.run import journal
+from holdfast.run.record_log import RecordLog, read_records
 from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, FakeTrainer, make_config, serving
 
@@ -106,6 +109,45 @@ def test_what_cannot_have_been_sampled_is_refused_and_not_kept(tmp_path: Path, a
     with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
         asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
     assert run_dir.published_batches() == [1], "with a sound engine the run goes on"
+
+
+def spoil(answer: dict[str, Any], how: str) -> None:
+    """Make one answer in a log of generations what a version that checked less may have logged."""
+    completion = answer["completions"][0]
+    match how:
+        case "id":
+            completion["token_ids"] = struct.pack("<i", VOCAB_SIZE + 100) + completion["token_ids"][4:]
+        case "logprob":
+            completion["logprobs"] = struct.pack("<f", float("inf")) + completion["logprobs"][4:]
+        case "count":
+            answer["completions"].pop()
+        case "type":
+            completion["token_ids"] = "text"
+
+
+@pytest.mark.parametrize("how", ["id", "logprob", "count", "type"])
+def test_what_was_logged_wrong_is_asked_again(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = RunDir(tmp_path)
+    engine = FakeEngine(intercept=lambda count: Response(status_code=400) if count == 3 else None)
+    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
+        client = {"max_concurrency": 4}  # one group at a time
+        config = make_config(tmp_path, engine, max_steps=1, client=client)
+        with pytest.raises(InferenceError, match="answered 400"):
+            asyncio.run(orchestrate(config))
+        payloads, _ = read_records(run_dir.generations(1))
+        assert len(payloads) == 3, "a header and two answers, before the third request failed"
+        answer = msgspec.msgpack.decode(payloads[1])
+        spoil(answer, how)
+        log = RecordLog(run_dir.generations(1), valid_bytes=0)
+        for payload in (payloads[0], msgspec.msgpack.encode(answer), payloads[2]):
+            log.append(payload)
+        log.close(wait=True)
+        engine.intercept = None
+        asyncio.run(orchestrate(config))
+    assert "1 of 2 answers cannot be right and are asked for again; the first: " in caplog.text
+    assert len(engine.requests) == 2 + 2, "the answer that was wrong and the one that failed"
+    ids = [token for rollout in journal.read_batch(run_dir, 1).rollouts for token in rollout.token_ids]
+    assert max(ids) < VOCAB_SIZE
 
 
 def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None:
