@@ -8,11 +8,11 @@ import math
 import socket
 import ssl
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -33,6 +33,11 @@ from holdfast.protocol.inference import (
     read_admin_token,
 )
 from holdfast.protocol.rollouts import decode_packed, problem_of_ids, problem_of_logprobs, vocab_size_in
+
+if TYPE_CHECKING:
+    from aiohttp.client_proto import ResponseHandler
+    from aiohttp.client_reqrep import ClientRequest
+    from aiohttp.tracing import Trace
 
 _log = logging.getLogger("orchestrator")
 
@@ -87,8 +92,6 @@ class HttpTransport:
         token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
-        # One per server: a server that accepts no connections must not delay others.
-        self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
 
     async def close(self) -> None:
         if self._opened is not None:
@@ -175,15 +178,10 @@ class HttpTransport:
         headers: dict[str, str] | None,
         most_bytes: int,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        opening: _Opening = (self._openings[url], [])
-        try:
-            async with self._session.request(
-                method, url + route, data=content, headers=headers, allow_redirects=False, trace_request_ctx=opening
-            ) as answer:
-                return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
-        finally:
-            for place in opening[1]:
-                place.release()
+        async with self._session.request(
+            method, url + route, data=content, headers=headers, allow_redirects=False
+        ) as answer:
+            return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
 
     async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
@@ -219,18 +217,19 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
         ) from None
 
 
-# The trace context of a request: the semaphore of its server, and a list that has it while a connection opens.
-_Opening = tuple[asyncio.Semaphore, list[asyncio.Semaphore]]
+class _Connector(aiohttp.TCPConnector):
+    """Opens at most `_OPENED_AT_ONCE` connections to one server at once."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # One per server: a server that accepts no connections must not delay others.
+        self._openings: defaultdict[object, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_OPENED_AT_ONCE))
 
-async def _before_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    places, held = context.trace_request_ctx
-    await places.acquire()
-    held.append(places)
-
-
-async def _after_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    context.trace_request_ctx[1].pop().release()
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        async with self._openings[req.connection_key]:
+            return await super()._create_connection(req, traces, timeout)
 
 
 def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -242,20 +241,16 @@ def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _new_session(urls: Sequence[str]) -> aiohttp.ClientSession:
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_start.append(_before_opening)
-    trace.on_connection_create_end.append(_after_opening)
     # Only for https: a TLS context reads every root certificate, which takes tens of milliseconds.
     verify = ssl.create_default_context() if any(url.startswith("https:") for url in urls) else False
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=verify, limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_new_socket),
+        connector=_Connector(ssl=verify, limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_new_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         # No compression: `most_bytes` must bound the memory.
         headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,  # no proxies
-        trace_configs=[trace],
     )
 
 
