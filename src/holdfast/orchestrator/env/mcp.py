@@ -1,8 +1,7 @@
 """Tools of MCP servers, through the official library: listed at the start, called by rollouts.
 
-Every rollout has its own session with each server that it calls, begun by its first call: a process of its own, or a
-session of a server at a URL. So no rollout sees what another one did, and a rollout that is played again finds what it
-found the first time.
+Every rollout has its own session with each server that it calls: a process, or a session of a server at a URL. So no
+rollout sees what another one did, and a rollout that is played again finds what it found the first time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _CLOSED = -32000
 
 
 class McpServer:
-    """One server of the settings, and the connections that sessions have to it.
+    """One server of the settings, and its connections by session.
 
     Raises ConfigError if the library, the command or a key is missing, or the server did not list its tools.
     """
@@ -51,7 +50,7 @@ class McpServer:
         self.tools = [McpTool(self, tool) for tool in self._chosen(self._ask_for_tools())]
 
     async def connect(self, session: Session) -> None:
-        """Begin a session with the server, unless `session` has one.
+        """Begin a connection of `session`, unless there is one.
 
         Raises ToolFailed if it does not answer (the next call tries again), ProcessKilled.
         """
@@ -93,7 +92,7 @@ class McpServer:
         self._connections.pop(session).close()
 
     def _ask_for_tools(self) -> list[Any]:
-        """Ask in a thread of its own: an event loop may run in this one already."""
+        """Ask in a thread, since an event loop may run in this one."""
         with ThreadPoolExecutor(1) as thread:
             for _ in range(MOST_KILLED):
                 with ending_of(self._config) as ending:
@@ -114,7 +113,7 @@ class McpServer:
                     tools += page.tools
         except TimeoutError:
             raise ConfigError(
-                f"{self._what}: it did not name its tools within {self._config.start_timeout_s:g} s (start_timeout_s)"
+                f"{self._what}: it did not list its tools within {self._config.start_timeout_s:g} s (start_timeout_s)"
             ) from None
         except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
             if _was_killed(error, ending):
@@ -150,16 +149,16 @@ class McpTool:
         await self._server.connect(session)
 
     def call(self, arguments: Any, session: Session) -> Any:
-        """Return the server's answer, to be awaited after `connect`; the server checks the arguments."""
+        """Return the server's answer as an awaitable, after `connect`; the server checks the arguments."""
         if not isinstance(arguments, dict):
             raise ToolFailed("arguments", f"{self.name}: the arguments must be a JSON object")
         return self._server.call(self.name, arguments, session)
 
 
 class _Connection:
-    """One session with a server, entered and left by a task of its own, as the library requires.
+    """One session with a server, entered and left in one task, as the library requires.
 
-    `is_forgotten`: a server at a URL does not know the session any more, as after its restart.
+    `is_forgotten`: a server at a URL has lost the session, as after its restart.
     """
 
     def __init__(self, config: McpServerConfig) -> None:
@@ -178,7 +177,7 @@ class _Connection:
         return await asyncio.shield(self._client)
 
     def close(self) -> None:
-        """Leave the server; a process that was started for it ends."""
+        """Leave the server, and end its process."""
         self._is_over.set()
         if not self._client.done():
             self._task.cancel()
@@ -188,7 +187,7 @@ class _Connection:
         return self._ending is not None and self._ending.is_from_outside()
 
     async def _see(self, response: Any) -> None:
-        # As the protocol defines it; the library only has a message, whose text depends on the server.
+        # As the protocol defines it; the library only has a message of the server's.
         asked = response.request
         if response.status_code == 404 and asked.method == "POST" and "mcp-session-id" in asked.headers:
             self.is_forgotten = True
@@ -213,7 +212,7 @@ class _Connection:
 
 
 _LIVING: set[asyncio.Task[None]] = set()
-"""Connections that are there, or are about to end: the loop itself holds tasks weakly."""
+"""Connections, since an event loop holds its tasks weakly."""
 
 
 @asynccontextmanager

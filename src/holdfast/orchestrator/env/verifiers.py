@@ -41,7 +41,7 @@ class Row(Task):
 
 
 class PlayerDied(Exception):
-    """The process that played has ended; `is_killed`: from outside."""
+    """The process that played has ended; `is_killed`: by a signal from outside."""
 
     def __init__(self, *, is_killed: bool) -> None:
         super().__init__("it was killed from outside" if is_killed else "it has ended")
@@ -49,7 +49,7 @@ class PlayerDied(Exception):
 
 
 class Verifiers(HarnessEnvironment):
-    """Reward: that of the agent that the policy plays; its parts are metrics."""
+    """Reward: that of the policy's agent, with its parts as metrics."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         """Start the process that plays, and load the tasks there.
@@ -57,8 +57,9 @@ class Verifiers(HarnessEnvironment):
         Args:
             name: the id of the taskset, as verifiers has it.
             settings: of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers selects
-                tasks; and `python`, the interpreter that has verifiers (unset: this one).  Raises ConfigError if there
-                is no such interpreter, or verifiers refuses name or settings.
+                tasks; and `python`, the interpreter that has verifiers (unset: this one).
+
+        Raises ConfigError if there is no such interpreter, or verifiers refuses name or settings.
         """
         own = {key: settings[key] for key in ("python", "select") if key in settings}
         env = {key: value for key, value in settings.items() if key not in own}
@@ -136,7 +137,7 @@ class _Player:
             self._loop, self._link, self._starting = loop, None, None
             self._alone = asyncio.Lock()
         if self._starting is None or self._starting.done():
-            # In a context of its own, and not cancelled with the first rollout: it serves all.
+            # In a context of its own, and not cancelled with one rollout: it serves all.
             self._starting = contextvars.Context().run(asyncio.create_task, self._start_again())
         return await asyncio.shield(self._starting)
 
@@ -175,8 +176,7 @@ class _Player:
             theirs.close()
 
     def _load(self, connection: socket.socket) -> int:
-        """Have the environment loaded; return how many tasks it has. Raises ConfigError, or PlayerDied if it was
-        killed."""
+        """Load the environment; return its number of tasks. Raises ConfigError, or PlayerDied if it was killed."""
         process = self._process
         with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
             connection.sendall(self._start)
