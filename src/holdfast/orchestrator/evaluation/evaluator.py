@@ -9,7 +9,6 @@ import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import KW_ONLY, dataclass
-from itertools import groupby
 from pathlib import Path
 
 import xxhash
@@ -270,7 +269,7 @@ def _lines(outcome: Outcome, section: EnvironmentConfig, tokenizer: Tokenizer) -
 
 
 def _line(rollout: Rollout, section: EnvironmentConfig, tokenizer: Tokenizer) -> EvaluatedRollout:
-    stretches = _stretches(rollout)
+    stretches = rollout.stretches()
     return EvaluatedRollout(
         environment=rollout.environment,
         task=rollout.task_id,
@@ -283,13 +282,6 @@ def _line(rollout: Rollout, section: EnvironmentConfig, tokenizer: Tokenizer) ->
         metrics=rollout.metrics,
         turns=[Turn(sampled, tokenizer.decode(ids, skip_special_tokens=False)) for sampled, ids in stretches],
     )
-
-
-def _stretches(rollout: Rollout) -> Sequence[tuple[bool, list[int]]]:
-    pairs = zip(rollout.loss_mask, rollout.token_ids, strict=True)
-    return [
-        (sampled, [token for _, token in stretch]) for sampled, stretch in groupby(pairs, lambda pair: bool(pair[0]))
-    ]
 
 
 @dataclass(eq=False)

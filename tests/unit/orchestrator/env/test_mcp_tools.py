@@ -226,7 +226,7 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
         ([{**STDIO, "tools": ["ad"]}], r"s0.tools: it has no tool 'ad'. Did you mean 'add'\? Tools there: add, note"),
         ([{"command": sys.executable, "args": ["-c", NO_TOOLS]}], "s0: it has no tools"),
         ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
-        ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not name its tools within 0.5 s"),
+        ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not list its tools within 0.5 s"),
         ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
         ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: its tool 'note' is there already: .* mcp_servers.s1.tools"),
     ],
