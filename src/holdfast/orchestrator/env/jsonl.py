@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.chat.messages import as_dict
 from holdfast.chat.template import ChatMessage
 from holdfast.config.environments import JudgeConfig
-from holdfast.errors import ConfigError, DataError, nearest
+from holdfast.errors import ConfigError, DataError, nearest, shown
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
@@ -245,17 +245,17 @@ def _read_task(line: str, prompt: str, answer: str, fields: Sequence[str] | None
     messages = _messages(row[prompt], f"{where}: '{prompt}'")
     if fields is None:
         return Task(prompt=messages, answer=right)
-    shown = {name: _plain(row[name], f"{where}: '{name}'") for name in of_judge}
+    judged = {name: _plain(row[name], f"{where}: '{name}'") for name in of_judge}
     if "prompt" in fields:
-        shown["prompt"] = _as_text(row[prompt], messages)
+        judged["prompt"] = _as_text(row[prompt], messages)
     if "answer" in fields:
-        shown["answer"] = right
-    return Question(prompt=messages, answer=right, fields=shown)
+        judged["answer"] = right
+    return Question(prompt=messages, answer=right, fields=judged)
 
 
 def _plain(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{where} is {_shown(value)}, expected text or a number")
+        raise DataError(f"{where} is {shown(value)}, expected text or a number")
     return str(value)
 
 
@@ -272,11 +272,7 @@ def _messages(value: Any, where: str) -> Sequence[Message | ChatMessage]:
     try:
         messages = tuple(as_messages(value))
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where} is {_shown(value)}, expected text or a list of {{role, content}} ({error})") from None
+        raise DataError(f"{where} is {shown(value)}, expected text or a list of {{role, content}} ({error})") from None
     if not messages:
         raise DataError(f"{where} is an empty list of messages")
     return messages
-
-
-def _shown(value: Any) -> str:
-    return f"{json.dumps(value)[:80]}"

@@ -171,7 +171,7 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
         (["{not json}"], "rows.jsonl:1 is not JSON"),
         ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
         ([[1, 2]], "rows.jsonl:1 is list, expected an object"),
-        ([{"prompt": "q", "answer": ["a"]}], "'answer' is \\[\"a\"\\], expected text or a number"),
+        ([{"prompt": "q", "answer": ["a"]}], "'answer' is \\['a'\\], expected text or a number"),
         ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
         ([{"prompt": [], "answer": "a"}], "empty list of messages"),
         ([], "has no rows"),
