@@ -513,6 +513,8 @@ class GroupPlayer:
     async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
         told = ""
         for num_killed in range(MOST_KILLED + 1):
+            if told:
+                _log.warning("%s: the group is played again", told)
             try:
                 if (there := self.workers.get(problem.name)) is not None:
                     return await there.play(problem, step, sampler, is_alone=num_killed > 1)
@@ -520,7 +522,6 @@ class GroupPlayer:
             except ProcessKilled as error:
                 sampler.check()
                 told = str(error)
-                _log.warning("%s: the group is played again", told)
         return fail(problem, EnvironmentFailure(f"{told}, {MOST_KILLED + 1} times in a row"))
 
 
