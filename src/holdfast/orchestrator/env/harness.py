@@ -130,7 +130,7 @@ def _check_parameter(name: str, value: Any) -> None:
         )
     if name in _ALLOWED and value != _ALLOWED[name]:
         allowed = json.dumps(_ALLOWED[name])
-        raise Refused("parameter", f"{name} = {shown(value)} is not supported: leave it out, or set {allowed}")
+        raise Refused("parameter", f"{name} = {shown(value)} is not supported: leave it out, or {allowed}")
     if name not in _KNOWN:
         known = ", ".join(_KNOWN)
         raise Refused("parameter", f"there is no parameter `{name:.80}`.{nearest(name, _KNOWN)} Known: {known}")

@@ -227,7 +227,7 @@ def test_nothing_is_answered_after_the_end() -> None:
 
     async def second(endpoint: Endpoint) -> float:
         said = await ask(kept[0], USER)
-        assert "it has ended" in said["error"]["message"]
+        assert "its rollout has ended" in said["error"]["message"]
         return await first(endpoint)
 
     async def both() -> None:

@@ -228,7 +228,7 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
         ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
         ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not list its tools within 0.5 s"),
         ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
-        ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: its tool 'note' is there already: .* mcp_servers.s1.tools"),
+        ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: there is another tool 'note': .* mcp_servers.s1.tools"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_told_before_sampling(servers: list[dict[str, Any]], said: str) -> None:
