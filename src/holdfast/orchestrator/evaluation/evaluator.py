@@ -218,44 +218,58 @@ async def evaluate(
 
     Raises ConfigError, DataError or RunDirError if `directory` holds another evaluation, is damaged, or unwritable.
     """
-    settings = {section.label: section for section in tasks.config.environments}
     seeds = tasks.seeds()
-    results = ResultsFile(directory, tasks.identity(policy), samples_per_task=tasks.config.group_size)
-    with closing(results):
-        log = GenerationLog(
-            RunDir(directory),
-            0,
-            weights_digest=str(policy["digest"]),
-            stop_token_ids=tokenizer.stop_token_ids,
-            vocab_size=client.vocab_size,
-        )
-        sampler = Sampler(client, log)
-        player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
+    with closing(ResultsFile(directory, tasks.identity(policy), samples_per_task=tasks.config.group_size)) as results:
         missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
         if tells:
             report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
-        slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
-
-        async def play(seed: TaskSeed) -> None:
-            section = settings[seed.environment]
-            problem = Problem(tasks.environments.get(seed.environment), section, seed)
-            async with slots:
-                outcome = await player.play(problem, 0)
-            await results.append(_lines(outcome, section, tokenizer))
-            moved()
-            done = len(results.tasks)
-            if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
-                report("evaluated", tasks=f"{done}/{len(seeds)}")
-
-        try:
-            await guarded(sampler.guard(run_all(play(seed) for seed in missing)))
-        finally:
-            await sampler.close()
+        if missing:
+            log = GenerationLog(
+                RunDir(directory),
+                0,
+                weights_digest=str(policy["digest"]),
+                stop_token_ids=tokenizer.stop_token_ids,
+                vocab_size=client.vocab_size,
+            )
+            sampler = Sampler(client, log)
+            try:
+                await _play(missing, tasks, sampler, results, tokenizer, max_concurrency=max_concurrency, tells=tells)
+            finally:
+                await sampler.close()
     summary = summarize(results.tasks, read_identity(directory), confidence=confidence)
     # The log of generations. Before the summary: no start finishes a removal after it.
     shutil.rmtree(directory / "rollouts", ignore_errors=True)
     atomic.write_file(directory / SUMMARY_NAME, summary.encode())
     return summary
+
+
+async def _play(
+    missing: Sequence[TaskSeed],
+    tasks: HeldOutTasks,
+    sampler: Sampler,
+    results: ResultsFile,
+    tokenizer: Tokenizer,
+    *,
+    max_concurrency: int,
+    tells: bool,
+) -> None:
+    settings = {section.label: section for section in tasks.config.environments}
+    number = sum(tasks.counts.values())
+    player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
+    slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
+
+    async def play(seed: TaskSeed) -> None:
+        section = settings[seed.environment]
+        problem = Problem(tasks.environments.get(seed.environment), section, seed)
+        async with slots:
+            outcome = await player.play(problem, 0)
+        await results.append(_lines(outcome, section, tokenizer))
+        moved()
+        done = len(results.tasks)
+        if tells and done * _REPORTS // number > (done - 1) * _REPORTS // number:
+            report("evaluated", tasks=f"{done}/{number}")
+
+    await guarded(sampler.guard(run_all(play(seed) for seed in missing)))
 
 
 def _lines(outcome: Outcome, section: EnvironmentConfig, tokenizer: Tokenizer) -> list[EvaluatedRollout]:
