@@ -65,7 +65,7 @@ def _train(
         tokenizer,
         build_policy,
         pack=config.data.pack,
-        share=config.data.pack,
+        share=config.data.pack and config.loss.type != "kto",  # whose answers do not share
         data_fingerprint=fingerprint_preferences(training),
     ) as session:
         none = Reference(np.zeros((len(preferences), 2)), {})
