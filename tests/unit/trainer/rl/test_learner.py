@@ -333,7 +333,7 @@ def test_a_named_reference_and_critic_have_weights_of_their_own(start: Start, ti
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}, "replay": {"groups": 1}},
+        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
         {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": REWARD_KL},
         {"rewards": {"truncated": "mask"}, "loss": {"type": "cispo"}, "row_tokens": 100},
     ],
