@@ -143,6 +143,10 @@ class JournalConfig(Section):
     never trained again. Without checkpoints all stay: a trainer that dies starts again from the first."""
 
 
+ATTENDED_TOKENS = 4
+"""Most tokens that attention holds for each token of a row's budget. It holds a shared prompt once for each answer."""
+
+
 class TrainerConfig(TrainingCommand):
     """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
 

@@ -22,7 +22,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl import RlConfig
-from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.rl_trainer import ATTENDED_TOKENS, TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, RATES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.launcher.devices import rates_of_run, settings_of_run
@@ -292,9 +292,28 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
             f"most {orchestrator.sampling.max_tokens} sampled tokens per turn and {orchestrator.seq_len} tokens per "
             f"rollout; {rate}"
         )
+        if isinstance(config, TrainerConfig) and config.share_prompts and orchestrator.group_size > 1:
+            yield _shared_prompts(config, orchestrator)
     yield _checkpoints(config, is_rl=orchestrator is not None)
     if parameters:
         yield _memory(config, parameters)
+
+
+def _shared_prompts(config: TrainerConfig, orchestrator: OrchestratorConfig) -> str:
+    """Return how often the prompt of a group is computed if every rollout has one turn and is as long as allowed."""
+    group, row = orchestrator.group_size, config.row_tokens
+    answer = min(orchestrator.sampling.max_tokens, orchestrator.seq_len - 1)
+    prompt = orchestrator.seq_len - answer
+    fitting = min((row - prompt) // answer, ATTENDED_TOKENS * row // (prompt + answer))
+    held = min(group, max(1, fitting))
+    whole = max(prompt + group * answer, -(-group * (prompt + answer) // ATTENDED_TOKENS))
+    if held == group:
+        longest = f"{prompt + group * answer:,}"
+        return f"prompts: each is computed once for its {group} answers; the longest group has {longest} tokens"
+    return (
+        f"prompts: the longest is computed {-(-group // held)} times for its {group} answers, as {held} of them fit "
+        f"trainer.row_tokens = {row:,} with it, and all of them {whole:,}"
+    )
 
 
 def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError
+from holdfast.launcher.preflight import _shared_prompts
 from holdfast.protocol.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
@@ -170,6 +174,11 @@ def test_a_prompt_that_almost_fills_a_row_is_computed_again_for_each_answer(row_
     (plan,) = plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)
     rows = [build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")) for row in plan]
     assert sum(row.input_ids_BL.numel() for row in rows) == tokens
+    config = TrainerConfig(output_dir=Path("run"), row_tokens=row_tokens)
+    values = {"environments": [{"id": "addition"}], "seq_len": 4500, "sampling": {"max_tokens": 500}}
+    orchestrator = OrchestratorConfig.model_validate(values)
+    times = (tokens - 8 * 500) // 4000
+    assert f"computed {times} times" in _shared_prompts(config, orchestrator).replace("once for", "1 times for")
 
 
 def test_a_shared_prompt_attends_to_itself_once_and_costs_as_much() -> None:
