@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.env.jsonl import filled, lcs, require_placeholders
+from holdfast.orchestrator.env.jsonl import lcs
 
 _MOST_DIGITS = 4000
 """Python refuses to read longer numbers (`sys.set_int_max_str_digits`)."""
@@ -50,7 +50,6 @@ class Addition(Environment):
             raise ConfigError(
                 f"addition: grow_every = {grow_every} has nothing to grow: min_digits and max_digits are {max_digits}"
             )
-        require_placeholders(prompt, ("first", "second"), environment="addition")
         self._min_digits = min_digits
         self._max_digits = max_digits
         self._carries = carries
@@ -64,7 +63,7 @@ class Addition(Environment):
         digits = random.randint(self._min_digits, self._most_digits(seed.index))
         first, second = _numbers(random, digits, carries=self._carries)
         answer = working_of(first, second) if self._working else str(first + second)
-        prompt = filled(self._prompt, first=str(first), second=str(second))
+        prompt = self._prompt.replace("{first}", str(first)).replace("{second}", str(second))
         return Task(prompt=[Message("user", prompt)], answer=answer)
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:

@@ -15,7 +15,6 @@ from holdfast import (
     Task,
     TaskSeed,
 )
-from holdfast.orchestrator.env.jsonl import filled, require_placeholders
 
 _LARGEST = 10**9
 _FORM_SHARE = 0.1
@@ -48,7 +47,6 @@ class GuessNumber(Environment):
             raise ConfigError(f"guess_number: low = {low}, high = {high}; allowed is 0 <= low < high <= {_LARGEST}")
         if turns < 1:
             raise ConfigError(f"guess_number: turns = {turns}; allowed are whole numbers from 1 on")
-        require_placeholders(prompt, ("low", "high"), environment="guess_number")
         self._low = low
         self._high = high
         self._turns = turns
@@ -57,7 +55,7 @@ class GuessNumber(Environment):
     def make_task(self, seed: TaskSeed) -> Secret:
         """Return a number between the bounds, both of them included."""
         number = seed.random().randint(self._low, self._high)
-        prompt = filled(self._prompt, low=str(self._low), high=str(self._high))
+        prompt = self._prompt.replace("{low}", str(self._low)).replace("{high}", str(self._high))
         return Secret(prompt=[Message("user", prompt)], answer=str(number), number=number)
 
     async def run(self, session: Session, task: Task) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.env.jsonl import filled, require_placeholders
 
 _NAMES = (
     "rent", "food", "travel", "books", "power", "water", "phone", "garden", "music", "tools", "gifts", "sports",
@@ -54,7 +53,6 @@ class Ledger(Environment):
             raise ConfigError(f"ledger: max_amount = {max_amount}; allowed are whole numbers from 1 to {_LARGEST}")
         if not 0.0 <= call_cost <= 1.0:
             raise ConfigError(f"ledger: call_cost = {call_cost}; allowed are numbers from 0 to 1")
-        require_placeholders(prompt, ("accounts",), environment="ledger")
         self._num_asked = num_asked
         self._max_amount = max_amount
         self._call_cost = call_cost
@@ -80,7 +78,7 @@ class Ledger(Environment):
         random = seed.random()
         ledger = {name: random.randint(0, self._max_amount) for name in _NAMES}
         asked = random.sample(_NAMES, self._num_asked)
-        prompt = filled(self._prompt, accounts=", ".join(asked))
+        prompt = self._prompt.replace("{accounts}", ", ".join(asked))
         total = sum(ledger[name] for name in asked)
         return Books(prompt=[Message("user", prompt)], answer=str(total), ledger=ledger, asked=tuple(asked))
 

@@ -22,7 +22,6 @@ from typing import Literal
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.errors import EnvironmentFailure, ProcessKilled
-from holdfast.orchestrator.env.jsonl import filled, require_placeholders
 from holdfast.process.child import available_cores, killed_by
 
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
@@ -245,7 +244,6 @@ class PythonCode(Environment):
         for name, value, least in (("num_inputs", num_inputs, 1), ("cpu_s", cpu_s, 1), ("memory_mb", memory_mb, 64)):
             if value < least:
                 raise ConfigError(f"python_code: {name} = {value}; allowed are whole numbers from {least} on")
-        require_placeholders(prompt, ("steps",), environment="python_code")
         require_sandbox()
         self._min_steps = min_steps
         self._max_steps = max_steps
@@ -262,7 +260,7 @@ class PythonCode(Environment):
         # An empty list among them, which is where programs err.
         inputs = [[], *(_numbers(random) for _ in range(self._num_inputs - 1))]
         return Program(
-            prompt=[Message("user", filled(self._prompt, steps=", then ".join(steps)))],
+            prompt=[Message("user", self._prompt.replace("{steps}", ", then ".join(steps)))],
             answer=f"def solve(n):\n{lines}    return n\n",
             inputs=tuple(map(tuple, inputs)),
             outputs=tuple(tuple(_apply(steps, numbers)) for numbers in inputs),

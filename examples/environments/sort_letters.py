@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.env.jsonl import filled, lcs, require_placeholders
+from holdfast.orchestrator.env.jsonl import lcs
 
 _LETTERS = string.ascii_lowercase
 
@@ -38,7 +38,6 @@ class SortLetters(Environment):
             raise ConfigError(
                 f"sort_letters: max_length = {max_length} with distinct = true; there are {len(_LETTERS)} letters"
             )
-        require_placeholders(prompt, ("letters",), environment="sort_letters")
         self._min_length = min_length
         self._max_length = max_length
         self._prompt = prompt
@@ -48,7 +47,8 @@ class SortLetters(Environment):
         """Return random letters with their sorted sequence as the answer."""
         draw = seed.random()
         letters = "".join(self._draw(draw, _LETTERS, k=draw.randint(self._min_length, self._max_length)))
-        return Task(prompt=[Message("user", filled(self._prompt, letters=letters))], answer="".join(sorted(letters)))
+        prompt = self._prompt.replace("{letters}", letters)
+        return Task(prompt=[Message("user", prompt)], answer="".join(sorted(letters)))
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself."""

@@ -46,7 +46,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "orchestrator/env/math_answers.py MathAnswers._ask": (HERE,),
     "orchestrator/env/mcp.py _connect": (HERE,),
     "process/noted_end.py _run": (HERE,),
-    "orchestrator/env/packages.py _Player._spawn": (
+    "orchestrator/env/verifiers.py _Player._spawn": (
         "test_verifiers.py::test_a_killed_player_is_started_again_and_nobody_is_blamed",
     ),
     "examples/environments/python_code.py require_sandbox.tried": (
@@ -120,7 +120,7 @@ def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
 
 
 async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what `orchestrator.episodes.play_here` does: a process that was killed is no result."""
+    """Do what `orchestrator.workers.GroupPlayer` does: a process that was killed is no result."""
     try:
         return await ask()
     except ProcessKilled:

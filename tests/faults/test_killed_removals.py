@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,10 +27,9 @@ from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside, set_aside_after, set_aside_damaged
-from holdfast.orchestrator.episodes import Sampler
-from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate, identity_of
+from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout, ResultsFile
-from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
+from holdfast.orchestrator.generation_log import discard_generations
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, verify
@@ -78,7 +77,6 @@ REMOVALS: dict[str, str] = {
     "launcher/resume/resume_step.py set_aside_damaged": "later steps",
     "orchestrator/evaluation/evaluator.py evaluate": "an evaluation that has ended",
     "orchestrator/evaluation/evaluator.py PolicyEvaluation._clear_others": "an evaluation of other weights",
-    "orchestrator/evaluation/results.py ResultsFile._load": ONE_CALL,
     "orchestrator/evaluation/results.py ResultsFile._write": ONE_CALL,
     "orchestrator/generation_log.py discard_generations": "generations",
     "process/heartbeat.py Heartbeat._write": OWN,
@@ -275,7 +273,7 @@ _POLICY: dict[str, Any] = {"kind": "weights", "digest": "d", "version": 2}
 
 def _played(case: Path) -> None:
     async def play() -> None:
-        identity = identity_of(_POLICY, _tasks(case))
+        identity = _tasks(case).identity(_POLICY)
         with closing(ResultsFile(case, identity, samples_per_task=1)) as results:
             for task in range(2):
                 await results.append([EvaluatedRollout(environment="reverse_text", task=task)])
@@ -285,12 +283,9 @@ def _played(case: Path) -> None:
 
 
 def _summarize(case: Path) -> None:
-    log = GenerationLog(RunDir(case), 0, weights_digest="d", stop_token_ids=[3], vocab_size=None)
-    sampler = Sampler(cast(Any, None), log)  # all is sampled
+    client, tokenizer = cast(Any, SimpleNamespace(vocab_size=None)), cast(Any, SimpleNamespace(stop_token_ids=[3]))
     asyncio.run(
-        evaluate(
-            _tasks(case), _POLICY, sampler, tokenizer=cast(Any, None), directory=case, max_concurrency=1, tells=False
-        )
+        evaluate(_tasks(case), _POLICY, client, tokenizer=tokenizer, directory=case, max_concurrency=1, tells=False)
     )
 
 

@@ -44,7 +44,7 @@ group_size = 3
 
 [environments.curriculum]
 levels = [{ max_length = 5 }, { max_length = 9 }]
-choice = "variance"
+advance_reward = 0.01
 """
 
 

@@ -96,6 +96,6 @@ class Faulty(Environment):
                     if entry.is_symlink() and entry.readlink().name.startswith("socket:"):
                         os.write(int(entry.name), said)
             case "prints":
-                sys.stdout.write("x" * 30_000_000)
+                sys.stdout.write("x" * 1_000_000)
             case _:
                 pass

@@ -1,14 +1,13 @@
-"""The command `environments`: `ls` lists environments, `init NAME` creates a new one, and `check ID` checks one.
+"""The command `environments`: `init NAME` creates an environment, and `check ID` checks one.
 
-ID is the value of `id` in `[[orchestrator.environments]]`. `ls` prints the first line of each docstring. `init` writes
-a single-turn environment, a test that passes as written, and settings for `rl`.
+ID is the value of `id` in `[[orchestrator.environments]]`. `init` writes a single-turn environment, a test that passes
+as written, and settings for `rl`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import json
 import keyword
 import shlex
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.arguments import Subcommands, add_json
-from holdfast.errors import ConfigError, HoldfastError, RunDirError, printable
+from holdfast.errors import ConfigError, RunDirError
 from holdfast.process.imports import is_checkout
 
 if TYPE_CHECKING:
     from holdfast.view.tables import Report
 
-_EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."
+_EPILOG = "ID is a built-in environment, `verifiers:ID`, or `module:Class`."
 
 
 def main(argv: list[str]) -> int:
@@ -32,9 +31,6 @@ def main(argv: list[str]) -> int:
         HoldfastError: a mistake in the command, or an environment that cannot be loaded.
     """
     arguments = parse(argv)
-    if arguments.command == "ls":
-        listing().print(as_json=arguments.json)
-        return 0
     if arguments.command == "init":
         create(arguments.name, Path.cwd()).print(as_json=False)
         return 0
@@ -60,8 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _subcommands() -> Subcommands:
-    subcommands = Subcommands("environments", "Environments of rl: list, begin, check.", _EPILOG, of_a_run=False)
-    add_json(subcommands.add("ls", "List what is built in and what installed packages bring."))
+    subcommands = Subcommands("environments", "Environments of rl: begin, check.", _EPILOG, of_a_run=False)
     init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
     init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
@@ -101,42 +96,6 @@ def _positive(text: str) -> int:
     if not (number := _natural(text)):
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
     return number
-
-
-def listing() -> Report:
-    """Return every environment that has a name; what cannot be used says why, and stops nothing."""
-    # Not at the top: `--help` would wait for them.
-    from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS
-    from holdfast.orchestrator.env.registry import BUILT_IN, find_plugins, package_of
-    from holdfast.view.tables import Grid, Report
-
-    rows = [(name, "holdfast", *_about(name)) for name in BUILT_IN]
-    missing = "" if importlib.util.find_spec("reasoning_gym") else "not installed: the extra 'reasoning-gym' has it"
-    rows.append((f"{REASONING_GYM}NAME", "holdfast", *_about(f"{REASONING_GYM}NAME")[:1], missing))
-    rows.append((f"{VERIFIERS}ID", "holdfast", *_about(f"{VERIFIERS}ID")[:1], ""))
-    for name, plugins in find_plugins().items():
-        rows += [(name, package_of(plugin), *_about(name)) for plugin in plugins]
-    entries = [dict(zip(("id", "from", "about", "error"), row, strict=True)) for row in rows]
-    shown = [
-        (name, origin, " ".join(filter(None, (about, f"({error})" if error else ""))))
-        for name, origin, about, error in rows
-    ]
-    return Report({"environments": entries}, [Grid(("id", "from", "about"), shown)])
-
-
-def _about(name: str) -> tuple[str, str]:
-    """Return the first line of the docstring, and why the environment cannot be used, empty where it can."""
-    from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS
-    from holdfast.orchestrator.env.registry import find_class
-
-    if ":" in name and not name.startswith((REASONING_GYM, VERIFIERS)):
-        return "", "a name with ':' is read as module:Class"
-    try:
-        cls = find_class(name, key="environments[0]")
-    except HoldfastError as error:
-        return "", printable(str(error).removeprefix("environments[0].id: "))
-    lines = (inspect.getdoc(cls) or "").splitlines() if cls.__doc__ else []
-    return printable(lines[0]) if lines else "", ""
 
 
 def _project_of(directory: Path) -> str:

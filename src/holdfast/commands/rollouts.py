@@ -22,7 +22,7 @@ from holdfast.run import atomic
 from holdfast.run.atomic import is_gone
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
-from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, stretches, text_of
+from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, text_of
 from holdfast.view.tables import Grid, Report, number, working
 
 
@@ -245,7 +245,7 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
             "turns": [
                 {"sampled": sampled, "branch": number, "token_ids": ids, "text": text.decode(ids)}
                 for number, branch in enumerate(rollout.branches)
-                for sampled, ids in stretches(rollout, branch)
+                for sampled, ids in rollout.stretches(branch)
             ],
         }
         for rollout in group

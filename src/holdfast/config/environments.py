@@ -10,8 +10,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from holdfast.config.base import Section, check_url
 from holdfast.protocol.rollouts import Sampling
 
-ENTRY_POINTS = "holdfast.environments"
-"""The group of entry points by which installed packages bring environments."""
 _FIXED = ("model", "messages", "temperature", "n", "stream")
 
 
@@ -204,47 +202,23 @@ class EnvironmentSamplingConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Levels of an environment, and what decides which of them its tasks are drawn from."""
+    """Levels of an environment; its tasks come from one level after the other."""
 
     levels: list[dict[str, Any]] = Field(min_length=2)
     """Arguments of each level, over those of `args`, the easiest first: `[{ max_digits = 1 }, { max_digits = 3 }]`."""
 
-    choice: Literal["gates", "variance"] = "gates"
-    """`gates`: one level after the other, the next when a gate opens. `variance`: all of them, in proportion to how
-    much the rewards within their latest groups vary."""
-
     window: int = Field(default=32, ge=1, le=4096)
-    """How many of a level's latest groups are looked at."""
+    """How many of a level's latest groups count."""
 
-    advance_reward: float | None = None
-    """Of `gates`: the next level when the mean reward of the latest groups of this one is at least this."""
-
-    advance_mastered: float | None = Field(default=None, gt=0, le=1)
-    """Of `gates`: the next level when at least this share of the latest groups has equal rewards above 0, so nothing
-    more to teach."""
-
-    uniform_share: float = Field(default=0.2, ge=0, le=1)
-    """Of `variance`: the share of tasks that all levels get alike, so that none is forgotten."""
-
-    @model_validator(mode="after")
-    def _can_choose(self) -> Self:
-        gates = [name for name in ("advance_reward", "advance_mastered") if getattr(self, name) is not None]
-        if self.choice == "gates" and not gates:
-            raise ValueError(
-                "levels behind gates that never open: set advance_reward, advance_mastered or both, or take choice = "
-                "'variance'"
-            )
-        if self.choice == "variance" and gates:
-            raise ValueError(f"choice = 'variance' has no gates: leave {gates[0]} out, or take choice = 'gates'")
-        return self
+    advance_reward: float
+    """The next level begins when the mean reward of a full window is at least this."""
 
 
 class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str
-    """A built-in environment (`reverse_text`, `jsonl`), one of an installed package,
-    `reasoning_gym:NAME`, `verifiers:ID`, or `module:Class`."""
+    """A built-in environment (`reverse_text`, `jsonl`), `verifiers:ID`, or `module:Class`."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""
@@ -274,7 +248,7 @@ class EnvironmentConfig(Section):
 
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
     """Deadline of playing one rollout, without the time in which the engine samples for it, of scoring one group and
-    of making one task; `inf`: none. A call that is silent for 30 s is named in the console."""
+    of making one task; `inf`: none. A call that blocks all others for 30 s is named in the console."""
 
     on_error: Literal["stop", "drop"] = "stop"
     """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room

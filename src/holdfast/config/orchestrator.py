@@ -278,19 +278,6 @@ class OrchestratorConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _groups_that_can_vary(self) -> Self:
-        for section in self.environments:
-            curriculum = section.curriculum
-            if curriculum is None or self.rollouts_of(section).group_size > 1:
-                continue
-            if curriculum.choice == "variance" or curriculum.advance_mastered is not None:
-                raise ValueError(
-                    f"environment '{section.label}': curriculum looks at how the rewards of a group differ, and "
-                    "group_size = 1 leaves one: set group_size to 2 or more, or take advance_reward alone"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _has_a_policy_to_evaluate(self) -> Self:
         if self.eval is not None and self.is_sampled_by_teacher:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""Makes one batch: draws tasks, runs their prompt groups, selects groups for the batch, advances the counters.
+"""Makes one batch: draws tasks, runs their prompt groups, selects groups, and advances the counters.
 
-The mix chooses the environment of a task, and the curriculum its level. The choice for batch N follows only from the
-state after batch N - 1, which follows from the groups of earlier batches, in the order of their draw. So timing,
-workers and kills cannot change the choice, and it resumes from counters.
+The mix chooses the environment of a task, and the curriculum its level. Both depend only on the state after the batch
+before, never on timing, workers or kills, and resume from counters.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import msgspec
 import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.config.environments import CurriculumConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import EnvironmentFailure
 from holdfast.orchestrator.client.client import Affinity, InferenceClient
@@ -34,7 +32,6 @@ from holdfast.orchestrator.state import (
     LevelState,
     OrchestratorState,
     TaskSeed,
-    stable_seed,
 )
 from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
@@ -49,10 +46,7 @@ _log = logging.getLogger("orchestrator")
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups of a batch; `unused` groups without signal; one `dropped` entry per problem that is not in the batch.
-
-    All are in the order of the draw.
-    """
+    """The groups of a batch, unused groups without signal, and why each other problem was dropped, in draw order."""
 
     groups: list[list[Rollout]]
     unused: list[list[Rollout]]
@@ -109,8 +103,8 @@ class BatchMaker:
     """Generates the rollouts of one batch after another; `state` always belongs to the last whole batch.
 
     Args:
-        client: of the servers that sample, which are the policy's or the teacher's.
-        environments: those that are played in this process, by name, each at every level of its curriculum.
+        client: of the servers that sample: the policy's or the teacher's.
+        environments: played in this process: by name, one per level of the curriculum.
         workers: of the other environments, by name.
     """
 
@@ -132,10 +126,9 @@ class BatchMaker:
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
         """Return the groups of batch `step`, sampled by `weights`.
 
-        Problems are drawn in rounds. The first round is the batch. With dynamic sampling each later round has as many
-        problems as groups still miss a signal, until there are enough, or the limit of draws is reached; groups without
-        signal fill the rest. A round begins when the round before has ended, so the draw depends on rewards, never on
-        timing.
+        Problems are drawn in rounds; the first round is a whole batch. With dynamic sampling, each later round replaces
+        the groups without signal, up to the limit of draws; then groups without signal fill the batch. A round begins
+        after the round before has ended, so the draw never depends on timing.
 
         Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
         if an engine failed.
@@ -218,14 +211,13 @@ class BatchMaker:
         return problems
 
     def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
-        """Return the seed of the environment's next task, and its position among all tasks; moves `position` on."""
+        """Return the seed of the environment's next task and its number among all tasks; advances `position`."""
         task_id, seed = position.next_task, self.config.seed
         # Also for groups that are dropped later: no task comes twice.
         position.next_task += 1
-        settings = self._settings[name].curriculum
-        if settings is None or position.curriculum is None:
+        if self._settings[name].curriculum is None or position.curriculum is None:
             return TaskSeed(seed, name, task_id), task_id
-        number = draw_level(position.curriculum, settings, task_id=task_id, seed=seed, name=name)
+        number = position.curriculum.level
         level = position.curriculum.levels[number]
         level.next_task += 1
         return TaskSeed(seed, name, level.next_task - 1, level=number), task_id
@@ -234,8 +226,8 @@ class BatchMaker:
 def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> None:
     """Make `state` fit the curricula of `config`, and log what changed since the checkpoint.
 
-    Other gates, windows and shares judge what the state holds. Other levels or arguments are judged from scratch, at
-    the level with the old number, or the last one; their tasks continue, so that none comes twice.
+    Changed levels or arguments are judged from scratch, at the old level number or the last level; task numbers
+    continue, so no task comes twice. A changed gate or window judges the rewards that the state has.
     """
     for section in config.environments:
         position, settings = state.environments[section.label], section.curriculum
@@ -246,10 +238,10 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
         if found.digest != digest:
             found.level = min(found.level, len(settings.levels) - 1)
             for level in found.levels:
-                level.rewards, level.variances = [], []
+                level.rewards = []
             _log.warning(
-                f"the levels of environment '{section.label}' changed since the checkpoint: it goes on at level "
-                f"{found.level}, judged anew"
+                f"the levels of environment '{section.label}' changed since the checkpoint: it continues at level "
+                f"{found.level}, judged from scratch"
             )
             found.digest = digest
         # Removed levels keep their state: they may come back.
@@ -257,89 +249,37 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
         position.curriculum = found
 
 
-def draw_level(state: CurriculumState, settings: CurriculumConfig, *, task_id: int, seed: int, name: str) -> int:
-    """Return the level of the environment's next task, `task_id`; `seed` is the run's."""
-    if settings.choice == "gates":
-        return state.level
-    shares = level_shares(state, settings)
-    # Exact: the level must not depend on how a sum of floats rounds.
-    drawn = Fraction(stable_seed("level", seed, name, task_id), 2**63)
-    passed = Fraction(0)
-    for level, share in enumerate(shares):
-        passed += Fraction(share)
-        if drawn < passed:
-            return level
-    return len(shares) - 1
-
-
-def level_shares(state: CurriculumState, settings: CurriculumConfig) -> list[float]:
-    """Return the share of tasks that each level gets with `choice = "variance"`.
-
-    All get `uniform_share` alike; the rest is in proportion to the mean variance of the rewards in the latest groups. A
-    level without groups counts as the level with the most.
-    """
-    known = [fmean(level.variances) if level.variances else None for level in state.levels[: len(settings.levels)]]
-    most = max((value for value in known if value is not None), default=0.0)
-    values = [most if value is None else value for value in known]
-    total = math.fsum(values)
-    if total == 0:
-        return [1 / len(values)] * len(values)
-    return [settings.uniform_share / len(values) + (1 - settings.uniform_share) * value / total for value in values]
-
-
 def advance(state: OrchestratorState, config: OrchestratorConfig, outcomes: Sequence[Outcome]) -> None:
-    """Take the groups of a whole batch, in the order of their draw, into the curricula, and raise levels."""
+    """Add the groups of a batch, in draw order, to the windows of the curricula, and raise levels."""
     for section in config.environments:
-        settings, position = section.curriculum, state.environments[section.label]
-        if settings is None or position.curriculum is None:
+        settings, curriculum = section.curriculum, state.environments[section.label].curriculum
+        if settings is None or curriculum is None:
             continue
         for level, group in _leveled(outcomes, section.label):
-            found = position.curriculum.levels[level]
-            rewards = [_total(rollout) for rollout in group]
-            found.rewards = [*found.rewards, fmean(rewards)][-settings.window :]
-            found.variances = [*found.variances, _variance(rewards)][-settings.window :]
-        if settings.choice == "gates":
-            _pass_gates(position.curriculum, settings, name=section.label)
-
-
-def _pass_gates(state: CurriculumState, settings: CurriculumConfig, *, name: str) -> None:
-    latest = state.levels[state.level]
-    if state.level + 1 >= len(settings.levels) or len(latest.rewards) < settings.window:
-        return
-    reward, mastered = fmean(latest.rewards), mastered_share(latest)
-    by_reward = settings.advance_reward is not None and reward >= settings.advance_reward
-    by_mastered = settings.advance_mastered is not None and mastered >= settings.advance_mastered
-    if by_reward or by_mastered:
-        state.level += 1
-        _log.info(
-            f"environment '{name}': level {state.level} from the next batch on; mean reward {reward:.4g}, "
-            f"share of groups mastered {mastered:.4g}"
-        )
-
-
-def mastered_share(level: LevelState) -> float:
-    """Return the share of the latest groups whose rewards are all equal, and above 0."""
-    pairs = zip(level.rewards, level.variances, strict=True)
-    return fmean([variance == 0 and reward > 0 for reward, variance in pairs])
+            found = curriculum.levels[level]
+            found.rewards = [*found.rewards, fmean(map(_total, group))][-settings.window :]
+        latest = curriculum.levels[curriculum.level].rewards
+        is_last, is_full = curriculum.level + 1 >= len(settings.levels), len(latest) >= settings.window
+        if is_full and not is_last and (reward := fmean(latest)) >= settings.advance_reward:
+            curriculum.level += 1
+            _log.info(
+                f"environment '{section.label}': level {curriculum.level} from the next batch on; mean reward "
+                f"{reward:.4g}"
+            )
 
 
 def curriculum_metrics(
     state: OrchestratorState, config: OrchestratorConfig, groups: Sequence[list[Rollout]]
 ) -> dict[str, float]:
-    """Return, by name, how a batch was spread over levels, and what their latest groups came to; `state` is after
-    it."""
+    """Return metrics of the levels of a batch and of their latest groups; `state` is after the batch."""
     metrics: dict[str, float] = {}
     for section in config.environments:
         position, own = state.environments[section.label], _leveled(groups, section.label)
         if section.curriculum is None or position.curriculum is None or not own:
             continue
-        levels = [level for level, _ in own]
-        latest = [position.curriculum.levels[level] for level in sorted(set(levels))]
-        prefix = f"curriculum/{section.label}"
-        metrics[f"{prefix}/level"] = fmean(levels)
-        metrics[f"{prefix}/reward"] = fmean([reward for level in latest for reward in level.rewards])
-        metrics[f"{prefix}/variance"] = fmean([variance for level in latest for variance in level.variances])
-        metrics[f"{prefix}/mastered"] = fmean([mastered_share(level) for level in latest])
+        level = own[0][0]  # of the whole batch
+        metrics[f"curriculum/{section.label}/level"] = float(level)
+        metrics[f"curriculum/{section.label}/reward"] = fmean(position.curriculum.levels[level].rewards)
     return metrics
 
 
@@ -356,14 +296,6 @@ def _total(rollout: Rollout) -> float:
     return math.fsum([rollout.reward, *(rollout.step_rewards.rewards if rollout.step_rewards else ())])
 
 
-def _variance(rewards: Sequence[float]) -> float:
-    """Return the population variance; exactly 0 of equal rewards, whose mean may round."""
-    if min(rewards) == max(rewards):
-        return 0.0
-    mean = fmean(rewards)
-    return fmean([(reward - mean) ** 2 for reward in rewards])
-
-
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the smallest integers in the ratio of the decimal numbers `weights`: 0.1 counts as 1/10."""
     fractions = {name: Fraction(repr(weight)) for name, weight in weights.items()}
@@ -374,9 +306,9 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
-    """Make `state` fit the environments of `config`: positions stay, new environments begin at 0.
+    """Make `state` fit the environments of `config`: task numbers stay, and new environments begin at 0.
 
-    Credits count in units of the old weights, so a changed mix starts them anew, with a warning.
+    A changed mix resets the credits, which count in units of the old weights, and logs a warning.
     """
     integers = integer_weights({section.label: section.weight for section in config.environments})
     before = {name: position.weight for name, position in state.environments.items()}
@@ -396,10 +328,10 @@ def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
 
 
 def next_environment(state: OrchestratorState) -> str:
-    """Return the environment of the next problem, and move `state` on.
+    """Return the environment of the next problem, and advance `state`.
 
-    Smooth weighted round-robin (nginx's): each earns its weight, the richest pays the total. So over any stretch the
-    shares are as near to the weights as whole problems allow.
+    Smooth weighted round-robin (nginx's): each environment earns its weight, the richest pays the total. So the shares
+    of any stretch are as near to the weights as whole problems allow.
     """
     positions = {name: position for name, position in state.environments.items() if position.weight}
     for position in positions.values():

@@ -10,15 +10,16 @@ constructor's parameters.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
+from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.evaluation import EvaluateConfig
-from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
+from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.env.registry import (
     find_class,
     find_environment,
     is_built_in,
-    load_environment,
     load_levels,
     require_methods,
 )
@@ -34,35 +35,32 @@ def check_environments(config: OrchestratorConfig) -> None:
     Raises ConfigError or DataError if one does not exist, or its arguments, or its tools and the model do not fit;
     EnvironmentFailure if its module raises an error.
     """
-    built_in: dict[str, Environment] = {}
-    for position, section in enumerate(config.environments):
-        key = f"environments[{position}]"
-        if is_built_in(section.id):
-            built_in[section.label] = load_levels(section, key=key)[0]
-        else:
-            cls = find_class(section.id, key=key)
-            for own_key, level in section.at_levels(key).items():
-                find_environment(level, key=own_key)
-            require_methods(cls, section.id, key=key)
+    built_in = _check_all(config.environments, key="environments")
     check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)
-    if config.eval is not None:
-        _check_eval(config, config.eval)
-
-
-def _check_eval(config: OrchestratorConfig, settings: EvalConfig) -> None:
+    if config.eval is None:
+        return
     from holdfast.orchestrator.evaluation.evaluator import EVAL_KEY, eval_groups, held_out_tasks
 
-    groups = eval_groups(config, settings)
-    built_in: dict[str, Environment] = {}
-    for position, section in enumerate(groups.environments):
-        key = f"{EVAL_KEY}[{position}]"
-        if is_built_in(section.id):
-            built_in[section.label] = load_environment(section, key=key)
-        else:
-            find_environment(section, key=key)
+    groups = eval_groups(config, config.eval)
+    built_in = _check_all(groups.environments, key=EVAL_KEY)
     check_tools(built_in, groups.environments, tokenizer_name=config.model.tokenizer_name)
     there = [section for section in groups.environments if section.label in built_in]
-    held_out_tasks(config, settings, groups.model_copy(update={"environments": there}), built_in, {})
+    held_out_tasks(config, config.eval, groups.model_copy(update={"environments": there}), built_in, {})
+
+
+def _check_all(sections: Sequence[EnvironmentConfig], *, key: str) -> dict[str, Environment]:
+    """Check the environments of the section `key`, and return those that are built in, by name."""
+    built_in: dict[str, Environment] = {}
+    for position, section in enumerate(sections):
+        own_key = f"{key}[{position}]"
+        if is_built_in(section.id):
+            built_in[section.label] = load_levels(section, key=own_key)[0]
+            continue
+        cls = find_class(section.id, key=own_key)
+        for level_key, level in section.at_levels(own_key).items():
+            find_environment(level, key=level_key)
+        require_methods(cls, section.id, key=own_key)
+    return built_in
 
 
 def check_evaluation(config: EvaluateConfig) -> None:

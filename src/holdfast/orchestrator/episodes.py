@@ -1,27 +1,22 @@
 """Plays one prompt group: runs the sessions of one task, and scores them together.
 
-`Sampler` gathers equal prompts into one request to the engines. It keeps every answer, so no answer is sampled twice,
-also where a group is played again because a process that played it died: `play_here`, `Remembering`, `Killed`.
+`Sampler` gathers equal prompts into one request to the engines, and logs every answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
-from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import xxhash
-
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import MOST_KILLED, EnvironmentFailure, HoldfastError, ProcessKilled
+from holdfast.errors import EnvironmentFailure, HoldfastError
 from holdfast.orchestrator.client.client import Affinity, InferenceClient
 from holdfast.orchestrator.env.guard import (
     CallTimeout,
@@ -30,7 +25,6 @@ from holdfast.orchestrator.env.guard import (
     checked_scores,
     pausing_clock,
     prompt_ids_of,
-    require_sound,
     result_of,
     step_rewards,
     traceback_of,
@@ -48,12 +42,12 @@ from holdfast.protocol.rollouts import Dropped, DropReason, Rollout, Sampling, V
 
 _log = logging.getLogger("orchestrator")
 
-# What came of one problem: its group of scored rollouts, or why there is none.
+# The result of one problem: its group of scored rollouts, or why there is none.
 Outcome = list[Rollout] | Dropped
 
 
 class TurnSampler(Protocol):
-    """Samples the turns of sessions: a `Sampler`, or one in another process."""
+    """Samples the turns of sessions: a `Sampler`, or a link to one."""
 
     def check(self) -> None:
         """Raise the failure of an engine or of the log, if there is one."""
@@ -67,15 +61,17 @@ class TurnSampler(Protocol):
 
 
 class WorkerCrashed(EnvironmentFailure):
-    """The process in which an environment played a group died of it."""
+    """The worker process died of the group that it played."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a batch; `affinity` is its group's, whose sessions begin alike.
+    """One problem of a batch.
 
-    `environment` is None in a process that leaves it to workers. `number` is the position among all tasks of the
-    environment, of which each level counts its own.
+    Attributes:
+        environment: None if workers play it.
+        number: of the task among all tasks of the environment; `seed.index` counts within a level.
+        affinity: of the group, whose sessions begin with the same tokens.
     """
 
     environment: Environment | None
@@ -103,11 +99,10 @@ async def run_group(
 ) -> Outcome:
     """Return the scored rollouts of `problem` for batch `step`, or why there are none.
 
-    If a failure may drop the group, its other sessions are played to their end all the same, so that the counts do not
-    depend on timing.
+    If `on_error` is `drop`, a failure does not stop the other sessions, so that the counts do not depend on timing.
 
     Raises EnvironmentFailure or PromptTooLong if `on_error` is `stop`; InferenceError or RunDirError if an engine or
-    the log of generations failed, and the environment let that pass.
+    the log of generations failed, even if the environment caught that error.
     """
     sessions: list[Session] = []
     settings = config.rollouts_of(problem.settings)
@@ -134,7 +129,7 @@ async def run_group(
         await _play_all(sessions, task, problem)
         scores = await score_sessions(sessions, task, problem)
     except (EnvironmentFailure, PromptTooLong) as failure:
-        # The code of the environment may have turned the failure of an engine into its own.
+        # An environment may turn the failure of an engine into its own.
         sampler.check()
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
@@ -187,7 +182,7 @@ def _to_rollout(
         logprobs=session.logprobs,
         versions=[] if is_sampled_by_teacher else _merged(session.versions),
         reward=score.reward,
-        truncated=session.truncated,
+        truncated=session.truncated is True,
         metrics=score.metrics | tool_metrics(session) | request_metrics(session),
         step_rewards=step_rewards(score, session),
         branch_starts=session.branch_starts,
@@ -197,10 +192,7 @@ def _to_rollout(
 def prompt_ids_for(
     task: Task, problem: Problem, *, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None
 ) -> list[int]:
-    """Return the token ids of the prompt of `task`; none if a harness brings it.
-
-    Raises PromptTooLong if no sampled token fits after it, EnvironmentFailure if the chat template refuses it.
-    """
+    """Return the token ids of the prompt of `task`; empty for a harness, which brings its own; see `prompt_ids_of`."""
     if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
         return []
     schemas = tool_use.schemas if tool_use else None
@@ -210,7 +202,7 @@ def prompt_ids_for(
 def sample_turn_of(
     problem: Problem, step: int, sampler: TurnSampler, *, sampling: Sampling
 ) -> Callable[..., Awaitable[Completion]]:
-    """Return what samples a turn of session `sample_index`; the clock of the environment's call stands meanwhile."""
+    """Return a function that samples a turn of session `sample_index`, while the clock of the call stands still."""
 
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
@@ -257,23 +249,20 @@ async def play_session(session: Session, task: Task, problem: Problem) -> None:
 
 
 async def score_sessions(sessions: Sequence[Session], task: Task, problem: Problem) -> list[Score]:
-    """Return one checked score for each session of a group, which are over then.
-
-    Raises EnvironmentFailure if `score` raised, took too long, or returned something else.
-    """
+    """Score and end the sessions of a group. Raises EnvironmentFailure if `score` raised, took too long, or returned
+    something else."""
     async with calling_of(problem, "score"):
         found = await result_of(problem.here.score(task, tuple(sessions)))
         for session in sessions:
             _require_ended(session, problem, "score")
             session.end()
-            require_sound(session, what=context_of(problem))
         return checked_scores(found, sessions, what=context_of(problem))
 
 
 def _require_ended(session: Session, problem: Problem, method: str) -> None:
     if session.is_sampling:
         raise EnvironmentFailure(
-            f"{context_of(problem)}: {method}() ended while a session.sample() went on: await every one that it starts"
+            f"{context_of(problem)}: {method}() ended while a session.sample() went on: await every sample()"
         )
 
 
@@ -281,7 +270,6 @@ def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[Non
     return calling(
         context_of(problem),
         name=f"environment '{problem.name}', task {problem.task_id}",
-        environment=problem.name,
         method=method,
         timeout_s=problem.settings.deadline_s,
     )
@@ -302,7 +290,7 @@ def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     return merged
 
 
-# Affinity, distribution, most tokens, prompt: turns with equal keys can share a request.
+# Affinity, distribution, most tokens, prompt: turns with equal keys share a request.
 _Key = tuple[Affinity, Sampling, int, tuple[int, ...]]
 
 _T = TypeVar("_T")
@@ -311,9 +299,8 @@ _T = TypeVar("_T")
 class Sampler:
     """Samples turns for the sessions of one batch, all by the weights of its log.
 
-    Equal prompts that are asked for in the same turn of the event loop become one request with one seed each, which the
-    engine prefills once. Which sessions share a request changes nothing, since every sample has its own seed. A failure
-    ends the batch, whatever the environment makes of it: see `guard`.
+    Equal prompts in the same turn of the event loop become one request with several seeds, which the engine prefills
+    once. A failure ends the batch even if the environment catches it, see `guard`.
     """
 
     def __init__(self, client: InferenceClient, log: GenerationLog) -> None:
@@ -329,8 +316,7 @@ class Sampler:
         self._failure.check()
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, which samples here; cancelled, and the failure raised, if an engine or the log
-        fails."""
+        """Return the result of `work`; cancel it and raise the failure if an engine or the log fails."""
         return await self._failure.guard(work)
 
     async def sample(
@@ -349,16 +335,15 @@ class Sampler:
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
-            # At the end of this turn of the event loop: turns that are asked for until then share the request.
+            # At the end of this turn of the event loop.
             loop.call_soon(self._send, key)
         waiting[seed] = loop.create_future()
         return await waiting[seed]
 
     async def close(self) -> None:
-        """Cancel what is still in flight, and close the log of generations."""
+        """Cancel the requests in flight, which write to the log, and close the log."""
         for request in self._requests:
             request.cancel()
-        # Before the log closes: requests in flight append to it.
         await asyncio.gather(*self._requests, return_exceptions=True)
         self._log.close()
 
@@ -386,7 +371,7 @@ class Sampler:
             )
             choices = await self._client.generate(request, affinity=affinity)
             moved()
-            # Before any session sees it: a killed run must find every answer that an environment acted on.
+            # First: a killed run must find every answer that an environment acted on.
             self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=choices)
         except BaseException as error:
             if isinstance(error, Exception):
@@ -404,65 +389,3 @@ class Sampler:
         for future, choice in zip(waiting.values(), choices, strict=True):
             if not future.done():
                 future.set_result(choice)
-
-
-async def play_here(
-    problem: Problem, step: int, *, config: OrchestratorConfig, tokenizer: Tokenizer, sampler: TurnSampler
-) -> Outcome:
-    """Return what `run_group` does, which is called again if a process of the environment's own was killed."""
-    remembering = Remembering(sampler)
-    try:
-        for num_killed in itertools.count(1):
-            try:
-                return await run_group(problem, step, config=config, tokenizer=tokenizer, sampler=remembering)
-            except ProcessKilled as error:
-                sampler.check()
-                if given_up := play_again(problem, num_killed, str(error)):
-                    return given_up
-        raise AssertionError("the loop has no end")
-    finally:
-        remembering.close()
-
-
-class Remembering:
-    """Samples each turn of a group once, however often the group is played."""
-
-    def __init__(self, sampler: TurnSampler) -> None:
-        self._sampler = sampler
-        # By seed and digest of the prompt: the prompts of long sessions would fill the memory.
-        self._turns: dict[tuple[int, bytes], asyncio.Task[Completion]] = {}
-
-    async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
-    ) -> Completion:
-        key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
-        if key not in self._turns:
-            asked = self._sampler.sample(
-                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
-            )
-            self._turns[key] = asyncio.create_task(asked)
-        return await asyncio.shield(self._turns[key])
-
-    def check(self) -> None:
-        self._sampler.check()
-
-    def close(self) -> None:
-        """Sample nothing more for the group."""
-        for turn in self._turns.values():
-            if not turn.cancel() and not turn.cancelled():
-                turn.exception()  # known to the sampler
-
-
-def play_again(problem: Problem, num_killed: int, told: str) -> Outcome | None:
-    """Say that a group is played again after a kill from outside; drop it, or raise, if that has been in vain."""
-    if num_killed > MOST_KILLED:
-        return fail(problem, EnvironmentFailure(f"{told}, {num_killed} times in a row"))
-    _log.warning("%s: the group is played again", told)
-    return None
-
-
-def fail(problem: Problem, failure: EnvironmentFailure) -> Dropped:
-    """Return that the group is dropped for `failure`, or raise it, as `on_error` says."""
-    if problem.settings.on_error == "stop":
-        raise failure
-    return dropped(problem, failure)

@@ -1,14 +1,12 @@
-"""What the engines sampled for the batch in progress, kept so that a killed orchestrator asks for nothing twice.
+"""The log of what the engines sampled for the batch in progress: a killed orchestrator asks for nothing twice.
 
-The log of a batch is `rollouts/generations_N.log`, one record per answer: see `holdfast.run.record_log` for the frame
-and docs/files.md for a program that reads it. The records are msgpack maps with the attributes of `Header` and
-`Answer`. The key of an answer is everything that a sampled token depends on (digest of the weights, prompt, seed,
-distribution, limits): after a restart the environments run again, and get the same answers.
+`rollouts/generations_N.log` has one record per answer: see `holdfast.run.record_log` for the frame, and docs/files.md
+for a program that reads it. Records are msgpack maps of `Header` and `Answer`. The key of an answer is everything that
+a sampled token depends on (digest of the weights, prompt, seed, distribution, limits). After a restart the environments
+run again, and get the same answers.
 
-An answer counts as soon as it is in the page cache, so a killed process loses nothing. A power cut may lose the last
-answers, and nothing durable depends on one: batch N becomes visible only with all its rollouts in it, and the prompt of
-a later turn holds the tokens of the earlier ones. So a lost answer costs sampling it again with the same seed, and
-nobody needs to wait for the disk.
+An answer counts when it is in the page cache, so a killed process loses nothing. After a power cut the last answers may
+be sampled again with the same seeds; nothing durable depends on them.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _FORMAT = 5
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """First record: what all answers of the log were sampled with."""
+    """First record: with what all answers of the log were sampled."""
 
     format: int
     step: int
@@ -47,8 +45,7 @@ class Answer(msgspec.Struct):
 
     Attributes:
         prompt: xxh3-128 of the prompt's ids as little-endian int64, in hexadecimal.
-        max_tokens: the limit of the request; 0 for a teacher, whose one completion has no tokens, and as `logprobs`
-            those of the prompt.
+        max_tokens: of the request; 0 for a teacher, whose completion has only the `logprobs` of the prompt.
         completions: one per seed.
     """
 
@@ -93,7 +90,6 @@ class GenerationLog:
             self._records = RecordLog(self.path, valid_bytes=valid_bytes)
         except OSError as error:
             raise self._unwritable(error) from error
-        # A new log, or the log of something else, which was emptied.
         if valid_bytes == 0:
             try:
                 self._append(self.header)
@@ -116,11 +112,11 @@ class GenerationLog:
         seeds: Sequence[int],
         completions: Sequence[Completion],
     ) -> None:
-        """Keep an answer: a few kilobytes into the page cache. Raises RunDirError if it cannot be written."""
+        """Keep an answer. Raises RunDirError if it cannot be written."""
         self._append(Answer(_prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
 
     def close(self) -> None:
-        """Close the file and keep it; a thread makes the rest of it durable."""
+        """Close the file; a thread makes the rest of it durable."""
         self._records.close()
 
     def _append(self, record: Header | Answer) -> None:
@@ -132,11 +128,11 @@ class GenerationLog:
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
             f"generations of batch {self.header.step} cannot be kept in {self.path}: {error.strerror or error}. "
-            "Mend that and start again: the run goes on behind what is there."
+            "Mend that and start again: the run continues after what is there."
         )
 
     def _load(self) -> int:
-        """Index the records of the file; return where they end. A log of something else counts as empty."""
+        """Index the records of the file; return where they end, 0 for a log of other weights."""
         if not self.path.exists():
             return 0
         payloads, damages = read_records(self.path)
@@ -144,12 +140,8 @@ class GenerationLog:
             _log.warning("%s: %s; what it held is sampled again", self.path, damage)
         if not payloads:
             return 0
-        # Without the header nobody knows what sampled the rest.
-        if damages and damages[0].record == 0:
-            _log.warning("%s has lost its header; its batch is sampled anew", self.path)
-            return 0
         if payloads[0] != self._encoder.encode(self.header):
-            _log.warning("%s was sampled by other weights or settings; its batch is sampled anew", self.path)
+            _log.warning("%s has no header, or one of other weights or settings: its batch is sampled anew", self.path)
             return 0
         problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
         if problems:
@@ -183,7 +175,7 @@ class GenerationLog:
 
 
 def discard_generations(run_dir: RunDir, *, up_to: int) -> None:
-    """Remove the logs of batches that are published: those up to step `up_to`."""
+    """Remove the logs of published batches, up to step `up_to`."""
     for path in run_dir.rollouts.glob("generations_*.log"):
         step = path.stem.removeprefix("generations_")
         if step.isdecimal() and int(step) <= up_to:

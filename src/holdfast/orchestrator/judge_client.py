@@ -1,13 +1,9 @@
 """Asks judges for the environments of a process and of all its workers, and keeps every reply.
 
-One `JudgeClient` per process returns a kept reply, or else asks the judge once: two environments that ask the same
-thing at the same time cause one request, and limits per minute hold for the run. `JudgeQueue` has the limits of one
-judge.
-
-`ReplyLog` stores replies by request in `judgements.log` of a run or an evaluation. The file
-has one record per reply, msgpack maps in the frame of `holdfast.run.record_log`. A later attempt finds a reply by its
-request, at any step, so nobody pays twice. A reply is in the page cache before anything uses it, so a killed process
-loses none; after a power cut the run may ask for the last ones again.
+A `JudgeClient` returns a kept reply, or asks the judge: equal requests at the same time are one request. A `JudgeQueue`
+has the limits of one judge. A `ReplyLog` keeps replies by request in `judgements.log`, one msgpack map per record (see
+`holdfast.run.record_log`), for all later attempts, so nobody pays twice. A killed process loses no reply; after a power
+cut the run may ask for the last replies again.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("orchestrator")
 
 _MOST_BYTES = 1 << 24
-"""Of an answer: what is longer is no chat completion that anybody asked for."""
+"""Of an answer."""
 
 
 class _Message(msgspec.Struct):
@@ -56,7 +52,7 @@ class _ChatCompletion(msgspec.Struct):
 
 
 class JudgeDenied(HoldfastError):
-    """A judge lets nobody in: its key is wrong, or there is no such model. The run ends."""
+    """The key of a judge is wrong, or there is no such model. The run ends."""
 
 
 def new_client() -> httpx.AsyncClient:
@@ -72,7 +68,7 @@ async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatRepl
 
     Raises:
         Unavailable: the judge is busy, fails or cannot be reached.
-        JudgeFailure: it refuses, or its answer is not a chat completion.
+        JudgeFailure: the judge refuses, or its answer is not a chat completion.
         JudgeDenied: the key is wrong, or there is no such model.
     """
     import httpx
@@ -99,7 +95,7 @@ async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatRepl
     if answer.is_success:
         return _decode(bytes(content), what)
     told = content.decode(errors="backslashreplace")
-    told = printable(told.replace(key, "...") if key else told)[:500]  # some repeat the key
+    told = printable(told.replace(key, "...") if key else told)[:500]  # some judges repeat the key
     status, reason = answer.status_code, f"{what} was answered {answer.status_code}: {told}"
     if status in (408, 429) or status >= 500:
         raise Unavailable(reason, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
@@ -119,7 +115,7 @@ def _decode(content: bytes, what: str) -> ChatReply:
     try:
         found = msgspec.json.decode(content, type=_ChatCompletion)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(f"{what} was answered with what is no chat completion: {error}") from None
+        raise _unreadable(f"{what} was answered with what is not a chat completion: {error}") from None
     if len(found.choices) != 1:
         raise _unreadable(f"{what} was answered with {len(found.choices)} choices, asked for was one")
     [choice] = found.choices
@@ -130,7 +126,7 @@ _TELL_AGAIN_S = 30.0
 
 
 class JudgeQueue:
-    """Asks one judge, within the limits of the request that it is made for."""
+    """Asks one judge, within the limits of its first request."""
 
     def __init__(self, client: httpx.AsyncClient, request: JudgeRequest) -> None:
         self._client = client
@@ -143,20 +139,20 @@ class JudgeQueue:
 
     @staticmethod
     def name_of(request: JudgeRequest) -> tuple[object, ...]:
-        """Return what requests of one queue have in common: the server, and its limits."""
+        """Return the key of a queue: the server and its limits."""
         return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply to `request`, asked again while the judge is busy or away.
+        """Return the reply to `request`, sent again while the judge is busy or away.
 
-        Raises JudgeFailure if it is so for too long, refuses, or gives no chat completion; JudgeDenied.
+        Raises JudgeFailure if that lasts too long, or the judge refuses or gives no chat completion; JudgeDenied.
         """
         queued_at = awake_s()
         async with self._slots:
             attempts, failing_since = RetryPolicy(request.retry_for_s, key="retry_for_s"), math.inf
             while True:
                 await self._take_turn()
-                # Other requests have given up on this judge since this one was queued.
+                # Another request has given up on this judge since this one was queued.
                 if self._given_up is not None and self._given_up[0] > queued_at:
                     raise self._given_up[1]
                 began_at = awake_s()
@@ -196,14 +192,14 @@ class JudgeQueue:
 
 
 class Replied(msgspec.Struct, frozen=True, tag="reply_1"):
-    """One record; `request` is a hash of everything that decides the reply. The tag is the version of the format."""
+    """One record; `request` is the key of the request, the tag the version of the format."""
 
     request: str
     reply: ChatReply
 
 
 class ReplyLog:
-    """Replies by request: in memory, and in a file, which the first reply makes; `path` None: no file.
+    """Replies by request, in memory and in a file, which the first reply creates; `path` None: no file.
 
     Raises RunDirError if the file cannot be read or written.
     """
@@ -238,10 +234,10 @@ class ReplyLog:
             self._records.close()
 
     def _load(self, path: Path) -> int:
-        """Index the file; return how much of it is whole."""
+        """Index the file; return where its records end."""
         payloads, damages = read_records(path)
         for damage in damages:
-            _log.warning("%s: %s; what it held is asked for again", path, damage)
+            _log.warning("%s: %s; these replies are asked for again", path, damage)
         num_unknown = 0
         for payload in payloads:
             try:
@@ -251,13 +247,13 @@ class ReplyLog:
                 continue
             self._replies[replied.request] = replied.reply
         if num_unknown:
-            _log.warning("%s: %d records are no replies; what they held is asked for again", path, num_unknown)
+            _log.warning("%s: %d records are not replies of this version, and are asked for again", path, num_unknown)
         return whole_bytes(path, damages) if payloads else 0
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
-            f"replies cannot be kept in {self._path}: {error.strerror or error}. Mend that and start again: what is "
-            "there is not asked for again."
+            f"replies cannot be kept in {self._path}: {error.strerror or error}. Mend that and start again: kept "
+            "replies are not asked for again."
         )
 
 
@@ -275,9 +271,9 @@ class JudgeClient:
         self._failure = FirstFailure()
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
-        """Return the reply to `request`; the clock of the environment's call stands meanwhile.
+        """Return the reply to `request`, while the clock of the call stands still.
 
-        Raises JudgeFailure if there is none; JudgeDenied or RunDirError if nothing can be asked, or kept.
+        Raises JudgeFailure without a reply; JudgeDenied or RunDirError if nothing can be asked or kept any more.
         """
         self._failure.check()
         key = request.key
@@ -287,11 +283,11 @@ class JudgeClient:
             asking = self._asking[key] = asyncio.create_task(self._ask(request, key))
             asking.add_done_callback(lambda done: self._end(key, done))
         with pausing_clock():
-            # Shielded: the reply is kept even if the asker, such as a killed worker, is gone.
+            # Shielded: the reply is kept even if who asked, such as a killed worker, is gone.
             return await asyncio.shield(self._asking[key])
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`; cancelled, and the reason raised, as soon as nothing can be asked or kept."""
+        """Return the result of `work`; cancel it and raise the reason if nothing can be asked or kept any more."""
         return await self._failure.guard(work)
 
     async def close(self) -> None:
@@ -306,7 +302,7 @@ class JudgeClient:
         try:
             reply = await self._queue(request).ask(request)
             moved()
-            # Before anybody sees it: after a kill the same reply scores again.
+            # First: after a kill the same reply must score again.
             self._log.append(key, reply)
         except (JudgeDenied, RunDirError) as error:
             self._failure.set(error)
@@ -340,6 +336,6 @@ async def judging(path: Path | None = None) -> AsyncIterator[JudgeClient]:
 
 
 async def guarded(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`; if judges are asked, it ends as soon as nothing can be asked or kept."""
+    """Return the result of `work`, see `JudgeClient.guard`."""
     judges = JUDGES.get(None)
     return await (judges.guard(work) if isinstance(judges, JudgeClient) else work)

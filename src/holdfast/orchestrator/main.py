@@ -44,18 +44,17 @@ from holdfast.run.timeline import start_timeline
 def find_start(run_dir: RunDir, resume_step: int | None) -> tuple[int, OrchestratorState]:
     """Return the trainer's step (0 without a checkpoint), and the state after the last batch that exists.
 
-    The trainer trains on the batches after its checkpoint, so they are never made again. An orchestrator that is
-    restarted in the middle of a run uses the newest checkpoint, which may be later than `resume_step`: batches before
-    it may be gone. Raises CheckpointError if the state is missing or damaged.
+    Batches after the checkpoint are never made again. An orchestrator that is restarted in the middle of a run uses the
+    newest checkpoint, which may be later than `resume_step`. Raises CheckpointError if the state is missing or damaged.
     """
     while True:
-        # The trainer may save and prune meanwhile. In this order no batch after the newest checkpoint is missed.
+        # In this order: the trainer may save and prune meanwhile.
         published = set(run_dir.published_batches())
         trainer_step = max([resume_step or 0, *run_dir.committed_steps()])
         try:
             return trainer_step, _state_after(run_dir, trainer_step, published)
         except (CheckpointError, FileNotFoundError):
-            # A newer checkpoint means that the trainer pruned while we looked: look again.
+            # With a newer checkpoint the trainer has pruned meanwhile: look again.
             if max(run_dir.committed_steps(), default=0) <= trainer_step:
                 raise
 
@@ -95,7 +94,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     if trainer_step or first > 1:
         events.report("resumed", step=trainer_step, first_batch=first)
     if first > config.max_steps:
-        # An attempt that died between its last batch and its end has claimed the engines.
+        # An attempt that died after its last batch may still own the engines.
         if not config.is_sampled_by_teacher:
             async with InferenceClient(config.client, run_dir=run_dir) as client:
                 await client.lease.release()
@@ -133,25 +132,24 @@ async def orchestrate(config: OrchestratorConfig) -> None:
                 if step == first:
                     await pipeline.begin(step, version=version)
                 await pipeline.produce(step, version=version)
-            # Before the release of the engines: a batch that cannot be written must be made again.
-            await publisher.settle()
+            await publisher.settle()  # a batch that cannot be written must be made again, by these engines
         await client.lease.release()
     events.report("finished", step=config.max_steps)
 
 
 def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, list[Environment]]:
-    """Return the environments that are played in this process, by name, each at every level of its curriculum."""
+    """Return the environments that are played in this process, by name, each with all its levels."""
     environments: dict[str, list[Environment]] = {}
     for position, section in enumerate(config.environments):
         if not section.workers:
             environments[section.label] = load_levels(section, key=f"environments[{position}]")
             for environment in environments[section.label]:
-                tool_use_of(environment, section, tokenizer)  # errors come before anything is sampled
+                tool_use_of(environment, section, tokenizer)  # to raise errors early
     return environments
 
 
 def _allow_connections(config: OrchestratorConfig) -> None:
-    """Allow a connection for each session that may be in flight; raises ConfigError if the system forbids it."""
+    """Allow a connection for each session in flight. Raises ConfigError if the system forbids it."""
     size = config.largest_group
     most = max(config.client.max_concurrency * len(config.client.urls), size)
     number = most if config.eval is not None else min(most, config.max_problems_per_step * size)
@@ -162,7 +160,7 @@ def _allow_connections(config: OrchestratorConfig) -> None:
 
 @asynccontextmanager
 async def _connect_policy(config: OrchestratorConfig, teacher: Teacher | None) -> AsyncIterator[InferenceClient]:
-    """Give the client of the servers that sample: the policy's when they are ready, or the teacher's."""
+    """Give the client of the servers that sample, when they are ready: the policy's or the teacher's."""
     if teacher is not None and config.is_sampled_by_teacher:
         yield teacher.client
         return
@@ -191,16 +189,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: OrchestratorConfig) -> None:
-    """Run `orchestrate` in this process, which is for nothing else, until it ends or a signal stops it."""
-    # Imported modules stay; and thousands of sessions make so many objects that the collector, at its usual pace,
-    # would take a third of a core to walk over them.
+    """Run `orchestrate` in a process of its own, until it ends or a signal stops it."""
+    # With thousands of sessions the garbage collector, at its usual pace, takes a third of a core.
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
     try:
         with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
             runner.run(run_until_stopped(orchestrate(config)))
     except (SystemExit, KeyboardInterrupt) as error:
-        # `guard` catches what a call raises. Tasks and callbacks of an environment's own end the event loop.
+        # Not from a call, whose errors `guard` catches.
         raise EnvironmentFailure(
             f"an environment raised {type(error).__name__}({error}) in a task or callback of its own "
             f"({place_of(error)}), which would end the orchestrator"

@@ -1,7 +1,7 @@
 """Makes and publishes one batch after another: policy version, rollouts, metrics, journal.
 
-One policy version samples all of a batch (`version_for`), so timing never decides which policy made a batch. That is
-the backpressure, too: a batch cannot begin before the trainer has published its version.
+One policy version samples a whole batch (`version_for`), so timing never decides which policy made a batch. This is
+also the backpressure: a batch cannot begin before the trainer has published its version.
 """
 
 from __future__ import annotations
@@ -58,21 +58,19 @@ class BatchPublisher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A write takes milliseconds; half of one would only be a leftover.
         if self._pending is not None:
             await asyncio.wait([self._pending])
             if error is not None and not self._pending.cancelled():
-                # Looked at, so that asyncio does not report it as never retrieved; `error` came first.
-                self._pending.exception()
+                self._pending.exception()  # so that asyncio does not report it as never retrieved; `error` came first
         self._thread.shutdown()
 
     async def submit(self, batch: Batch, state: bytes) -> None:
-        """Publish `batch` soon, after the batch before; raises RunDirError if that could not be published."""
+        """Publish `batch` after the batch before; raises RunDirError if the batch before could not be published."""
         await self.settle()
         self._pending = asyncio.get_running_loop().run_in_executor(self._thread, self._publish, batch, state)
 
     async def settle(self) -> None:
-        """Wait until everything submitted is published. Raises RunDirError if it could not be."""
+        """Wait until everything submitted is published. Raises RunDirError if that failed."""
         if self._pending is not None:
             # Shielded: if this wait is cancelled, __aexit__ must still find the write to wait for.
             await asyncio.shield(self._pending)
@@ -112,7 +110,7 @@ class BatchPipeline:
         self._ended, self._busy_s, self._counts = now, self.client.busy_s, self.client.counts()
 
     async def begin(self, step: int, *, version: int) -> None:
-        """Make the engines serve `version` for batch `step`, and have them prove that they compute with it."""
+        """Make the engines serve `version` for batch `step`, and check their parity with the trainer."""
         events.report("waiting for weights", version=version)
         with span("wait_for_weights", step=step, version=version):
             weights = await self._wait_for(version)
@@ -175,9 +173,9 @@ class BatchPipeline:
         )
 
     async def _evaluate(self, weights: PublishedWeights) -> dict[str, float]:
-        """Evaluate the version that has just made a batch, if that is due; return metrics for this batch.
+        """Evaluate the version that has just made a batch, if due; return metrics for this batch.
 
-        The state of the same batch says that it was done, so its numbers come with one batch, whatever is killed.
+        The state of the same batch records the evaluation, so its numbers come with one batch, whatever is killed.
         """
         state, begin = self.maker.state, time.perf_counter()
         if self.evaluation is None or not self.evaluation.is_due(weights.version, after=state.evaluated_version):
@@ -201,8 +199,8 @@ class BatchPipeline:
 def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: int) -> int:
     """Return the policy version that samples batch `step`: `max(0, step - 1 - async_level)`, if it is published.
 
-    The first batches after a resume may want versions from before the checkpoint. If those are still published, the
-    batch is the one that an uninterrupted run makes; else the resumed version `trainer_step` samples it.
+    The first batches after a resume may need versions from before the checkpoint. If such a version is gone, the
+    resumed version `trainer_step` samples the batch, which then differs from an uninterrupted run.
     """
     # Step N trains batch N on weights N - 1.
     wanted = max(0, step - 1 - async_level)
@@ -219,8 +217,7 @@ def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: i
 class BatchTimes:
     """Where the wall time of one batch went, in seconds.
 
-    `period` goes from the end of the batch before to the end of this one; `busy` is its part in which a request was in
-    flight.
+    `period` is the time since the end of the batch before, and `busy` its part with a request in flight.
     """
 
     period: float
@@ -242,13 +239,13 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics by slash-separated name; docs/metrics.md says what each means.
 
-    They are about every scored group, also those that dynamic sampling dropped: what the policy is worth must not
-    depend on which of its groups are trained.
+    They cover every scored group, also groups that dynamic sampling dropped: how good the policy is must not depend on
+    which groups are trained.
 
     Args:
         num_reused: turns that were sampled before a restart.
-        engines: what each was asked in the period.
-        signal: what dynamic sampling looks for; without it the trainer, which knows its advantage, counts the groups.
+        engines: requests of each engine in the period.
+        signal: of dynamic sampling; without it the trainer, which knows its advantage, counts the groups.
     """
     groups = [*selection.groups, *selection.unused]
     rollouts = [rollout for group in groups for rollout in group]
@@ -297,7 +294,7 @@ def batch_metrics(
 
 
 def _staleness(rollouts: Sequence[Rollout], *, step: int) -> dict[str, float]:
-    """Return by how many optimizer steps the versions are behind that sampled the tokens."""
+    """Return how many optimizer steps old the versions are that sampled the tokens."""
     tokens: Counter[int] = Counter()
     for rollout in rollouts:
         for stretch in rollout.versions:
@@ -338,6 +335,6 @@ def _environment_metrics(settings: EnvironmentConfig, groups: Sequence[Sequence[
 
 
 def _std(values: Sequence[float]) -> float:
-    """Return the population std: the spread of these values, not an estimate for others."""
+    """Return the population standard deviation."""
     mean = statistics.fmean(values)
     return math.sqrt(statistics.fmean([(value - mean) ** 2 for value in values]))

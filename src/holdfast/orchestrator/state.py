@@ -1,7 +1,7 @@
-"""State that the orchestrator needs to resume after a kill: only counters, and seeds that are hashes of counters.
+"""What the orchestrator needs to resume after a kill: counters, and seeds that are hashes of counters.
 
-Every random choice of a run has a seed of its own: the xxh3-64 of the parts that identify the choice, cut to 63 bits.
-So no choice depends on timing, and no random-generator state has to be kept.
+Each random choice of a run has its own seed: the xxh3-64 of what identifies the choice, cut to 63 bits. So no choice
+depends on timing, and no state of a random generator is saved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ STATE_FORMAT = 1
 
 
 class LevelState(msgspec.Struct, kw_only=True):
-    """One level of a curriculum: mean rewards of its latest groups, and population variances within them."""
+    """One level of a curriculum, with the mean rewards of its latest groups."""
 
     next_task: int = 0
     rewards: list[float] = []
-    variances: list[float] = []
 
 
 class CurriculumState(msgspec.Struct, kw_only=True):
@@ -40,7 +39,7 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
     """Position in one environment.
 
     Attributes:
-        weight: integer share of the mix that `credit` counts in.
+        weight: integer share of the mix.
         credit: what the mix owes this environment, in units of one over the sum of weights.
         group_size: rollouts of each problem of the last batch.
         curriculum: None if it never had one.
@@ -57,11 +56,11 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     """The state after batch `step` (0 before the first); counters are since the start of the run.
 
     Attributes:
-        problems: problems that were drawn, also those of dropped groups; `rollouts` and `tokens` are theirs.
-        sampled_tokens: tokens of the batches that the policy sampled.
+        problems: drawn problems, with their `rollouts` and `tokens`, those of dropped groups included.
+        sampled_tokens: tokens in batches that the policy sampled.
         teacher_digest: of the teacher's weights; empty without a teacher.
-        dropped: what of problems, rollouts and tokens is in no batch, by reason.
-        evaluated_version: the policy version that was evaluated last; -1: none.
+        dropped: problems, rollouts and tokens that are in no batch, by reason.
+        evaluated_version: the last evaluated policy version; -1: none.
     """
 
     format: int = STATE_FORMAT
@@ -85,8 +84,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
 
 
 def read_state(path: Path, *, step: int) -> OrchestratorState:
-    """Return the state in `path`, which must be after batch `step`. Raises CheckpointError if it is not, or is
-    damaged."""
+    """Return the state after batch `step` from `path`. Raises CheckpointError if it is another state, or damaged."""
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
     except FileNotFoundError:
@@ -107,7 +105,7 @@ _SEPARATOR = "\x1f"
 
 
 def stable_seed(*parts: int | str) -> int:
-    """Return 63 bits that depend on `parts` alone, the same in every process and version of Python."""
+    """Return 63 bits that depend only on `parts`, equal in every process and version of Python."""
     return xxhash.xxh3_64_intdigest(_SEPARATOR.join(map(str, parts)).encode()) & _MASK
 
 
@@ -117,10 +115,10 @@ class TaskSeed:
 
     Attributes:
         run_seed: `seed` of the run.
-        environment: its name, so that two of a kind differ.
+        environment: its name, so that two environments of one class differ.
         index: position in the sequence, from 0.
-        held_out: a task of an evaluation, whose seeds no training has.
-        level: of the environment's curriculum, each of which has a sequence of its own. None without one.
+        held_out: a task of an evaluation; training never has its seeds.
+        level: of the curriculum; each level has its own sequence. None without a curriculum.
     """
 
     run_seed: int
@@ -131,11 +129,11 @@ class TaskSeed:
 
     @property
     def number(self) -> int:
-        """The seed of this task: below 2**63 in training, from there on and below 2**64 if it is held out."""
+        """The seed of this task: below 2**63 in training, from 2**63 to 2**64 if held out."""
         return self._number("task", self.index)
 
     def random(self) -> random.Random:
-        """Return the generator of this seed, the same at every call: draws go on after the last one."""
+        """Return the generator of this seed, the same at every call: draws continue after the last draw."""
         return self._generator
 
     @cached_property
@@ -143,16 +141,15 @@ class TaskSeed:
         return random.Random(self.number)
 
     def fresh(self) -> TaskSeed:
-        """Return this seed with nothing drawn from it yet; every call of `make_task` gets one."""
-        # replace calls the constructor: the cached generator is not taken along.
-        return replace(self)
+        """Return this seed with a new generator, as every call of `make_task` gets it."""
+        return replace(self)  # without the cached generator
 
     def shared(self, *parts: int | str) -> int:
         """Return a seed that all tasks of this environment share, such as one for each epoch."""
         return self._number("shared", *parts)
 
     def row(self, num_rows: int) -> int:
-        """Return which of `num_rows` rows this task is: each comes once per epoch, in a new order each time."""
+        """Return which of `num_rows` rows this task is: each row comes once per epoch, in a new order each time."""
         epoch, position = divmod(self.index, num_rows)
         return _order_of_rows(self.shared("epoch", epoch), num_rows)[position]
 

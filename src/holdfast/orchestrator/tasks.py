@@ -42,7 +42,7 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 class SessionSlots:
-    """Lets whole groups through while their sessions have room, in the order in which they came."""
+    """Limits the number of sessions; admits whole groups, in the order in which they came."""
 
     def __init__(self, most: int) -> None:
         self._slots = asyncio.Semaphore(most)
@@ -50,7 +50,7 @@ class SessionSlots:
 
     @asynccontextmanager
     async def taking(self, size: int) -> AsyncIterator[None]:
-        """Wait for room for a group of `size` sessions, at most `most`; the end of the context gives it back."""
+        """Hold room for a group of `size` sessions, at most `most`."""
         taken = 0
         try:
             # One group at a time takes slots: else two groups could wait for each other.
@@ -65,7 +65,7 @@ class SessionSlots:
 
 
 class FirstFailure:
-    """The first failure of something that work depends on: it ends that work, whatever the work makes of it."""
+    """The first failure of something that work depends on; it ends the work, even if the work catches it."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
@@ -84,22 +84,20 @@ class FirstFailure:
             raise self._failure
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`, which is cancelled, and the failure raised, as soon as there is one."""
+        """Return the result of `work`; at a failure, cancel `work` and raise the failure."""
         working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
         try:
             await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            # First: the failure counts more than the result of the work.
             self.check()
             return working.result()
         finally:
             for one in (working, failing):
-                # Cancelled and awaited: nothing of it may continue.
                 one.cancel()
             await asyncio.gather(working, failing, return_exceptions=True)
 
 
 async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; SIGTERM and SIGINT end it early, and in order."""
+    """Run `work`; SIGTERM and SIGINT cancel it and count as a clean end."""
     working = asyncio.ensure_future(work)
     stopped = False
 
@@ -114,7 +112,6 @@ async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
     try:
         await working
     except asyncio.CancelledError:
-        # Cancelled by somebody else: not a clean end.
         if not stopped:
             raise
         report("stopped")
@@ -122,7 +119,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def phase(name: str, *, version: int | None = None) -> Iterator[None]:
-    """Have an `InferenceError` name the phase of the orchestrator, and the policy version that it is about."""
+    """Name the phase in heartbeats, and with the policy version in each `InferenceError`."""
     moved(doing=name)
     try:
         yield

@@ -18,9 +18,9 @@ from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Rollout, TokenI
 
 
 async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
-    """Return the digest of the weights that all servers serve, and accept nothing else from now on.
+    """Return the digest of the weights that all servers serve, and refuse others from now on.
 
-    Raises InferenceError, with the section `key` of the servers, if one has no weights, or two serve different ones.
+    Raises InferenceError if a server of the section `key` has no weights, or two have different weights.
     """
     found: dict[Engine, ServedWeights] = {}
 
@@ -53,28 +53,28 @@ async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
     return expected
 
 
-# They mark log-probabilities of the teacher in the log of generations.
+# Mark log-probabilities of the teacher in the log of generations.
 _JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
 
 
 class Teacher:
-    """A model whose weights, with the digest `digest`, stay the same as long as the run lasts."""
+    """A model with fixed weights of the digest `digest`."""
 
     def __init__(self, client: InferenceClient, *, digest: str) -> None:
         self.client = client
         self.digest = digest
 
     async def judge(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
-        """Fill in the `reference_logprobs` of a finished rollout; what `log` has is not asked for again.
+        """Fill in the `reference_logprobs` of a finished rollout, from `log` or the servers.
 
-        Raises InferenceError if a server failed, or serves something else by now.
+        Raises InferenceError if a server failed, or serves other weights.
         """
         # One branch after the other: the servers have cached the start of the next one.
         judged = Logprobs()
         for branch in rollout.branches:
             judged.extend(await self._judged(rollout.token_ids[branch].tolist(), log, affinity=affinity))
         pairs = zip(judged, rollout.loss_mask, strict=True)
-        # 0 for tokens that were not sampled, as in `logprobs`: no loss uses them.
+        # 0 for tokens that were not sampled, as in `logprobs`.
         rollout.reference_logprobs = Logprobs([value if sampled else 0.0 for value, sampled in pairs])
 
     async def _judged(self, token_ids: list[int], log: GenerationLog, *, affinity: Affinity) -> Logprobs:
@@ -91,7 +91,7 @@ class Teacher:
         return found.logprobs
 
     async def _ask(self, token_ids: list[int], *, affinity: Affinity) -> Logprobs:
-        # One token must be sampled for the log-probabilities of a prompt; it is thrown away.
+        # An engine samples at least one token.
         request = GenerateRequest(
             token_ids=token_ids,
             seeds=[0],
@@ -113,10 +113,12 @@ class Teacher:
 
 @asynccontextmanager
 async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIterator[Teacher | None]:
-    """Wait for the teacher's servers and give the teacher; None if the run has none. Raises InferenceError if a server
-    does not answer, or serves another model or none; ConfigError if a server's longest session is too short;
-    CheckpointError if the batches so far were made with a teacher of another `digest` (empty before the first
-    batch)."""
+    """Wait for the teacher's servers and give the teacher; None if the run has none.
+
+    Raises InferenceError if a server does not answer, or serves another model or none; ConfigError if a server's
+    longest session is too short; CheckpointError if the batches so far have a teacher of another `digest` (empty before
+    the first batch).
+    """
     if config.teacher is None:
         yield None
         return

@@ -4,10 +4,9 @@
     stage     an engine reads and checks it, while the old version serves      `inference.weight_files`
     swap      the engine pauses, and its model takes the staged weights        `inference.worker`
 
-The orchestrator waits for a version, and has every engine stage and swap it by one `POST /update_weights`. Then it
-reads version and digest back. A lost engine gets its weights again (`push`). Each engine proves once, by the parity
-check, that it computes the trainer's log-probabilities with these weights (`check_canary`). The manifest of a version
-has its digest, so the digest is known before an engine has read the weights.
+The orchestrator waits for a version, has every engine stage and swap it by one `POST /update_weights`, and reads
+version and digest back (`push`). Each engine proves once, by the parity check, that it computes the trainer's
+log-probabilities (`check_canary`). The manifest of a version has its digest.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class PublishedWeights:
     """A policy version that the trainer has published.
 
     Attributes:
-        path: its directory, which the engines must see by the same name.
+        path: its directory, which the engines see under the same path.
         digest: what an engine must report after loading it.
-        written: inode and time of its manifest; others mean that it was published again.
+        written: inode and time of its manifest, which tell whether it was published again.
     """
 
     version: int
@@ -52,14 +51,14 @@ class PublishedWeights:
     written: tuple[int, int]
 
     def was_replaced(self) -> bool:
-        """Whether the directory went away or was published again since: then whoever stages it may fail."""
+        """Whether the directory is gone or was published again, so that staging it may fail."""
         try:
             return _written(self.path) != self.written
         except FileNotFoundError:
             return True
 
     def read_canary(self) -> Canary | None:
-        """Return what the trainer computed with it, if it published that. Raises CheckpointError if it is damaged."""
+        """Return the trainer's parity prompt, if there is one. Raises CheckpointError if it is damaged."""
         path = self.path / CANARY_NAME
         try:
             return msgspec.json.decode(path.read_bytes(), type=Canary)
@@ -70,16 +69,13 @@ class PublishedWeights:
 
 
 def _written(path: Path) -> tuple[int, int]:
-    # Both: filesystems give the inode of a removed file to a new one.
+    # Both: a filesystem may reuse the inode of a removed file.
     status = (path / MANIFEST_NAME).stat()
     return status.st_ino, status.st_mtime_ns
 
 
 def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
-    """Return a published version, from its manifest; engines check the tensors when they load them.
-
-    Raises CheckpointError if the manifest is missing, damaged, or of something else.
-    """
+    """Return a published version, from its manifest. Raises CheckpointError if it is missing, damaged, or another."""
     path = run_dir.weights_of(version)
     manifest = read_manifest(path)
     written = _written(path)
@@ -96,9 +92,11 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
 async def wait_for_weights(
     run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None]
 ) -> PublishedWeights:
-    """Wait for the trainer to publish `version`; `check` is called at each round, and may raise. Raises WaitedInVain if
-    nobody got anything done for `timeout_s` seconds; CheckpointError if the published weights are damaged, or not this
-    version."""
+    """Wait for the trainer to publish `version`; `check` is called again and again, and may raise.
+
+    Raises WaitedInVain after `timeout_s` seconds without progress of any process; CheckpointError if the published
+    weights are damaged, or another version.
+    """
     wait = Wait(timeout_s)
     path = run_dir.weights_of(version)
     while True:
@@ -106,7 +104,7 @@ async def wait_for_weights(
             try:
                 return describe_weights(run_dir, version)
             except (CheckpointError, FileNotFoundError):
-                # A resuming trainer may take the directory away to publish it again.
+                # A resuming trainer may remove the directory and publish it again.
                 if path.exists():
                     raise
         check()
@@ -124,9 +122,7 @@ _REPLACEMENTS = 3
 
 @dataclass(eq=False)
 class WeightPusher:
-    """Makes all engines of a client serve what the trainer publishes, and prove once that they compute with it.
-
-    A version of the attempt before may have no canary; then the first version with a canary proves it.
+    """Makes all engines of a client serve what the trainer publishes, and checks each once for parity.
 
     Args:
         client: of the engines, which the run owns from the first push on.
@@ -149,12 +145,14 @@ class WeightPusher:
         return await wait_for_weights(self.run_dir, version, timeout_s=self.timeout_s, check=check)
 
     async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
-        """Make all engines that are there serve `weights`, and return what they serve; others get it when they return.
+        """Make all usable engines serve `weights`, and return what they serve; lost engines get it when they return.
+
         Raises InferenceError: an engine refused the weights, belongs to another run, reports another version or digest,
-        or computes something else with them; or no engine was there for too long."""
+        or computes other numbers with them; or all engines were away for too long.
+        """
         for _ in range(_REPLACEMENTS):
             try:
-                # Also if it serves already: an engine may have been restarted since.
+                # Also if it is served already: an engine may have been restarted.
                 await self._push_to_all(weights)
                 break
             except InferenceError:
@@ -179,12 +177,12 @@ class WeightPusher:
             try:
                 await push_to(engine)
             except InferenceError as error:
-                # The trainer has gone on, and the next version will be asked for.
+                # The trainer has published a newer version, which comes next.
                 if weights.was_replaced() and pool.there():
                     raise Unavailable(f"{weights.path} is not there any more: {error}") from None
                 raise
 
-        # Before the push: an engine that comes back during it must get these.
+        # Before the push: an engine that comes back meanwhile must get these weights.
         self.client.expect(version=weights.version, restore=restore)
         with phase("pushing weights and reading them back", version=weights.version):
             await pool.attend(push_to)
@@ -193,7 +191,7 @@ class WeightPusher:
     async def _prove(self, engine: Engine, weights: PublishedWeights) -> None:
         if engine in self._proven or (canary := weights.read_canary()) is None:
             return
-        # Engines take sessions of `seq_len` tokens, of which they must sample one.
+        # Engines take `seq_len` tokens, one of them sampled.
         await check_canary(self.client, engine, canary.head(self.seq_len - 1), weights_digest=weights.digest)
         self._proven.add(engine)
 
@@ -208,7 +206,7 @@ async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
         boot_id = served.boot_id
         await engine.update_weights(UpdateRequest(str(weights.path), weights.version, owner))
         served = await engine.served()
-        # First of all: a restart is not a refusal.
+        # First: a restart is not a refusal.
         if served.boot_id != boot_id:
             raise Unavailable(f"the server was restarted while it was given policy version {weights.version}")
     if served.version != weights.version:
@@ -224,9 +222,9 @@ async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
 
 
 async def check_canary(client: InferenceClient, engine: Engine, canary: Canary, *, weights_digest: str) -> None:
-    """Compare the canary's log-probabilities with those that an engine computes with the same weights.
+    """Compare the parity prompt's log-probabilities of trainer and engine for the same weights.
 
-    Raises Unavailable if the engine was lost meanwhile, InferenceError if the two differ too much.
+    Raises Unavailable if the engine was lost meanwhile, InferenceError if they differ too much.
     """
     request = GenerateRequest(
         token_ids=canary.token_ids,
@@ -239,7 +237,7 @@ async def check_canary(client: InferenceClient, engine: Engine, canary: Canary, 
     (choice,) = await client.ask(engine, request)
     found, allowed = deviation(canary, choice.prompt_logprobs or []), canary.allowed_nats
     _log.info("%s: canary differs by %.2g nats from the trainer's (allowed: %s)", engine.url, found, allowed)
-    # `not <=` rather than `>`: NaN is refused, too.
+    # `not <=`, so that NaN is refused.
     if allowed is not None and not found <= allowed:
         raise InferenceError(
             f"{engine.url} serves the right weights, but computes other log-probabilities from them than the "

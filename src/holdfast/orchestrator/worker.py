@@ -2,9 +2,9 @@
 
     python -m holdfast.orchestrator.worker <pid of the orchestrator> <socket>
 
-The worker has the environment and the tokenizer, and asks the orchestrator for what the policy samples and what judges
-reply. Everything that a group depends on comes with it, so which worker plays it changes nothing. The worker dies with
-the orchestrator. Messages are msgpack behind their length, over a pair of sockets.
+The worker has the environment and the tokenizer. It asks the orchestrator for samples of the policy and replies of
+judges, so any worker may play any group. It dies with the orchestrator. Messages are msgpack after their length, over a
+pair of sockets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, ProcessKilled
 from holdfast.orchestrator.client.client import Affinity
-from holdfast.orchestrator.env.guard import CallTimeout, PromptTooLong, pausing_clock, watching_calls
+from holdfast.orchestrator.env.guard import PromptTooLong, pausing_clock, watching_calls
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeFailureReason, JudgeRequest
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
@@ -39,11 +39,11 @@ from holdfast.process.child import die_with_parent, run_reporting_errors, set_up
 from holdfast.protocol.inference import ChatReply, Completion
 from holdfast.protocol.rollouts import Dropped, Rollout, Sampling, TokenIds, decode_packed, encode_packed
 
-FailureKind = Literal["config", "data", "environment", "prompt_too_long", "timeout", "memory", "killed"]
+FailureKind = Literal["config", "data", "environment", "memory", "killed"]
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """First message to a worker: `OrchestratorConfig` as JSON, and which of its environments is played."""
+    """First message to a worker: `OrchestratorConfig` as JSON, and the name of its environment."""
 
     config: str
     environment: str
@@ -59,7 +59,7 @@ class Play(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for group `group` any more."""
+    """Stop playing group `group`."""
 
     group: int
 
@@ -81,7 +81,7 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The environment is loaded, and has `num_tasks` tasks; None: any number."""
+    """The environment is loaded, and has `num_tasks` tasks; None: no end."""
 
     num_tasks: int | None = None
 
@@ -101,7 +101,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Asks(msgspec.Struct, frozen=True, tag=True):
-    """Turns that were asked for in one turn of the event loop: equal prompts can share a request."""
+    """The turns to sample of one turn of the event loop: equal prompts share a request."""
 
     asks: list[Ask]
 
@@ -123,7 +123,7 @@ class Played(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Group `group` failed in a way that ends the run; group 0: the environment could not be loaded."""
+    """Group `group` failed, and the run ends or plays it again; group 0: the environment could not be loaded."""
 
     group: int
     kind: FailureKind
@@ -165,7 +165,7 @@ _GROUP: ContextVar[int] = ContextVar("group")
 
 
 class Worker:
-    """Plays the groups that it is told to, any number at a time. It also is what judges are asked through."""
+    """Plays groups, any number at a time; also the `Judges` of its process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -250,10 +250,7 @@ class Worker:
             self._waiting.pop(request, None)
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
-        """Return a judge's reply, from the orchestrator; the clock of the environment's call stands meanwhile.
-
-        Raises JudgeFailure if there is no reply.
-        """
+        """Return a judge's reply, while the clock of the call stands still. Raises JudgeFailure without a reply."""
         number = next(self._numbers)
         waiting = self._judging[number] = asyncio.get_running_loop().create_future()
         self._send(AskJudge(_GROUP.get(), number, request))
@@ -282,7 +279,7 @@ class Worker:
 
 @dataclass(eq=False)
 class _Asking:
-    """Samples for the sessions of one group; the orchestrator knows distribution and affinity of the group."""
+    """Samples for the sessions of one group, whose distribution and affinity the orchestrator knows."""
 
     worker: Worker
     group: int
@@ -293,17 +290,16 @@ class _Asking:
         return await self.worker.sample(self.group, token_ids, max_tokens=max_tokens, seed=seed)
 
     def check(self) -> None:
-        """Raise nothing: when an engine fails, the orchestrator ends the groups."""
+        """Raise nothing: if an engine fails, the orchestrator ends the groups."""
 
 
 def _kind_of(error: HoldfastError) -> FailureKind:
     if isinstance(error.__cause__, MemoryError):
         return "memory"
     kinds: dict[type[HoldfastError], FailureKind] = {
-        PromptTooLong: "prompt_too_long",
-        CallTimeout: "timeout",
         ConfigError: "config",
         DataError: "data",
+        PromptTooLong: "data",
         ProcessKilled: "killed",
     }
     return kinds.get(type(error), "environment")
@@ -311,15 +307,14 @@ def _kind_of(error: HoldfastError) -> FailureKind:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    with suppress(EOFError, ConnectionError):  # the orchestrator has no more work
+    with suppress(EOFError, ConnectionError):  # the orchestrator has ended
         await Worker(reader, writer).work()
 
 
 def _end_group_with_this_process() -> None:
-    """Have everything that the environment starts killed when this process has died, whatever the reason.
+    """Fork a process that kills everything that the environment has started when this process has died.
 
-    The orchestrator kills it otherwise, but it may die too. A process outside of the group waits for that, with none of
-    its files.
+    The orchestrator does the same, but may be dead too. The new process is outside of the group, without its files.
     """
     worker = os.getpid()
     if os.fork():

@@ -1,14 +1,13 @@
-"""Worker processes of an environment: they play its prompt groups, and groups of dead workers are played again.
+"""Plays prompt groups, in this process or in worker processes of an environment.
 
-If a worker dies, another worker plays its groups again. The log of generations has everything that was sampled for
-them, so nothing is sampled twice and the result is the same. A group is at fault if it ends a worker that plays it
-alone, or if the worker named its task before the end.
+If a worker dies, another worker plays its groups again, with the same samples and so the same result. A group is at
+fault if it ends a worker that plays it alone, or if the worker named its task before the end.
 
     how a worker dies                    the group at fault    the others
     code blocks it beyond `timeout_s`    fails: timeout        played again; alone, unless a task was named
     it exits, or of a signal             fails: crash          played again, each alone
     it is out of memory                  fails: memory         played again
-    a signal of somebody else's          played again          played again; from the second time on alone
+    a signal from outside                played again          played again; from the second time on alone
 """
 
 from __future__ import annotations
@@ -20,29 +19,39 @@ import os
 import signal
 import socket
 import sys
+from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import msgspec
+import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import MOST_KILLED, STUCK, ConfigError, DataError, EnvironmentFailure, HoldfastError, printable
+from holdfast.errors import (
+    MOST_KILLED,
+    STUCK,
+    ConfigError,
+    DataError,
+    EnvironmentFailure,
+    HoldfastError,
+    ProcessKilled,
+    printable,
+)
+from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
 from holdfast.orchestrator.episodes import (
     Outcome,
     Problem,
-    Remembering,
     TurnSampler,
     WorkerCrashed,
     context_of,
-    fail,
-    play_again,
-    play_here,
+    dropped,
+    run_group,
 )
 from holdfast.orchestrator.tasks import run_all
 from holdfast.orchestrator.worker import (
@@ -65,22 +74,22 @@ from holdfast.orchestrator.worker import (
 from holdfast.process.child import killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
-from holdfast.protocol.rollouts import Dropped
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Dropped, Sampling
 
 _log = logging.getLogger("orchestrator")
 
 _LOOK_S = 1.0
 _GRACE_S = 15.0
-"""Beyond the deadline: a worker ends itself, with the line that blocks, unless a call of C keeps all its threads."""
+"""Beyond the deadline: a worker ends itself and names the line, unless a call of C blocks all its threads."""
 _END_S = 5.0
-_MOST_OUTPUT = 1 << 16
 _TAIL = 1 << 13
 
 DeathKind = Literal["crashed", "hung", "killed"]
 
 
 class WorkerDied(Exception):
-    """A worker ended: it `crashed` (exit or signal), `hung` (code blocked it) or was `killed` by somebody else."""
+    """A worker ended: it `crashed` (exit or signal), `hung` (code blocked it) or was `killed` from outside."""
 
     def __init__(self, kind: DeathKind, told: str) -> None:
         super().__init__(told)
@@ -99,7 +108,7 @@ class _Running:
     """A worker process, from its start to its end.
 
     Attributes:
-        is_ready: how many tasks the environment has, None if they have no end; as soon as it is loaded.
+        is_ready: the number of tasks (None: no end), when the environment is loaded.
     """
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
@@ -114,7 +123,7 @@ class _Running:
         self.is_over = False
         self.is_ready: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.is_ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
-        # `evaluate` may sample as no training can, and the worker only needs to know for how long.
+        # A worker only needs to know `max_tokens`, and `evaluate` may sample in ways that training refuses.
         plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
         self._beginning = asyncio.create_task(self._begin(StartWorker(plain.model_dump_json(), settings.label)))
         self._life = asyncio.create_task(self._live())
@@ -133,16 +142,16 @@ class _Running:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # with all that it starts it can be ended at once
+                start_new_session=True,  # so that all that it starts can be killed with it
             )
         finally:
             theirs.close()
-        self._output = _WorkerOutput(self._process, self._name)
+        self._output = _WorkerOutput(self._process)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._send(start)
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
-        """Return the result of a group. Raises WorkerDied if the worker did not survive it, or what loading raised."""
+        """Return the result of a group. Raises WorkerDied, or what loading raised."""
         number = next(self._numbers)
         group = self._groups[number] = _PlayedGroup(problem, sampler, asyncio.get_running_loop().create_future())
         try:
@@ -160,7 +169,7 @@ class _Running:
                 self._send(Cancel(number))
 
     async def close(self) -> None:
-        """Let the process end, or kill it with all that it has started; its groups count as killed."""
+        """End the process with all that it has started; its groups count as killed."""
         await asyncio.wait([self._beginning])
         if not self.is_over:
             self._kind = self._kind or "killed"
@@ -182,7 +191,7 @@ class _Running:
     async def _live(self) -> None:
         try:
             await self._beginning
-        except Exception as error:  # noqa: BLE001 - whoever waits for the worker gets it
+        except Exception as error:  # noqa: BLE001 - raised where the worker is awaited
             self.is_over = True
             self.is_ready.set_exception(error)
             return
@@ -193,8 +202,8 @@ class _Running:
                 self._heard_at = awake_s()
                 self._take(message)
         except (EOFError, ConnectionError):
-            pass  # the worker is over: `_end` tells how
-        # Somebody else has written there; InvalidStateError: that the worker is ready, a second time.
+            pass  # the worker has ended, see `_end`
+        # Code of the environment has written to the socket; InvalidStateError: a second `Ready`.
         except (msgspec.MsgspecError, UnicodeDecodeError, asyncio.InvalidStateError) as error:
             self._unreadable = str(error)
             self._kill()
@@ -237,7 +246,7 @@ class _Running:
         self._send(judged)
 
     def _begin_for(self, number: int, work: Callable[[_PlayedGroup], Coroutine[Any, Any, None]]) -> None:
-        """Do what a group waits for, as long as somebody waits for the group; a failure ends the group."""
+        """Start work that a group waits for; its failure ends the group."""
         group = self._groups.get(number)
         if group is None:
             return
@@ -253,7 +262,7 @@ class _Running:
         turn.add_done_callback(take)
 
     async def _watch(self) -> None:
-        """Kill the worker when its event loop has been silent for too long: none of its threads may be able to."""
+        """Kill the worker when its event loop has been silent for too long."""
         await asyncio.wait([self.is_ready])  # loading has no bound
         self._heard_at = awake_s()
         while awake_s() - self._heard_at <= self._bound_s:
@@ -270,12 +279,12 @@ class _Running:
             return False
 
     async def _end(self) -> None:
-        """Tell everybody who waits how it ended."""
+        """Wait for the end of the process, and fail its groups."""
         self.is_over = True
         try:
             async with asyncio.timeout(_END_S):
                 code = await self._process.wait()
-        except TimeoutError:  # it has closed its socket, and goes on
+        except TimeoutError:  # it has only closed its socket
             self._kill()
             code = await self._process.wait()
         self._kill()  # what it has started
@@ -296,7 +305,7 @@ class _Running:
     def _how_it_ended(self, code: int) -> tuple[DeathKind, str]:
         last = self._output.last_line()
         if self._unreadable:
-            return "crashed", f"what its worker said cannot be read ({self._unreadable})"
+            return "crashed", f"its worker sent what cannot be read ({self._unreadable})"
         if code == STUCK:
             return "hung", last.removeprefix("error: ")
         if self._kind == "hung":
@@ -304,18 +313,17 @@ class _Running:
         by = signal.SIGKILL if self._kind == "killed" else killed_by(code)
         if by is not None:
             why = "; the kernel does so when memory runs out" if by == signal.SIGKILL else ""
-            return "killed", f"somebody killed it ({by.name}){why}"
+            return "killed", f"its worker was killed from outside ({by.name}){why}"
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return "crashed", f"its worker process {how}" + (f"; its last words: {last}" if last else "")
 
 
 class _WorkerOutput:
-    """Takes what a worker prints as fast as it comes, shows it up to a limit, and keeps its end."""
+    """Shows what a worker prints, and keeps its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         self._stream = process.stdout
-        self._name = name
         self._tail = b""
         self._reading = asyncio.create_task(self._read())
 
@@ -329,27 +337,22 @@ class _WorkerOutput:
         return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")
 
     async def _read(self) -> None:
-        left = _MOST_OUTPUT
         while part := await self._stream.read(1 << 16):
             self._tail = (self._tail + part)[-_TAIL:]
-            if left > 0:
-                sys.stderr.write(part[:left].decode(errors="backslashreplace"))
-                left -= len(part)
-                if left <= 0:
-                    _log.warning("a worker of environment '%s' prints more than is shown", self._name)
+            sys.stderr.write(part.decode(errors="backslashreplace"))
 
 
 def error_of(failed: Failed) -> HoldfastError:
     """Return the error that a worker met."""
-    kinds: dict[str, type[HoldfastError]] = {"config": ConfigError, "data": DataError}
+    kinds: dict[str, type[HoldfastError]] = {"config": ConfigError, "data": DataError, "killed": ProcessKilled}
     return kinds.get(failed.kind, EnvironmentFailure)(failed.message)
 
 
 class Workers:
-    """The worker processes of one environment. Use as an async context manager: they live as long.
+    """The worker processes of one environment, as an async context manager.
 
     Attributes:
-        num_tasks: how many tasks the environment has, None if they have no end; known once the workers are there.
+        num_tasks: of the environment; None: no end.
     """
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
@@ -374,7 +377,7 @@ class Workers:
         await self.rest()
 
     async def rest(self) -> None:
-        """End the processes; what is played later starts them again."""
+        """End the processes; `play` starts them again."""
         await asyncio.gather(*map(self._close, tuple(self._living)))
 
     async def _load(self, slot: int) -> int | None:
@@ -401,41 +404,30 @@ class Workers:
         await worker.close()
         self._living.discard(worker)
 
-    async def play(self, problem: Problem, step: int, *, sampler: TurnSampler) -> Outcome:
-        """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says."""
-        remembering = Remembering(sampler)
-        try:
-            return await self._play_until_it_ends(problem, step, remembering)
-        finally:
-            remembering.close()
+    async def play(self, problem: Problem, step: int, sampler: TurnSampler, *, is_alone: bool = False) -> Outcome:
+        """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says.
 
-    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
-        is_alone, num_killed, what = False, 0, context_of(problem)
+        Raises ProcessKilled if the worker, or a process of the environment's own, was killed from outside.
+        """
+        what = context_of(problem)
         while True:
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
             except WorkerDied as death:
-                told, is_named = str(death), str(death).startswith(what)
-                failed = told if is_named else f"{what}: {told}"
-                num_killed += death.kind == "killed"
-                if death.kind == "hung" and (is_alone or is_named):
-                    return fail(problem, CallTimeout(failed))
-                if death.kind == "crashed" and is_alone:
-                    return fail(problem, WorkerCrashed(failed))
-                if death.kind == "killed" and is_alone and (given_up := play_again(problem, num_killed, failed)):
-                    return given_up
-                is_alone = is_alone or death.kind != "killed" or num_killed > 1
+                is_named = str(death).startswith(what)
+                told = str(death) if is_named else f"{what}: {death}"
+                if death.kind == "killed":
+                    raise ProcessKilled(told) from None
+                if is_alone or (is_named and death.kind == "hung"):
+                    return fail(problem, (CallTimeout if death.kind == "hung" else WorkerCrashed)(told))
+                is_alone = True
                 continue
             if _is_out_of_memory(ended) and not is_alone:
                 is_alone = True  # others may have filled it
-            elif isinstance(ended, Failed) and ended.kind == "killed":
-                num_killed += 1
-                if given_up := play_again(problem, num_killed, ended.message):
-                    return given_up
-            elif isinstance(ended, Failed):
+                continue
+            if isinstance(ended, Failed):
                 raise error_of(ended)
-            else:
-                return ended.dropped or ended.rollouts
+            return ended.dropped or ended.rollouts
 
     async def _play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
         slot = min(range(len(self._slots)), key=lambda slot: one.num_groups if (one := self._slots[slot]) else 0)
@@ -462,15 +454,44 @@ def _is_out_of_memory(ended: Played | Failed) -> bool:
 
 @asynccontextmanager
 async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str, Workers]]:
-    """Give the workers of every environment that has some, by its name, until the end of the context."""
+    """Give the workers of all environments that have some, by name, until the end of the context."""
     async with AsyncExitStack() as stack:
         workers = [Workers(section, config) for section in config.environments if section.workers]
         yield {one.name: await stack.enter_async_context(one) for one in workers}
 
 
+class Remembering:
+    """Samples each turn of a group once, however often the group is played."""
+
+    def __init__(self, sampler: TurnSampler) -> None:
+        self._sampler = sampler
+        # By seed and digest of the prompt: the prompts of long sessions would fill the memory.
+        self._turns: dict[tuple[int, bytes], asyncio.Task[Completion]] = {}
+
+    async def sample(
+        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+    ) -> Completion:
+        key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
+        if key not in self._turns:
+            asked = self._sampler.sample(
+                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
+            )
+            self._turns[key] = asyncio.create_task(asked)
+        return await asyncio.shield(self._turns[key])
+
+    def check(self) -> None:
+        self._sampler.check()
+
+    def close(self) -> None:
+        """Sample nothing more for the group."""
+        for turn in self._turns.values():
+            if not turn.cancel() and not turn.cancelled():
+                turn.exception()  # known to the sampler
+
+
 @dataclass(frozen=True)
 class GroupPlayer:
-    """Plays groups, by the workers of their environment if it has some, else here."""
+    """Plays groups: by the workers of their environment if it has some, otherwise here."""
 
     config: OrchestratorConfig
     tokenizer: Tokenizer
@@ -478,12 +499,34 @@ class GroupPlayer:
     workers: Mapping[str, Workers]
 
     async def play(self, problem: Problem, step: int) -> Outcome:
-        """Return what `run_group` does."""
-        if (there := self.workers.get(problem.name)) is not None:
-            outcome = await there.play(problem, step, sampler=self.sampler)
-        else:
-            outcome = await play_here(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=self.sampler)
+        """Return what `run_group` does; a group whose process is killed from outside is played again."""
+        remembering = Remembering(self.sampler)
+        try:
+            outcome = await self._play_until_it_ends(problem, step, remembering)
+        finally:
+            remembering.close()
         for rollout in [] if isinstance(outcome, Dropped) else outcome:
-            # Here, since workers only know for how long is sampled.
+            # Here, since workers only know `max_tokens`.
             rollout.sampling = self.config.rollouts_of(problem.settings).sampling
         return outcome
+
+    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
+        told = ""
+        for num_killed in range(MOST_KILLED + 1):
+            if told:
+                _log.warning("%s: the group is played again", told)
+            try:
+                if (there := self.workers.get(problem.name)) is not None:
+                    return await there.play(problem, step, sampler, is_alone=num_killed > 1)
+                return await run_group(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=sampler)
+            except ProcessKilled as error:
+                sampler.check()
+                told = str(error)
+        return fail(problem, EnvironmentFailure(f"{told}, {MOST_KILLED + 1} times in a row"))
+
+
+def fail(problem: Problem, failure: EnvironmentFailure) -> Dropped:
+    """Return that the group is dropped for `failure`, or raise it, as `on_error` says."""
+    if problem.settings.on_error == "stop":
+        raise failure
+    return dropped(problem, failure)

@@ -21,7 +21,8 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -222,6 +223,11 @@ class Rollout(msgspec.Struct, kw_only=True):
     def branches(self) -> list[slice]:
         """What of `token_ids`, and of all that follows the tokens, is each branch."""
         return [slice(*ends) for ends in pairwise([*self.branch_starts, len(self.token_ids)])]
+
+    def stretches(self, tokens: slice = slice(None)) -> list[tuple[bool, list[int]]]:
+        """Return the stretches of `tokens`: whether the policy sampled them, and their ids."""
+        pairs = zip(self.loss_mask[tokens], self.token_ids[tokens], strict=True)
+        return [(bool(sampled), [token for _, token in found]) for sampled, found in groupby(pairs, itemgetter(0))]
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):

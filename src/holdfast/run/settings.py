@@ -103,21 +103,10 @@ def files_of_environment(section: EnvironmentConfig) -> dict[str, Path]:
     found = dict(files_named_in(section.args))
     found |= files_named_in({"levels": levels}, "curriculum.")
     found |= files_named_in(servers, "mcp_servers.")
-    named = {"id": section.id} if ":" in section.id else {"id": _plugin(section.id)}
-    for key, name in _texts({**named, "args": section.args, "curriculum": {"levels": levels}}, ""):
+    for key, name in _texts({"id": section.id, "args": section.args, "curriculum": {"levels": levels}}, ""):
         if (path := file_of_object(name)) is not None:
             found[f"{key} = {name}"] = path
     return found
-
-
-def _plugin(name: str) -> str:
-    """Return the `module:Class` of the environment that an installed package brings under a name; else the name."""
-    from importlib.metadata import entry_points  # few processes come here
-
-    from holdfast.config.environments import ENTRY_POINTS
-
-    found = [entry.value for entry in entry_points(group=ENTRY_POINTS, name=name)]
-    return found[0] if found else name
 
 
 def file_of_object(name: str) -> Path | None:

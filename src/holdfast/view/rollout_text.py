@@ -117,10 +117,3 @@ def _directories(run_dir: RunDir) -> list[Path]:
         found += [Path(model[key]) for key in ("tokenizer", "name") if model.get(key)]
     found += [run_dir.checkpoint(step) / "model" for step in reversed(run_dir.committed_steps())]
     return list(dict.fromkeys(found))
-
-
-def stretches(rollout: Rollout, branch: slice) -> list[tuple[bool, list[int]]]:
-    """Return the turns of a branch: whether the policy sampled them, and their ids."""
-    pairs = zip(rollout.loss_mask[branch], rollout.token_ids[branch], strict=True)
-    turns = itertools.groupby(pairs, lambda pair: bool(pair[0]))
-    return [(sampled, [token for _, token in turn]) for sampled, turn in turns]

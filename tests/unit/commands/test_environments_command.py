@@ -13,7 +13,6 @@ from holdfast.commands import environments_check
 from holdfast.commands.environments_probe import canonical
 from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
-from holdfast.orchestrator.env.registry import BUILT_IN
 from tests.conftest import BASE, ROOT
 from tests.models.chat_templates import QWEN_3, write_tokenizer
 
@@ -149,34 +148,6 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checked(environments: Command, name: str, *flags: object) -> tuple[int, dict[str, tuple[str, list[str]]]]:
     code, out, _ = environments("check", f"faults:{name}", "--num-tasks", "4", "--json", *flags)
     return code, {one["check"]: (one["state"], one["problems"]) for one in json.loads(out)["checks"]}
-
-
-def test_the_list_has_everything_with_a_name(environments: Command, tmp_path: Path) -> None:
-    info = tmp_path / "site" / "games-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
-    entries = {"sound": "faults:Sound", "broken": "broken_faults:Sound", "mute": "faults:Mute", "a:b": "faults:Sound"}
-    lines = [f"{name} = {target}" for name, target in {**entries, "jsonl": "faults:Sound"}.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[holdfast.environments]", *lines, ""]))
-    sys.path += [str(info.parent), str(tmp_path)]
-    code, out, _ = environments("ls", "--json")
-    listed = {(one["id"], one["from"]): one for one in json.loads(out)["environments"]}
-    assert code == 0
-    assert {name for name, origin in listed if origin == "holdfast"} == {
-        *BUILT_IN,
-        "reasoning_gym:NAME",
-        "verifiers:ID",
-    }
-    assert all(listed[name, "holdfast"]["about"].endswith(".") for name in BUILT_IN if name != "jsonl")
-    assert listed["sound", "games 1.0"] == {
-        "id": "sound", "from": "games 1.0", "about": "Nothing is wrong with it.", "error": "",
-    }  # fmt: skip
-    assert listed["mute", "games 1.0"]["about"] == ""
-    assert "there is no module 'broken_faults'" in listed["broken", "games 1.0"]["error"]
-    assert "is an environment of holdfast itself and of games 1.0" in listed["jsonl", "games 1.0"]["error"]
-    assert "read as module:Class" in listed["a:b", "games 1.0"]["error"]
-    code, out, _ = environments("ls")
-    assert "\nsound " in out and "('broken': there is no module 'broken_faults'" in out
 
 
 @pytest.mark.launch

@@ -23,7 +23,6 @@ from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_evaluations
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.supervise import Supervisor
-from holdfast.orchestrator.evaluation.evaluator import identity_of
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, claim_directory
 from holdfast.run.atomic import TEMPORARY_PREFIX
@@ -224,7 +223,7 @@ def test_other_files_tasks_or_versions_are_evaluated_anew(tmp_path: Path, monkey
         prepare_directory(config, directory)
         evaluate_follow._clear_other_evaluation(config, directory)
         assert directory.path.exists(), "no task was played yet"
-        claim_directory(directory.path, identity_of({}, load_tasks(config, {})))
+        claim_directory(directory.path, load_tasks(config, {}).identity({}))
         evaluate_follow._clear_other_evaluation(config.model_copy(update={"max_concurrency": 3}), directory)
         assert directory.path.exists()
         change()

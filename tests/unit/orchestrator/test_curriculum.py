@@ -1,13 +1,11 @@
 """Curricula: which level a task is drawn from follows from whole batches, and survives whatever befalls the run."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast import TaskSeed
-from holdfast.config.environments import CurriculumConfig
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.batch_maker import (
@@ -15,12 +13,10 @@ from holdfast.orchestrator.batch_maker import (
     adopt_mix,
     advance,
     curriculum_metrics,
-    draw_level,
-    level_shares,
 )
 from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.episodes import Outcome
-from holdfast.orchestrator.state import CurriculumState, LevelState, OrchestratorState, read_state, request_seed
+from holdfast.orchestrator.state import CurriculumState, OrchestratorState, read_state, request_seed
 from holdfast.protocol.rollouts import Dropped, Rewards, StepRewards, TokenIds
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
@@ -68,8 +64,7 @@ def test_a_gate_opens_when_the_window_is_full_and_good_enough() -> None:
     assert curriculum_of(state).level == 1
     metrics = curriculum_metrics(state, config, [group(1, 1, 0), group(None, 3, 3, name="other")])
     assert metrics == {
-        "curriculum/graded/level": 1.0, "curriculum/graded/reward": 0.5, "curriculum/graded/mastered": 1 / 3,
-        "curriculum/graded/variance": 0.25 / 3,
+        "curriculum/graded/level": 1.0, "curriculum/graded/reward": 0.5,
     }  # fmt: skip
     advance(state, config, [group(1, 1, 1), group(1, 1, 1)])
     advance(state, config, [group(2, 1, 1)] * 9)
@@ -79,53 +74,13 @@ def test_a_gate_opens_when_the_window_is_full_and_good_enough() -> None:
 
 
 def test_rewards_of_turns_and_tokens_count() -> None:
-    config = config_of({"levels": LEVELS, "window": 1, "choice": "variance"})
+    config = config_of({"levels": LEVELS, "window": 1, "advance_reward": 1})
     state, paid = begun(config), group(0, 0, 0)
     assert isinstance(paid, list)
     for rollout, rewards in zip(paid, ([0.5, 0.5], [0.0, 0.0]), strict=True):
         rollout.step_rewards = StepRewards(TokenIds([1, 2]), Rewards(rewards))
     advance(state, config, [paid])
-    latest = curriculum_of(state).levels[0]
-    assert (latest.rewards, latest.variances) == ([0.5], [0.25])
-
-
-def test_groups_that_all_fail_open_no_gate_though_their_rewards_are_equal() -> None:
-    config = config_of({"levels": LEVELS, "window": 4, "advance_mastered": 0.75})
-    state = begun(config)
-    advance(state, config, [group(0, 0, 0)] * 4)
-    assert curriculum_of(state).level == 0
-    advance(state, config, [group(0, 0.1, 0.1, 0.1)] * 2 + [group(0, 1, 0)])
-    assert curriculum_of(state).level == 0
-    advance(state, config, [group(0, 0.1, 0.1, 0.1)])
-    assert curriculum_of(state).level == 1
-
-
-def test_levels_are_drawn_by_the_variance_of_their_groups() -> None:
-    config = config_of({"levels": LEVELS, "choice": "variance", "window": 2, "uniform_share": 0.3})
-    settings = config.environments[0].curriculum
-    assert settings is not None
-    state = begun(config)
-    found = curriculum_of(state)
-    assert level_shares(found, settings) == [1 / 3] * 3
-    advance(state, config, [group(0, 1, 1), group(1, 0, 1), group(0, 1, 1)])
-    # The third has none yet, and counts as the one with the most.
-    assert level_shares(found, settings) == pytest.approx([0.1, 0.1 + 0.35, 0.1 + 0.35])
-    advance(state, config, [group(2, 0, 0), group(2, 0, 0), group(1, 0, 0)])
-    assert level_shares(found, settings) == pytest.approx([0.1, 0.8, 0.1])
-    drawn = Counter(draw_level(found, settings, task_id=number, seed=3, name="graded") for number in range(2000))
-    for level, share in enumerate((0.1, 0.8, 0.1)):
-        assert abs(drawn[level] / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
-    again = [
-        draw_level(curriculum_of(state.copy()), settings, task_id=7, seed=seed, name="graded") for seed in range(9)
-    ]
-    assert again == [draw_level(found, settings, task_id=7, seed=seed, name="graded") for seed in range(9)]
-
-
-def test_shares_that_round_below_one_leave_no_task_without_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = CurriculumConfig(levels=LEVELS, choice="variance")
-    state = CurriculumState(digest="", levels=[LevelState() for _ in LEVELS])
-    monkeypatch.setattr("holdfast.orchestrator.batch_maker.stable_seed", lambda *_: 2**63 - 1)
-    assert draw_level(state, settings, task_id=0, seed=0, name="graded") == 2
+    assert curriculum_of(state).levels[0].rewards == [0.5]
 
 
 def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,9 +96,9 @@ def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> Non
     assert same.environments == state.environments and not caplog.records
     # Other levels are judged anew; a level that is gone keeps its place in its tasks.
     shorter = begun(config_of(settings | {"levels": LEVELS[:2]}), state.copy())
-    assert "the levels of environment 'graded' changed since the checkpoint: it goes on at level 1" in caplog.text
+    assert "the levels of environment 'graded' changed since the checkpoint: it continues at level 1" in caplog.text
     found = curriculum_of(shorter)
-    assert found.level == 1 and not any(level.rewards or level.variances for level in found.levels)
+    assert found.level == 1 and not any(level.rewards for level in found.levels)
     longer = curriculum_of(begun(config_of(settings | {"levels": [*LEVELS, {"modulus": 4}]}), shorter))
     assert [level.next_task for level in longer.levels] == [0, 0, 5, 0] and longer.level == 1
     caplog.clear()
@@ -154,7 +109,7 @@ def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> Non
     other = config_of(settings)
     other.environments[0].args = {"fails_at": 3}
     assert not curriculum_of(begun(other, state)).levels[0].rewards
-    assert "it goes on at level 2, judged anew" in caplog.text
+    assert "it continues at level 2, judged from scratch" in caplog.text
 
 
 def test_every_level_has_a_sequence_of_tasks_of_its_own() -> None:
@@ -168,19 +123,15 @@ def test_every_level_has_a_sequence_of_tasks_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "changes", "says"),
+    ("curriculum", "says"),
     [
-        ({"levels": LEVELS[:1], "advance_reward": 1}, {}, "at least 2 items"),
-        ({"levels": LEVELS}, {}, "behind gates that never open: set advance_reward"),
-        ({"levels": LEVELS, "choice": "variance", "advance_reward": 1}, {}, "has no gates: leave advance_reward out"),
-        ({"levels": LEVELS, "choice": "variance"}, {"group_size": 1}, "'graded': curriculum looks at how the rewards"),
-        ({"levels": LEVELS, "advance_mastered": 1}, {"group_size": 1}, "or take advance_reward alone"),
+        ({"levels": LEVELS[:1], "advance_reward": 1}, "at least 2 items"),
+        ({"levels": LEVELS}, "advance_reward\n *Field required"),
     ],
 )
-def test_a_curriculum_without_choice_is_refused(curriculum: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+def test_a_curriculum_that_never_moves_is_refused(curriculum: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        config_of(curriculum, **changes)
-    config_of({"levels": LEVELS, "advance_reward": 1}, group_size=1)
+        config_of(curriculum)
 
 
 def test_arguments_of_a_level_are_checked_before_anything_starts_and_evaluations_have_none() -> None:
@@ -195,45 +146,40 @@ def test_arguments_of_a_level_are_checked_before_anything_starts_and_evaluations
 
 
 GATES = {"levels": LEVELS, "window": 4, "advance_reward": 0.4}
-VARIANCE = {"levels": LEVELS, "choice": "variance", "window": 5}
 
 
-def sections(curriculum: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
-    graded = {"id": GRADED, "name": "graded", "curriculum": curriculum, "on_error": "drop"}
+def sections(**changes: Any) -> list[dict[str, Any]]:
+    graded = {"id": GRADED, "name": "graded", "curriculum": GATES, "on_error": "drop"}
     return [graded | {"args": {"fails_at": 2}} | changes, {"id": "reverse_text"}]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("curriculum", [GATES, VARIANCE], ids=["gates", "variance"])
-def test_levels_are_the_same_in_workers_in_little_room_and_resumed(curriculum: dict[str, Any], tmp_path: Path) -> None:
+def test_levels_are_the_same_in_workers_in_little_room_and_resumed(tmp_path: Path) -> None:
     """The rollouts and the state, byte for byte; no level repeats or skips a task of its own."""
     common: dict[str, Any] = {"problems_per_step": 6, "max_steps": 8, "async_level": 1}
     outcomes: dict[str, Any] = {}
     with serving(engine := FakeEngine()):
         for name, workers, room in (("here", 0, 256), ("workers", 1, 256), ("narrow", 0, 4)):
-            config = make_config(tmp_path / name, engine, environments=sections(curriculum, workers=workers), **common)
+            config = make_config(tmp_path / name, engine, environments=sections(workers=workers), **common)
             config.client.max_concurrency = room
             run(config)
             outcomes[name] = read_rollouts(RunDir(tmp_path / name), range(1, 9)), states_of(tmp_path / name)
         again = tmp_path / "again"
-        run(make_config(again, engine, environments=sections(curriculum), **common | {"max_steps": 3}))
+        run(make_config(again, engine, environments=sections(), **common | {"max_steps": 3}))
         commit_checkpoint(RunDir(again), 3)
-        run(make_config(again, engine, environments=sections(curriculum), ckpt={"resume_step": 3}, **common), start=3)
+        run(make_config(again, engine, environments=sections(), ckpt={"resume_step": 3}, **common), start=3)
         outcomes["again"] = read_rollouts(RunDir(again), range(1, 9)), states_of(again)
     for name in ("workers", "narrow", "again"):
         assert outcomes[name] == outcomes["here"], name
     batches = [journal.read_batch(RunDir(tmp_path / "here"), step) for step in range(1, 9)]
     graded = [[one for one in batch.rollouts if one.environment == "graded"] for batch in batches]
-    levels = [{one.level for one in own} for own in graded]
+    levels = [{one.level or 0 for one in own} for own in graded]
     state = read_state(RunDir(tmp_path / "here").batch(8) / journal.STATE_NAME, step=8)
     found = curriculum_of(state)
     assert sum(level.next_task for level in found.levels) == state.environments["graded"].next_task
-    if curriculum is GATES:
-        assert all(len(own) == 1 for own in levels), "a level changes between batches alone"
-        reached = [level for own in levels for level in own]
-        assert reached == sorted(reached) and len(set(reached)) > 1 and reached[0] == 0
-    else:
-        assert set.union(*levels) == {0, 1, 2}
+    assert all(len(own) == 1 for own in levels), "a level changes between batches alone"
+    reached = [level for own in levels for level in own]
+    assert reached == sorted(reached) and len(set(reached)) > 1 and reached[0] == 0
     for batch, own in zip(batches, graded, strict=True):
         expected = sum(one.level or 0 for one in own) / len(own)
         assert batch.metrics["curriculum/graded/level"] == pytest.approx(expected)

@@ -111,7 +111,7 @@ def test_a_torn_log_loses_its_end_only(fake: FakeJudge, tmp_path: Path, caplog: 
     data[data.index(payloads[0])] ^= 1
     log.write_bytes(data)
     ask(judge_at(fake.url), "a", "b", log=log)
-    assert fake.questions[3:] == ["a"] and "1 records are no replies" in caplog.text
+    assert fake.questions[3:] == ["a"] and "1 records are not replies" in caplog.text
     log.write_bytes(b"torn")
     ask(judge_at(fake.url), "d", log=log)
     assert ask(judge_at(fake.url), "d", log=log)[0].is_readable and fake.questions[4:] == ["d"]
@@ -280,8 +280,8 @@ def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
         (JSONResponse({"error": f"no {KEY}"}, 401), JudgeDenied, "answered 401: .*no \\.\\.\\."),
         (Response(status_code=302, headers={"location": "http://x"}), JudgeFailure, "answered 302"),
         (Response("x" * 9999, 400), JudgeFailure, "answered 400: x{500}$"),
-        (Response("hello"), JudgeFailure, "what is no chat completion"),
-        (Response("[" * 100_000), JudgeFailure, "what is no chat completion"),
+        (Response("hello"), JudgeFailure, "what is not a chat completion"),
+        (Response("[" * 100_000), JudgeFailure, "what is not a chat completion"),
         (JSONResponse({"choices": []}), JudgeFailure, "with 0 choices, asked for was one"),
         (Response(b"x" * (17 << 20)), JudgeFailure, "more than 16777216 bytes; the rest is not read"),
         (Response(b"no gzip", headers={"content-encoding": "gzip"}), JudgeFailure, "DecodingError"),

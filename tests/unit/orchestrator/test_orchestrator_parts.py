@@ -17,7 +17,7 @@ from holdfast.orchestrator import main
 from holdfast.orchestrator.batch_maker import adopt_mix, next_environment, select
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
-from holdfast.orchestrator.env.guard import place_of, place_of_task
+from holdfast.orchestrator.env.guard import place_of
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
 from holdfast.orchestrator.main import find_start
@@ -158,7 +158,7 @@ def test_readiness_checks_model_length_and_url(tmp_path: Path) -> None:
 
 
 def test_the_place_of_an_error_that_came_through_no_code() -> None:
-    assert place_of(ValueError("never raised")) == place_of_task(None) == "an unknown place"
+    assert place_of(ValueError("never raised")) == "an unknown place"
 
 
 def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_server_is_owned_by_the_run_and_given_back_at_its_end(tmp_path: Path) 
 @pytest.fixture
 def lively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, RunDir]:
     """Return a server, and a run whose client gives it signs of life without a pause."""
-    monkeypatch.setattr("holdfast.orchestrator.client.pool._SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr("holdfast.orchestrator.client.pool._HEARTBEAT_S", 0.01)
     run_dir = RunDir(tmp_path)
     run_dir.create()
     return FakeEngine(version=0, digest="any"), run_dir
@@ -177,7 +177,7 @@ def test_signs_of_life_go_on_after_one_that_failed_and_a_lost_server_is_not_give
                 await client.lease.release()
 
     asyncio.run(live())
-    assert caplog.text.count("did not hear a sign of life") >= 2
+    assert caplog.text.count("did not get a heartbeat") >= 2
     assert f"{engine.url} was not given back, so other runs cannot use it yet" in caplog.text
 
 

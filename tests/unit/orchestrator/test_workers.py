@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator import episodes, workers
+from holdfast.orchestrator import workers
 from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import played
@@ -51,7 +51,7 @@ def test_every_fault_costs_its_group_and_counts_by_reason(tmp_path: Path, capsys
     assert "exited with code 7; its last words: my last words" in told[1] and "died of SIGSEGV" in told[7]
     assert "score() has blocked the event loop for longer than 3 s (timeout_s), at " in told[4]
     assert "faulty_environment.py:" in told[4] and "score() raised MemoryError" in told[10]
-    assert capsys.readouterr().err.count("x") < 200_000, "what is printed is shown up to a limit"
+    assert capsys.readouterr().err.count("x") >= 1_000_000, "what is printed is shown"
     assert batches[0].metrics["groups/dropped/crash"] == 1.0
 
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_
     batches = run(tmp_path, {"1": "garbles once", "4": "garbles", "7": "greets"}, workers=2, **DROPS)
     dropped = [one for batch in batches for one in batch.dropped]
     assert [(one.task_id, one.reason) for one in dropped] == [(4, "crash"), (7, "crash")]
-    assert all("what its worker said cannot be read" in one.detail for one in dropped)
+    assert all("its worker sent what cannot be read" in one.detail for one in dropped)
     assert attempts_at(tmp_path, 1) == 2
 
 
@@ -84,8 +84,8 @@ def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: 
         run(tmp_path / "exits", {"1": "exits"}, workers=1)
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
-    monkeypatch.setattr(episodes, "MOST_KILLED", 2)
-    with pytest.raises(EnvironmentFailure, match=r"on task 0 .* somebody killed it \(SIGKILL\).*, 3 times in a row"):
+    monkeypatch.setattr(workers, "MOST_KILLED", 2)
+    with pytest.raises(EnvironmentFailure, match=r"on task 0 .* killed from outside \(SIGKILL\).*, 3 times in a row"):
         run(tmp_path / "killed", {"0": "killed"}, workers=1)
 
 
@@ -100,7 +100,7 @@ def test_a_process_of_an_environment_that_somebody_killed_costs_nothing(tmp_path
 @pytest.mark.launch
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_killed_repeatedly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    monkeypatch.setattr(episodes, "MOST_KILLED", 2)
+    monkeypatch.setattr("holdfast.orchestrator.workers.MOST_KILLED", 2)
     told = r"failed on task 1 .*: its helper was killed from outside, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):
         run(tmp_path / "stops", {"1": "bereft"}, workers=workers)

@@ -343,7 +343,7 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"`Retry-After` says ({pool._LONGEST_PAUSE_S:g} s at most)",
         f"for {['no', 'one', 'two'][round(http._RETRY_FAILING_S / 60)]} minutes with 500",
         f"silent from {liveness._FIRST_BEAT_S:g} s after its start",
-        f"named after {guard.SILENT_S:g} s with environment",
+        f"named after {guard.NAMED_AFTER_S:g} s with environment",
         f"after {failures._STORAGE_FIRST_DELAY_S:g} s, then 2, 4, ... up to {failures._STORAGE_LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
         f"waits up to {engines._ENDING_S:g} s for what a killed launcher",

@@ -1,13 +1,10 @@
 """Client of all inference servers of one model: waits for them, generates, and continues if a server is lost.
 
 Generation is idempotent, because every request carries its seeds. If a connection breaks, or a server is busy or fails,
-the client asks another server at once. If all servers have failed, it asks again after growing pauses, once a server
-is back with the right weights. So a killed and restarted server costs time, not the run.
+the client asks another server at once. If all servers have failed, it asks again after growing pauses. So a killed and
+restarted server costs time, not the run.
 
-Every request names the weights that it is for, and every answer names the weights that sampled it. A server with other
-weights (it was restarted, or somebody else pushed to it) counts as lost too, whenever that happened.
-
-A request goes to the engine that holds its prefix, unless that engine has clearly more work than another.
+Every request and every answer names its weights. A server with other weights counts as lost.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from holdfast.process.heartbeat import BusyClock
 from holdfast.protocol.inference import GENERATE_ROUTE, Choice, GenerateRequest, GenerateResponse, largest_answer
 from holdfast.run.run_dir import RunDir
 
-# How much more an engine must have in flight than the idlest one before a prefix is computed anew there. Both must
+# How much more an engine must have in flight than the idlest one before that one computes a prefix again. Both must
 # hold, as in the router of SGLang: without the first, few sessions would wander; without the second, many would.
 _MORE_SEQUENCES = 16
 _MORE_TIMES = 1.5
@@ -60,8 +57,8 @@ class InferenceClient:
 
     Args:
         run_dir: of the run that owns the servers from the first push on; None: nothing will be pushed.
-        key: of `config` in the configuration, for errors.
-        vocab_size: how many token ids the policy has; None: only the sign of sampled ids is checked.
+        key: of `config`, for errors.
+        vocab_size: of the policy; None: only the sign of sampled ids is checked.
     """
 
     def __init__(
@@ -118,38 +115,35 @@ class InferenceClient:
 
     async def wait_until_ready(self, *, model: str, seq_len: int) -> None:
         """Wait for the first server; each must serve `model` and sessions of `seq_len` tokens, now or when it answers.
+
         Raises InferenceError if no server answers within `ready_timeout_s`, or one serves another model; ConfigError if
-        a server's longest session is too short."""
+        a server's longest session is too short.
+        """
         await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
         await self.lease.claim_if_begun()
 
     def expect(self, *, version: int | None, restore: Work) -> None:
-        """Accept only answers of policy `version` from now on, and have `restore` mend an engine that was lost.
-
-        `version` None: any; the digest that a request names decides.
-        """
+        """Accept only answers of policy `version` (None: any) from now on; `restore` mends an engine that was lost."""
         self._version = version
         self.pool.expect(restore)
 
     async def generate(self, request: GenerateRequest, *, affinity: Affinity | None = None) -> list[Choice]:
         """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` names.
 
-        An engine is asked as soon as one has room: none samples more than `max_concurrency` sequences at once. Raises
+        Waits until an engine has room: none samples more than `max_concurrency` sequences at once. Raises
         InferenceError if a server refused, or all failed, were away or served other weights for too long.
         """
         affinity = affinity or Affinity()
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
         failed: Counter[Engine] = Counter()
         while True:
-            # An engine that failed once may be well again. If it failed twice, rather wait for a full one.
+            # An engine that failed once may be well again. After two failures, rather wait for a full engine.
             failing = [engine for engine, times in failed.items() if times > 1]
             async with self._queue:
                 there = await self.pool.wait_for_room(len(request.seeds), but=failing)
                 engine = choose([engine for engine in there if engine not in failed] or there, affinity)
-            # The epoch before the request: if others report the loss first, ours is the same loss.
-            epoch = engine.epoch
+            epoch = engine.epoch  # if others report the loss first, ours is the same loss
             try:
-                # No await between the check for room and the count of sequences in flight.
                 return await self.ask(engine, request)
             except Unavailable as failure:
                 self.pool.lose(engine, epoch=epoch, failure=failure)
@@ -161,8 +155,7 @@ class InferenceClient:
                     failed.clear()
 
     async def ask(self, engine: Engine, request: GenerateRequest) -> list[Choice]:
-        """Ask this engine once. Raises Unavailable for no answer, or one by other weights; InferenceError if it
-        refused."""
+        """Ask `engine` once. Raises Unavailable without an answer by the right weights, InferenceError if refused."""
         digest = request.weights_digest
         assert digest is not None, "a run names the weights that it asks"
         body = msgspec.json.encode(request)
@@ -180,7 +173,7 @@ class InferenceClient:
         return choices
 
     def _check_sampled_by(self, choice: Choice, digest: str) -> None:
-        """Raise Unavailable if other weights had a part in an answer: the server needs its weights again."""
+        """Raise Unavailable if other weights sampled a token: the server needs its weights again."""
         version = self._version
         for span in choice.versions:
             if span.digest != digest or version not in (None, span.version):

@@ -1,7 +1,4 @@
-"""HTTP to the inference servers: connections, deadlines, the meaning of error answers, and checks of good answers.
-
-The checks only pass numbers that a policy can have sampled. Nothing else is ever trained on.
-"""
+"""HTTP to the inference servers: connections, deadlines, the meaning of error answers, and checks of good answers."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import math
 import socket
 import ssl
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -37,21 +34,23 @@ from holdfast.protocol.inference import (
 )
 from holdfast.protocol.rollouts import decode_packed, problem_of_ids, problem_of_logprobs, vocab_size_in
 
+if TYPE_CHECKING:
+    from aiohttp.client_proto import ResponseHandler
+    from aiohttp.client_reqrep import ClientRequest
+    from aiohttp.tracing import Trace
+
 _log = logging.getLogger("orchestrator")
 
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
-# Of TCP and TLS. The kernel gives up before, see `_OPTIONS`: an event loop with thousands of sessions may be busy
-# for longer than a connection takes, and would find its deadline over.
+# Of TCP and TLS. The kernel gives up earlier, see `_OPTIONS`: a busy event loop may miss shorter deadlines.
 _CONNECT_TIMEOUT_S = 60.0
-# Thousands of sessions may ask at once. More connections would not fit into the queue of a server that is slow to take
-# them (2048 for ours).
+# Thousands of sessions may ask at once, and the accept queue of a slow server is short (2048 for ours).
 _OPENED_AT_ONCE = 64
-# Below what servers allow (ours 120 s, uvicorn by itself 5 s): leaving first avoids writing into a closed one.
+# Below what servers allow (ours 120 s, uvicorn by default 5 s): the client must close first.
 _KEEPALIVE_S = 4.0
-# A machine that is cut off says no goodbye: the kernel asks it after 30 s of silence, and gives up after 60 more; and
-# as soon where it was sent something meanwhile, which the kernel would send again for a quarter of an hour. It is asked
-# three times, within 7 s, to take a connection.
+# A machine that is cut off does not close its connections. The kernel probes it after 30 s of silence and gives up
+# after 60 more, also if unacknowledged data is waiting. A connection is tried three times, within 7 s.
 _OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -63,7 +62,7 @@ _OPTIONS = [
 _BUSY = (429, 502, 503, 504)
 # A failing server (500) is asked again for a shorter time than a busy one.
 _RETRY_FAILING_S = 120.0
-# For all answers except generations.
+# Of an answer that is not a generation.
 _MOST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
@@ -73,7 +72,7 @@ class Unavailable(Exception):
     """The server is not there, or not ready, or serves other weights; asking again may help.
 
     Args:
-        retry_after_s: for how long the server asks to be left alone.
+        retry_after_s: how long to wait before the next request, as the server asks.
         retry_for_s: for how long it makes sense to ask again.
     """
 
@@ -84,10 +83,7 @@ class Unavailable(Exception):
 
 
 class HttpTransport:
-    """Sends requests to all servers of one section of the configuration, whose key is `key`.
-
-    Every request has the `run_id` of the run that owns the servers, if one does.
-    """
+    """Sends requests to all servers of the section `key`, with the `run_id` of the run that owns the servers."""
 
     def __init__(self, config: ServersConfig, *, key: str) -> None:
         self.run_id: str | None = None
@@ -96,8 +92,6 @@ class HttpTransport:
         token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
-        # One per server: a server that accepts no connections delays no other.
-        self._openings = {url.rstrip("/"): asyncio.Semaphore(_OPENED_AT_ONCE) for url in config.urls}
 
     async def close(self) -> None:
         if self._opened is not None:
@@ -105,7 +99,7 @@ class HttpTransport:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        # Not in the constructor: it belongs to the event loop that runs when it is made.
+        # Not in the constructor: a session belongs to the running event loop.
         if self._opened is None:
             self._opened = _new_session(self._config.urls)
         return self._opened
@@ -120,7 +114,7 @@ class HttpTransport:
         return await self._request("POST", url, route, body=body, timeout_s=timeout_s, most_bytes=most_bytes)
 
     async def post_as_admin(self, url: str, route: str, body: bytes, *, is_probe: bool = False) -> bytes:
-        """Return the body of a good answer to a POST with the admin token, as fast as a probe or as `post`."""
+        """Return the body of a good answer to a POST with the admin token; `is_probe`: with the deadline of a probe."""
         timeout_s = None if is_probe else self._config.timeout_s
         return await self._request("POST", url, route, body=body, timeout_s=timeout_s, headers=self._admin)
 
@@ -135,10 +129,14 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> bytes:
-        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: that of a probe. Raises
-        Unavailable: there was no connection, it broke, or the server failed, is not ready, is too busy or serves other
-        weights; or it left a probe without an answer, or is not well after `timeout_s`; InferenceError if the server
-        refused, or its answer is too long; with the exit code of a failed storage if it could not read the weights."""
+        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: the deadline of a probe.
+
+        Raises:
+            Unavailable: there was no connection, or it broke; the server failed, is not ready, is busy, serves other
+                weights, did not answer a probe in time, or is not well after `timeout_s`.
+            InferenceError: the server refused, or its answer is too long. If it could not read the weights, the error
+                has the exit code of a failed storage.
+        """
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
@@ -167,8 +165,7 @@ class HttpTransport:
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
         if _code(content) == UNREADABLE:
-            # Then the run waits for its storage.
-            refused.exit_code = STORAGE_FAILED
+            refused.exit_code = STORAGE_FAILED  # the run waits for its storage
         raise refused
 
     async def _ask(
@@ -181,20 +178,15 @@ class HttpTransport:
         headers: dict[str, str] | None,
         most_bytes: int,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        opening: _Opening = (self._openings[url], [])
-        try:
-            async with self._session.request(
-                method, url + route, data=content, headers=headers, allow_redirects=False, trace_request_ctx=opening
-            ) as answer:
-                return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
-        finally:
-            for place in opening[1]:
-                place.release()
+        async with self._session.request(
+            method, url + route, data=content, headers=headers, allow_redirects=False
+        ) as answer:
+            return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
 
     async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the answer, however long it takes, while the server at `url` is healthy each `timeout_s` seconds."""
+        """Return the answer, however long it takes, as long as the server is healthy at each check (`timeout_s`)."""
         task = asyncio.ensure_future(asking)
         waited_s = 0.0
         try:
@@ -225,19 +217,19 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
         ) from None
 
 
-# A request that opens a connection takes one of the places of its server; the context of its trace is the server's
-# semaphore, and a list that holds the semaphore meanwhile.
-_Opening = tuple[asyncio.Semaphore, list[asyncio.Semaphore]]
+class _Connector(aiohttp.TCPConnector):
+    """Opens at most `_OPENED_AT_ONCE` connections to one server at once."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # One per server: a server that accepts no connections must not delay others.
+        self._openings: defaultdict[object, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_OPENED_AT_ONCE))
 
-async def _before_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    places, held = context.trace_request_ctx
-    await places.acquire()
-    held.append(places)
-
-
-async def _after_opening(_: object, context: SimpleNamespace, __: object) -> None:
-    context.trace_request_ctx[1].pop().release()
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        async with self._openings[req.connection_key]:
+            return await super()._create_connection(req, traces, timeout)
 
 
 def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -249,21 +241,16 @@ def _new_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _new_session(urls: Sequence[str]) -> aiohttp.ClientSession:
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_start.append(_before_opening)
-    trace.on_connection_create_end.append(_after_opening)
-    # Making a TLS context reads every root certificate: tens of milliseconds, for nothing on plain http.
+    # Only for https: a TLS context reads every root certificate, which takes tens of milliseconds.
     verify = ssl.create_default_context() if any(url.startswith("https:") for url in urls) else False
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=verify, limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_new_socket),
+        connector=_Connector(ssl=verify, limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_new_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-        # No compression: the length of what comes would say nothing about the memory that it needs.
+        # No compression: `most_bytes` must bound the memory.
         headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # Proxies of the environment are for the internet, not for the engines of a run.
-        trust_env=False,
-        trace_configs=[trace],
+        trust_env=False,  # no proxies
     )
 
 
@@ -299,7 +286,7 @@ def _code(content: bytes) -> str:
 
 
 def retry_after_s(value: str) -> float:
-    """Return for how many seconds a `Retry-After` (seconds or a date) asks to be left alone; 0 if empty."""
+    """Return the seconds of a `Retry-After` header (seconds or a date); 0 if empty."""
     if value.isascii() and value.isdecimal():
         return float(value[:9])  # at most 30 years
     try:
@@ -314,9 +301,9 @@ _FINISH_REASONS = ("stop", "length")
 
 
 def load_vocab_size(name: str) -> int:
-    """Return how many token ids the model in a local directory, or on the hub, has.
+    """Return the vocabulary size of a model in a local directory or on the hub.
 
-    Raises ConfigError if there is no such model, DataError if its config.json does not say.
+    Raises ConfigError if there is no such model, DataError if its config.json has no size.
     """
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
@@ -333,7 +320,7 @@ def load_vocab_size(name: str) -> int:
 def check_choices(
     response: GenerateResponse, request: GenerateRequest, *, url: str, vocab_size: int | None
 ) -> list[Choice]:
-    """Return the choices of an answer in the order of the seeds: one whole choice for each, of possible numbers.
+    """Return the choices of an answer in the order of the seeds, after checks that a policy can have sampled them.
 
     Raises InferenceError with field, value and what is allowed; Unavailable if the server aborted the request.
     """
@@ -363,7 +350,7 @@ def check_choices(
 def problem_of(
     completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int], vocab_size: int | None
 ) -> str | None:
-    """Return why no engine can have sampled a continuation, or None; `vocab_size` None: unknown."""
+    """Return why no engine can have sampled `completion`, or None."""
     count, reason = len(completion.token_ids), completion.finish_reason
     if not (1 <= count <= max_tokens and len(completion.logprobs) == count):
         return (

@@ -1,8 +1,8 @@
 """The pool of engines of a client: which engines are usable, and how lost engines come back.
 
-An engine is lost if a connection to it breaks, if it is busy or fails, or if it serves the wrong weights. From then on
-the pool only asks for its health. A healthy engine gets rollouts again after the checks of every engine: the right
-model, and the right weights, read back. See `holdfast.inference.access` for `Lease`.
+An engine is lost if a connection breaks, if it is busy or fails, or if it serves wrong weights. Then the pool only asks
+for its health. A healthy engine is used again after it has proven model and weights. `holdfast.inference.access` is the
+other side of `Lease`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _log = logging.getLogger("orchestrator")
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 5.0
-# A server gets so many attempts, however long they take.
+# A server gets at least so many attempts.
 _ATTEMPTS = 5
 # Longer pauses that a server asks for are cut to this.
 _LONGEST_PAUSE_S = 60.0
 
 
 class EngineLost(InferenceError):
-    """A server was away, or failed, for too long. Others may be there."""
+    """A server was away, or failed, for too long."""
 
 
 class RetryPolicy:
-    """How long one request asks one server, or several: until they fail for `limit_s` in a row (`key`, for errors)."""
+    """How long one request is tried: until all attempts have failed for `limit_s` (setting `key`)."""
 
     def __init__(self, limit_s: float, *, key: str) -> None:
         self._limit_s = limit_s
@@ -64,7 +64,7 @@ class RetryPolicy:
     def count(self, failure: Unavailable, *, url: str) -> None:
         """Count a failed attempt. Raises EngineLost if the attempts failed often and for long enough."""
         self._attempts += 1
-        # From the first failure on, not from the request: a slow answer is no failure.
+        # From the first failure on: a slow answer is not a failure.
         if self._attempts == 1:
             self._since = awake_s()
         failing_s = awake_s() - self._since
@@ -80,12 +80,12 @@ class RetryPolicy:
 
 
 def asked_pause_s(failure: Unavailable) -> float:
-    """Return for how many seconds to leave a server alone that asked for it."""
+    """Return the pause that a server asked for, within limits."""
     return min(failure.retry_after_s, _LONGEST_PAUSE_S)
 
 
 class EngineCounts(NamedTuple):
-    """What one engine was asked: answered requests, losses, and sequences in flight summed over seconds."""
+    """Answered requests and losses of one engine, and the sum of its sequences in flight over seconds."""
 
     requests: int = 0
     failures: int = 0
@@ -102,10 +102,10 @@ class Engine:
     """One server.
 
     Attributes:
-        is_there: it answers and serves what it should, as far as is known.
-        is_checked: it was found to serve the right model.
-        is_missed: it has been away for so long that nobody would wait for it alone.
-        epoch: how often it was lost and found again.
+        is_there: usable, as far as is known.
+        is_checked: it serves the right model.
+        is_missed: away for longer than `ready_timeout_s`.
+        epoch: how often it came back.
         in_flight: sequences that it samples for us now, at most `max_concurrency`.
         failures: how often it was lost after it had been there.
     """
@@ -133,16 +133,13 @@ class Engine:
             _log.warning("%s was restarted", self.url)
         self._boot_id = boot_id
 
-    def retry_policy(self) -> RetryPolicy:
-        return RetryPolicy(self.ready_timeout_s, key=f"{self.key}.ready_timeout_s")
-
     def has_room(self, num_sequences: int) -> bool:
-        """Whether it may sample as many more; a request above `max_concurrency` gets an engine of its own."""
+        """Whether it may sample so many more; a request above `max_concurrency` gets an idle engine."""
         return self.in_flight == 0 or self.in_flight + num_sequences <= self.max_concurrency
 
     @contextmanager
     def sampling(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences as in flight while the block runs, and the request as answered if nothing is raised."""
+        """Count sequences as in flight meanwhile, and the request as answered if nothing is raised."""
         self._move(num_sequences)
         try:
             yield
@@ -161,7 +158,7 @@ class Engine:
         self.in_flight += num_sequences
 
     async def wait_for_health(self) -> None:
-        """Wait until the server says that it works. Raises EngineLost if it did not within `ready_timeout_s`."""
+        """Wait until the server is healthy. Raises EngineLost after `ready_timeout_s`."""
         wait = Wait(self.ready_timeout_s)
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -178,9 +175,9 @@ class Engine:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def check(self, *, model: str, seq_len: int) -> None:
-        """Check that the server works, and serves `model` and sessions of `seq_len` tokens.
+        """Check that the server is healthy, and serves `model` and sessions of `seq_len` tokens.
 
-        Raises Unavailable if it does not answer, InferenceError for another model, ConfigError for too short sessions.
+        Raises Unavailable without an answer, InferenceError for another model, ConfigError for too short sessions.
         """
         await self.transport.get(self.url, HEALTH_ROUTE)
         served = await self.served()
@@ -192,7 +189,7 @@ class Engine:
         try:
             cards = msgspec.json.decode(await self.transport.get(self.url, MODELS_ROUTE), type=ModelList).data
         except (InferenceError, Unavailable, ValueError, RecursionError):
-            cards = []  # optional: the server itself refuses what is too long
+            cards = []  # the server itself refuses longer sessions
         longest = cards[0].max_model_len if cards else None
         if longest is not None and longest < seq_len:
             raise ConfigError(
@@ -234,7 +231,7 @@ class EnginePool:
         self._changes = 0
         self._failure: BaseException | None = None
         self._recoveries: dict[Engine, asyncio.Task[None]] = {}
-        # Set while an engine is there, or it is known that none will come.
+        # Set while an engine is there, or no engine will come.
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._has_changed = asyncio.Event()
@@ -243,20 +240,20 @@ class EnginePool:
         while pending := [recovery for recovery in self._recoveries.values() if not recovery.done()]:
             for recovery in pending:
                 recovery.cancel()
-            # Again, until it is heard: asyncio.wait_for forgets a cancellation that comes together with a result.
+            # Repeated: asyncio.wait_for loses a cancellation that comes together with a result.
             await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
 
     async def require(self, check: Work) -> None:
-        """Have every engine pass `check` before it is asked anything; return when one has.
+        """Check every engine before its first use; return when one has passed.
 
-        Raises EngineLost if none came in time, or what `check` raises.
+        Raises EngineLost if no engine came in time, or what `check` raises.
         """
         self._check = check
         await self.attend(check)
         await self.wait_for_any()
 
     def expect(self, restore: Work) -> None:
-        """From now on every engine that comes back goes through `restore`, in place of what was asked before."""
+        """From now on run `restore` with every engine that comes back."""
         self._restore = restore
         self._changes += 1
         self._failure = None
@@ -266,7 +263,7 @@ class EnginePool:
         self._note_change()
 
     async def attend(self, work: Work) -> None:
-        """Do `work` with every engine that is there, at once; engines that are lost meanwhile are not waited for."""
+        """Do `work` with all usable engines at once; engines that are lost meanwhile are left out."""
 
         async def attend(engine: Engine) -> None:
             epoch = engine.epoch
@@ -278,9 +275,9 @@ class EnginePool:
         await run_all(attend(engine) for engine in self.engines if engine.is_there)
 
     async def wait_for_any(self) -> list[Engine]:
-        """Return the engines that are there, as soon as one is.
+        """Return the usable engines, as soon as there is one.
 
-        Raises EngineLost if none came in time, HoldfastError if one came back and failed its checks.
+        Raises EngineLost if no engine came in time, HoldfastError if one came back and failed its checks.
         """
         while True:
             await self._is_open.wait()
@@ -290,9 +287,9 @@ class EnginePool:
                 return there
 
     async def wait_for_room(self, num_sequences: int, *, but: Collection[Engine] = ()) -> list[Engine]:
-        """Return the engines that have room for as many sequences more, as soon as one has; for one waiter.
+        """Return the engines with room for so many sequences, as soon as there is one; for one waiter.
 
-        Engines in `but` are only used if no other is there.
+        Engines in `but` are only used if no other is usable.
         """
         while True:
             self._has_changed.clear()
@@ -310,7 +307,7 @@ class EnginePool:
         return [engine for engine in self.engines if engine.is_there]
 
     def lose(self, engine: Engine, *, epoch: int, failure: Unavailable) -> None:
-        """Note that an engine was lost, unless the loss of this `epoch` is known already."""
+        """Note that an engine was lost, unless the loss in this `epoch` is known already."""
         if engine.epoch != epoch or not engine.is_there:
             return
         engine.is_there = False
@@ -328,7 +325,7 @@ class EnginePool:
         await asyncio.sleep(asked_pause_s(failure))
         while not await self._has_entered(engine):
             engine.is_missed = True
-        # Without an await since the last check: the engine still has the right weights.
+        # No await since the last check: the engine still has the right weights.
         engine.epoch += 1
         engine.is_there, engine.is_missed = True, False
         self._note_change()
@@ -341,11 +338,8 @@ class EnginePool:
             self._note_change()
 
     async def _has_entered(self, engine: Engine) -> bool:
-        """Whether the engine came back in time; if not, others are there or may still come.
-
-        Raises EngineLost if the others did not come, either.
-        """
-        attempts = engine.retry_policy()
+        """Return whether the engine came back in time. Raises EngineLost if all engines are away for too long."""
+        attempts = RetryPolicy(engine.ready_timeout_s, key=f"{engine.key}.ready_timeout_s")
         try:
             while True:
                 await engine.wait_for_health()
@@ -383,12 +377,12 @@ class EnginePool:
             self._is_open.clear()
 
 
-# How often a server hears from the run that owns it, beside its requests: well within any `server.lease_s`.
-_SIGN_OF_LIFE_S = 5.0
+# Well within any `server.lease_s`.
+_HEARTBEAT_S = 5.0
 
 
 class Lease:
-    """Claims engines for the run in `run_dir`, sends heartbeats, and gives the engines back; None: it owns nothing."""
+    """Claims engines for the run in `run_dir`, sends heartbeats, and releases the engines; None: it owns nothing."""
 
     def __init__(self, pool: EnginePool, transport: HttpTransport, run_dir: RunDir | None) -> None:
         self._pool = pool
@@ -399,15 +393,12 @@ class Lease:
         self._is_released = asyncio.Event()
 
     async def claim_if_begun(self) -> None:
-        """Claim the engines if the run has begun; else its trainer is still to be started, by hand."""
+        """Claim the engines if the run has begun; otherwise its trainer has not been started by hand yet."""
         if self._run_dir is not None and self._run_dir.holds_run():
             await self.claim()
 
     async def claim(self) -> Owner:
-        """Own the engines until `release`, or a long silence; return the owner. Repeated calls do nothing.
-
-        Raises InferenceError if an engine belongs to another run.
-        """
+        """Own the engines until `release`, and return the owner. Raises InferenceError if another run owns one."""
         if self._owner is not None:
             return self._owner
         assert self._run_dir is not None, "a run claims its engines"
@@ -419,7 +410,7 @@ class Lease:
         return owner
 
     async def release(self) -> None:
-        """Give the engines back, also those that an earlier attempt claimed; they serve on."""
+        """Release the engines, also those that an earlier attempt claimed."""
         if self._run_dir is None or not self._run_dir.holds_run():
             return
         owner = self._owner or owner_of(self._run_dir)
@@ -448,9 +439,9 @@ class Lease:
             try:
                 await engine.claim(owner)
             except (InferenceError, Unavailable) as error:
-                _log.debug("%s did not hear a sign of life: %s", engine.url, error)
+                _log.debug("%s did not get a heartbeat: %s", engine.url, error)
 
         while not self._is_released.is_set():
             await asyncio.gather(*(claim(engine) for engine in self._pool.engines))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_released.wait(), _SIGN_OF_LIFE_S)
+                await asyncio.wait_for(self._is_released.wait(), _HEARTBEAT_S)

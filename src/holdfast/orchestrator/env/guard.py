@@ -1,12 +1,11 @@
-"""Guards calls into environments: converts errors, enforces time limits, checks results, and names silent calls.
+"""Guards calls into environments: converts errors, enforces time limits, checks results, and names blocking calls.
 
 Environments are other people's code. Every exception of theirs, also `sys.exit`, becomes one `EnvironmentFailure` with
-environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them. Time in
-which a call waits for the engine counts neither for `timeout_s` nor as silence.
+environment, task and place in the code. Tasks, messages and scores are checked before anything relies on them. The time
+in which a call waits for the engine does not count for `timeout_s`.
 
-A thread looks at all calls every second. It names a call that awaits anything except the engine after `silent_s`
-seconds, and again whenever the silence has doubled. It also names a call that blocks the event loop, which asyncio can
-neither see nor cancel, and ends the process when `timeout_s` is over; the process is then started again.
+asyncio can neither see nor cancel a call that blocks the event loop. A thread names the call after 30 s, and ends the
+process after `timeout_s`; the process is then started again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
@@ -34,15 +33,10 @@ from holdfast.orchestrator.env.interface import Score, Session, Task, as_message
 from holdfast.orchestrator.env.judge import JudgeFailure
 from holdfast.process.events import report
 from holdfast.process.heartbeat import awake_s, does, moved
-from holdfast.protocol.rollouts import Logprobs, LossMask, Rewards, StepRewards, TokenIds
+from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 
-_MOST_METRICS = 1000
-_LONGEST_NAME = 200
 _LARGEST = 1e30
 """Sums and squares of such numbers are still finite."""
-
-
-_GROWTH = "Sessions grow by sample(), append_messages() and append_text() alone"
 
 
 class PromptTooLong(DataError):
@@ -54,15 +48,15 @@ def prompt_ids_of(
 ) -> list[int]:
     """Return the token ids of a task's prompt; `tools` are the schemas that the policy sees.
 
-    Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if it is not a `Task`,
-    its prompt or answer is of the wrong type, or the template refuses it.
+    Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if `task` is not a
+    `Task`, its prompt or answer has a wrong type, or the template refuses it.
     """
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
     if not isinstance(task.answer, str):
         raise EnvironmentFailure(
-            f"{what}: the answer of its task must be text, got {_shown(task.answer)}: make it text, as by str(), or "
-            "subclass Task for what else score() needs"
+            f"{what}: the answer of its task must be text, got {_shown(task.answer)}: convert it by str(), or subclass "
+            "Task for more than text"
         )
     try:
         prompt = as_text(task.prompt) if isinstance(task.prompt, str) else as_messages(task.prompt)
@@ -93,7 +87,7 @@ def prompt_ids_of(
 
 
 def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> list[Score]:
-    """Return one score per session, with plain numbers in it. Raises EnvironmentFailure."""
+    """Return one score per session, with plain numbers. Raises EnvironmentFailure."""
     if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Sequence):
         raise EnvironmentFailure(
             f"{what}: score() must return a list of {len(sessions)} Score objects, got {_shown(scores)}"
@@ -104,7 +98,7 @@ def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> li
 
 
 def step_rewards(score: Score, session: Session) -> StepRewards | None:
-    """Return the rewards of turns or tokens in a checked score, each at its last token; None without any."""
+    """Return the rewards of turns (at their last tokens) or tokens of a checked score; None without such rewards."""
     if score.turn_rewards is not None:
         return StepRewards(TokenIds([end - 1 for end in session.turn_ends]), Rewards(score.turn_rewards))
     if score.token_rewards is not None:
@@ -118,14 +112,10 @@ def _checked(score: Any, session: Session, what: str) -> Score:
         raise EnvironmentFailure(f"{what}: score() must return Score objects, got {_shown(score)}")
     if not isinstance(score.metrics, Mapping):
         raise EnvironmentFailure(f"{what}: score() gave metrics = {_shown(score.metrics)}, expected names with numbers")
-    if len(score.metrics) > _MOST_METRICS:
-        raise EnvironmentFailure(f"{what}: score() gave {len(score.metrics)} metrics, allowed are {_MOST_METRICS}")
     metrics: dict[str, float] = {}
     for name, value in score.metrics.items():
         try:
-            if len(as_text(name)) > _LONGEST_NAME:
-                raise ValueError(f"it has {len(name)} characters, allowed are {_LONGEST_NAME}")
-            metrics[name] = _number(value, f"{name}", what)
+            metrics[as_text(name)] = _number(value, name, what)
         except (TypeError, ValueError) as error:
             raise EnvironmentFailure(f"{what}: score() gave a metric the name {_shown(name)}: {error}") from None
     if score.turn_rewards is not None and score.token_rewards is not None:
@@ -160,7 +150,7 @@ def _number(value: Any, name: str, what: str) -> float:
     is_scalar = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
     try:
         number = float(value) if is_scalar else math.nan
-    except Exception:  # noqa: BLE001 - of whichever class of others it is; what it is gets refused below
+    except Exception:  # noqa: BLE001 - of other people's classes; refused below
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise EnvironmentFailure(
@@ -171,21 +161,6 @@ def _number(value: Any, name: str, what: str) -> float:
 
 def _shown(value: Any) -> str:
     return f"{shown(value)} ({type(value).__name__})"
-
-
-def require_sound(session: Session, *, what: str) -> None:
-    """Refuse a session whose fields the environment has changed. Raises EnvironmentFailure that names the field."""
-    kinds = {
-        "token_ids": TokenIds, "loss_mask": LossMask, "logprobs": Logprobs, "versions": list, "texts": list,
-        "truncated": bool,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if not isinstance(found := getattr(session, name, None), kind):
-            raise EnvironmentFailure(f"{what}: run() or score() replaced session.{name} by {_shown(found)}. {_GROWTH}")
-    if changed := session.changed():
-        raise EnvironmentFailure(
-            f"{what}: run() or score() changed session.{changed[0]} to what was never sampled. {_GROWTH}"
-        )
 
 
 _MOST_FRAMES = 30
@@ -201,16 +176,15 @@ class CallTimeout(EnvironmentFailure):
 
 @dataclass(eq=False)
 class Call:
-    """One call of a method of an environment, while it goes on.
+    """One running call of a method of an environment.
 
-    `what` begins the messages of its failures, `name` other messages. It may take `timeout_s`, without the engine's
-    time; then `deadline` ends it.
+    `what` begins the messages of its failures, `name` other messages. `deadline` ends it after `timeout_s`, without the
+    engine's time.
     """
 
     what: str
     _: KW_ONLY
     name: str
-    environment: str
     method: str
     timeout_s: float | None
     deadline: asyncio.Timeout
@@ -219,14 +193,9 @@ class Call:
     _own_s: float = 0.0
     _since: float = field(default_factory=awake_s)
 
-    @property
-    def silent_s(self) -> float:
-        """Seconds since it last heard from the engine, or began; 0 while the engine works."""
-        return 0.0 if self._num_sampling else awake_s() - self._since
-
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """While the engine samples for it, its clock stands still."""
+        """Stop its clock while the engine samples for it."""
         if self._num_sampling == 0:
             self._own_s += awake_s() - self._since
             self._move_deadline(None)
@@ -247,13 +216,13 @@ class Call:
 
 
 RUNNING: set[Call] = set()
-"""The calls of this process that go on now."""
+"""The running calls of this process."""
 _CURRENT: ContextVar[Call] = ContextVar("environment call")
 
 
 @contextmanager
 def pausing_clock() -> Iterator[None]:
-    """Stop the clock of the current call, if any, while the engine, or a judge, works for it."""
+    """Stop the clock of the current call, if any, while the engine or a judge works for it."""
     call = _CURRENT.get(None)
     if call is None:
         yield
@@ -263,15 +232,13 @@ def pausing_clock() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def calling(
-    what: str, *, name: str, environment: str, method: str, timeout_s: float | None
-) -> AsyncIterator[None]:
-    """Turn what an environment raises, or takes too long for, into a failure that says where it came from.
+async def calling(what: str, *, name: str, method: str, timeout_s: float | None) -> AsyncIterator[None]:
+    """Turn errors of an environment and missed deadlines into EnvironmentFailure (`CallTimeout`) with their place.
 
-    Raises EnvironmentFailure (`CallTimeout` if it took too long), or ProcessKilled.
+    Raises ProcessKilled as it is.
     """
     deadline = asyncio.timeout(timeout_s)
-    call = Call(what, name=name, environment=environment, method=method, timeout_s=timeout_s, deadline=deadline)
+    call = Call(what, name=name, method=method, timeout_s=timeout_s, deadline=deadline)
     token = _CURRENT.set(call)
     try:
         async with deadline:
@@ -288,7 +255,8 @@ async def calling(
         raise
     except BaseException as error:
         if isinstance(error, TimeoutError) and deadline.expired():
-            raise CallTimeout(f"{what}: {method}() took longer than {timeout_s:g} s (timeout_s)") from None
+            at = place_of(error.__cause__ or error)
+            raise CallTimeout(f"{what}: {method}() took longer than {timeout_s:g} s (timeout_s), at {at}") from None
         if isinstance(error, asyncio.CancelledError) and call.task is not None and call.task.cancelling():
             raise  # the run ends, or another group has failed
         raise EnvironmentFailure(
@@ -303,35 +271,19 @@ async def result_of(value: Any) -> Any:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error, its text cut."""
+    """Return the traceback of an error, cut."""
     places = "".join(traceback.format_tb(error.__traceback__, limit=-_MOST_FRAMES))
     return f"{places}{type(error).__name__}: {printable(error)}"
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of the user's own code that an error came through."""
+    """Return `file:line` of the user's code where an error came from."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return _users(frames)
 
 
-def place_of_task(task: asyncio.Task[object] | None) -> str:
-    """Return `file:line` where the user's code waits in a suspended task."""
-    waiting = task.get_coro() if task is not None else None
-    frames: list[tuple[str, int]] = []
-    while waiting is not None:
-        frame = next((found for name in _FRAMES if (found := getattr(waiting, name, None)) is not None), None)
-        if frame is not None:
-            frames.append((frame.f_code.co_filename, frame.f_lineno))
-        waiting = next((found for name in _AWAITED if (found := getattr(waiting, name, None)) is not None), None)
-    return _users(frames)
-
-
-_FRAMES = ("cr_frame", "ag_frame", "gi_frame")
-_AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
-
-
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return `file:line` of the user's code, from the innermost frame of its thread."""
+    """Return `file:line` of the user's code that a thread runs; `frame` is its innermost frame."""
     frames: list[tuple[str, int]] = []
     while frame is not None:
         frames.insert(0, (frame.f_code.co_filename, frame.f_lineno))
@@ -340,7 +292,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 
 def _users(frames: list[tuple[str, int]]) -> str:
-    """Choose the innermost frame that is neither a library's nor ours, else the innermost frame."""
+    """Return the innermost frame that is neither a library's nor ours, otherwise the innermost frame."""
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, _OURS, "<"))]
@@ -348,16 +300,16 @@ def _users(frames: list[tuple[str, int]]) -> str:
     return f"{filename}:{line}"
 
 
-SILENT_S = 30.0
+NAMED_AFTER_S = 30.0
 _MOST_PERIOD_S = 1.0
 _BENEFIT_OF_DOUBT_S = 5.0
-"""A machine may be so busy that a call which blocks nothing seems to."""
+"""On a busy machine a call may only seem to block."""
 
 
 @contextmanager
-def watching_calls(*, silent_s: float = SILENT_S) -> Iterator[None]:
-    """Watch the calls of the event loop that runs in this thread."""
-    watch = _Watch(asyncio.get_running_loop(), threading.get_ident(), silent_s)
+def watching_calls(*, named_after_s: float = NAMED_AFTER_S) -> Iterator[None]:
+    """Name and end calls that block the event loop of this thread."""
+    watch = _Watch(asyncio.get_running_loop(), threading.get_ident(), named_after_s)
     watch.start()
     try:
         yield
@@ -367,7 +319,7 @@ def watching_calls(*, silent_s: float = SILENT_S) -> Iterator[None]:
 
 @asynccontextmanager
 async def beating(*, bound_s: float) -> AsyncIterator[None]:
-    """Have the event loop of this task beat each second; blocked for longer than `bound_s` it counts as stuck."""
+    """Send a heartbeat of the event loop each second; blocked for longer than `bound_s` it counts as stuck."""
 
     async def beat() -> None:
         while True:
@@ -384,17 +336,17 @@ async def beating(*, bound_s: float) -> AsyncIterator[None]:
 
 
 class _Watch(threading.Thread):
-    def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int, silent_s: float) -> None:
-        super().__init__(name="silence", daemon=True)
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int, named_after_s: float) -> None:
+        super().__init__(name="blocking", daemon=True)
         self._loop = loop
         self._thread_id = thread_id
-        self._silent_s = silent_s
-        self._period_s = min(_MOST_PERIOD_S, silent_s / 4)
+        self._named_after_s = named_after_s
+        self._period_s = min(_MOST_PERIOD_S, named_after_s / 4)
         self._is_over = threading.Event()
         self._answered = threading.Event()
         self._answered.set()
         self._asked_at = 0.0
-        self._next_s: dict[tuple[str, str], float] = {}
+        self._next_s = named_after_s
         self._blocking: Call | None = None
 
     def end(self) -> None:
@@ -403,64 +355,38 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._is_over.wait(self._period_s):
-            blocking = self._blocking_call()
-            if blocking is not None:
-                call, frame, seconds = blocking
-                self._report([(call, seconds)], "blocks all others", at=place_of_frame(frame))
-                self._end_if_over(call, frame, seconds)
+            if self._answered.is_set():
+                self._blocking = None
+                self._answered.clear()
+                self._asked_at = awake_s()
+                self._loop.call_soon_threadsafe(self._answered.set)
                 continue
-            silent = [(call, call.silent_s) for call in tuple(RUNNING)]
-            self._report(silent, "is silent")
+            frame = sys._current_frames().get(self._thread_id)
+            call = _call_in(frame)
+            if call is not self._blocking:
+                self._blocking, self._asked_at, self._next_s = call, awake_s(), self._named_after_s
+            if call is not None and frame is not None:
+                self._report(call, frame, awake_s() - self._asked_at)
 
-    def _blocking_call(self) -> tuple[Call, FrameType, float] | None:
-        """Return the call that blocks the event loop, its frame, and for how many seconds it does."""
-        if self._answered.is_set():
-            self._blocking = None
-            self._answered.clear()
-            self._asked_at = awake_s()
-            self._loop.call_soon_threadsafe(self._answered.set)
-            return None
-        innermost = sys._current_frames().get(self._thread_id)
-        call = _call_in(innermost)
-        if call is not self._blocking:  # a new call: its time starts now
-            self._blocking, self._asked_at = call, awake_s()
-        if call is None or innermost is None:
-            return None
-        return call, innermost, awake_s() - self._asked_at
-
-    def _report(self, calls: Iterable[tuple[Call, float]], how: str, at: str | None = None) -> None:
-        """Name the longest silence of every method of every environment, when it is time to."""
-        longest: dict[tuple[str, str], tuple[Call, float]] = {}
-        numbers: dict[tuple[str, str], int] = {}
-        for call, seconds in calls:
-            key = (call.environment, call.method)
-            if seconds >= self._silent_s:
-                numbers[key] = numbers.get(key, 0) + 1
-                longest[key] = max(longest.get(key, (call, 0.0)), (call, seconds), key=lambda one: one[1])
-        self._next_s = {key: next_s for key, next_s in self._next_s.items() if key in longest}
-        for key, (call, seconds) in longest.items():
-            if seconds < self._next_s.get(key, 0.0):
-                continue
-            self._next_s[key] = 2 * seconds
-            place = at or place_of_task(call.task)
-            others = f" (and {numbers[key] - 1} more like it)" if numbers[key] > 1 else ""
-            report(f"{call.name} {how} for {seconds:.0f} s in {call.method}() at {place}{others}")
-
-    def _end_if_over(self, call: Call, frame: FrameType, seconds: float) -> None:
+    def _report(self, call: Call, frame: FrameType, seconds: float) -> None:
+        at = place_of_frame(frame)
+        if seconds >= self._next_s:
+            self._next_s = 2 * seconds
+            report(f"{call.name} blocks all others for {seconds:.0f} s in {call.method}() at {at}")
         if call.timeout_s is None or seconds <= call.timeout_s + _BENEFIT_OF_DOUBT_S:
             return
         failure = EnvironmentFailure(
             f"{call.what}: {call.method}() has blocked the event loop for longer than {call.timeout_s:g} s "
-            f"(timeout_s), at {place_of_frame(frame)}. What takes long must be awaited: `await asyncio.to_thread(...)`"
+            f"(timeout_s), at {at}. What takes long must be awaited: `await asyncio.to_thread(...)`"
         )
-        # The main thread is stuck in the environment, so nothing else can end this process.
+        # Nothing else can end this process: its main thread is stuck.
         sys.stderr.write(f"error: {failure}\n")
         sys.stderr.flush()
         os._exit(STUCK)
 
 
 def _call_in(frame: FrameType | None) -> Call | None:
-    """Return the call that a thread runs, by the coroutines on its stack."""
+    """Return the call that a thread runs, by the coroutines on its stack; None outside of calls."""
     calls = [(call, getattr(call.task.get_coro(), "cr_frame", None)) for call in tuple(RUNNING) if call.task]
     while frame is not None:
         for call, outermost in calls:

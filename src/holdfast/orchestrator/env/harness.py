@@ -10,17 +10,13 @@
                 answer = await client.chat.completions.create(model=endpoint.model, messages=chat)
             return float(answer.choices[0].message.content == task.answer)
 
-The endpoint keeps the exact token ids of every turn. A rollout is one conversation: each request extends the messages
-of the last request and its answer. So a rollout is one sample with one mask, as in any other environment.
-
-An event loop has one server, from the first rollout of its process until the loop ends. Every rollout has its own
-address while it is played:
+The endpoint keeps the exact token ids of every turn. A rollout is one conversation: each request repeats the messages
+of the last request and its answer, and adds more. An event loop has one server, and each rollout its own address:
 
     POST /<rollout>/v1/chat/completions     one turn of the rollout
     GET  /<rollout>/v1/models               the only model
 
-The server refuses by name every parameter that would sample from another distribution than the run's: the trainer would
-read the tokens differently from how they were sampled.
+The server refuses by name every parameter that would sample from another distribution than the run's.
 """
 
 from __future__ import annotations
@@ -45,12 +41,11 @@ from holdfast.orchestrator.env.guard import PromptTooLong
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.env.tools import (
     Parser,
-    ToolCall,
+    arguments_of,
     call_id,
     find_parser,
     of_json,
     text_before_calls,
-    values_of_texts,
 )
 
 if TYPE_CHECKING:
@@ -59,8 +54,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("orchestrator")
 
 RefusalReason = Literal["malformed", "parameter", "history", "parallel", "full"]
-"""Why a request is refused: it cannot be read; it asks for what a rollout does not have; it does not go on where the
-last one ended; another one of the rollout is being answered; there is no room left within `seq_len`."""
+"""Why a request is refused: it cannot be read; it asks for something that a rollout does not have; it does not continue
+the conversation; another request of the rollout is being answered; there is no room left within `seq_len`."""
 REFUSALS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 _ALLOWED: dict[str, Any] = {
@@ -75,7 +70,7 @@ _ALLOWED: dict[str, Any] = {
     "frequency_penalty": 0,
     "logit_bias": {},
 }
-"""The one value of what may only be left out otherwise."""
+"""The only allowed value of these parameters."""
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
@@ -84,12 +79,7 @@ _MESSAGE_KEYS = ("role", "content", *MORE_KEYS)
 
 
 class Refused(Exception):
-    """A request that is answered with an error; the message is for the harness.
-
-    Attributes:
-        reason: by which it is counted.
-        code: of OpenAI's, if it has one.
-    """
+    """A request that is answered with an error; `reason` is for the counts, `code` is OpenAI's, if there is one."""
 
     def __init__(self, reason: RefusalReason, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -99,7 +89,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: as the run allows)."""
+    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: those of the run)."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -107,8 +97,7 @@ class ChatRequest:
 
 
 def read_request(body: bytes, *, model: str) -> ChatRequest:
-    """Return what a request asks for; null counts as absent. Raises Refused if it is not a request that a rollout
-    has."""
+    """Return a request; null counts as absent. Raises Refused for something that a rollout does not have."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -121,12 +110,12 @@ def read_request(body: bytes, *, model: str) -> ChatRequest:
     if asked.get("model") != model:
         raise Refused(
             "parameter",
-            f"model = {shown(asked.get('model'))}: this endpoint has '{model}' alone",
+            f"model = {shown(asked.get('model'))}: this endpoint has only '{model}'",
             code="model_not_found",
         )
     limits = [asked[name] for name in _LIMITS if name in asked]
     if any(type(limit) is not int or limit < 1 for limit in limits):
-        raise Refused("parameter", f"max_tokens must be a number from 1 on, got {shown(limits[0])}")
+        raise Refused("parameter", f"max_tokens must be 1 or more, got {shown(limits[0])}")
     try:
         tools = check_tools(asked.get("tools"))
     except DataError as error:
@@ -137,7 +126,7 @@ def read_request(body: bytes, *, model: str) -> ChatRequest:
 def _check_parameter(name: str, value: Any) -> None:
     if name in _OF_THE_RUN:
         raise Refused(
-            "parameter", f"{name} is the run's, for all rollouts alike (its `sampling` and `seed`): leave it out"
+            "parameter", f"{name} is set by the run for all rollouts (its `sampling` and `seed`): leave it out"
         )
     if name in _ALLOWED and value != _ALLOWED[name]:
         allowed = json.dumps(_ALLOWED[name])
@@ -164,7 +153,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     content = said.get("content", "")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise Refused("malformed", f"{what}.content has parts that are no text, got {shown(content)}")
+            raise Refused("malformed", f"{what}.content has parts that are not text, got {shown(content)}")
         content = "".join(texts_of({"content": content}))
     if not isinstance(content, str):
         raise Refused("malformed", f"{what}.content must be text or a list of text parts, got {shown(content)}")
@@ -172,7 +161,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def is_same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages are equal, except white space around the assistant's, and how JSON is written."""
+    """Whether two messages are equal, except for white space around the assistant's text, and the format of JSON."""
     return _comparable(message) == _comparable(other)
 
 
@@ -198,26 +187,14 @@ def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | N
     calls = parse(session.raw_completion) if parse else []
     if parse is None or not calls or any(call.error for call in calls):
         return {"role": "assistant", "content": session.completion}
-    turn = len(session.texts)
-    written = [
-        {
-            "id": call_id(turn, number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(_arguments(call, tools or ()), ensure_ascii=False)},
-        }
-        for number, call in enumerate(calls, start=1)
-    ]
+    parameters = {function_of(tool).get("name"): function_of(tool).get("parameters") for tool in tools or ()}
+    written = []
+    for number, call in enumerate(calls, start=1):
+        arguments = json.dumps(arguments_of(call, parameters.get(call.name)), ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        written.append({"id": call_id(len(session.texts), number), "type": "function", "function": function})
     content = text_before_calls(session.raw_completion, parse)
     return {"role": "assistant", "content": content or None, "tool_calls": written}
-
-
-def _arguments(call: ToolCall, tools: Sequence[Any]) -> Any:
-    """Return the arguments of a call; if the format has no types, those of the tool's schema."""
-    if not call.has_texts:
-        return call.arguments
-    functions = {function_of(tool).get("name"): function_of(tool) for tool in tools}
-    parameters = functions.get(call.name, {}).get("parameters")
-    return values_of_texts(call.arguments, parameters.get("properties") if isinstance(parameters, Mapping) else None)
 
 
 def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> dict[str, Any]:
@@ -247,17 +224,21 @@ _ROUTES = {"chat/completions": "POST", "models": "GET"}
 
 
 class ChatServer:
-    """Sends the requests of harnesses, which need the `api_key`, to their rollouts."""
+    """Routes the requests of harnesses to their rollouts, and checks the `api_key`, until the event loop ends."""
 
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self._numbers = itertools.count(1)
         self._rollouts: dict[str, _Rollout] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        loop = asyncio.get_running_loop()
+        self.is_up: asyncio.Future[None] = loop.create_future()
+        # In a context of its own: it serves all rollouts, not only the first.
+        self._serving = contextvars.Context().run(loop.create_task, self._serve())
 
     @contextlib.contextmanager
     def serving(self, rollout: _Rollout) -> Iterator[str]:
-        """Answer the requests of a rollout meanwhile, at this base URL."""
+        """Answer the requests of a rollout meanwhile; gives the base URL."""
         number = str(next(self._numbers))
         self._rollouts[number] = rollout
         try:
@@ -265,8 +246,7 @@ class ChatServer:
         finally:
             del self._rollouts[number]
 
-    async def live(self, is_up: asyncio.Future[None]) -> None:
-        """Serve until this is cancelled; `is_up` is set when it listens."""
+    async def _serve(self) -> None:
         from aiohttp import web  # most runs have no harness
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -279,7 +259,7 @@ class ChatServer:
         await runner.setup()
         try:
             await web.SockSite(runner, self._socket).start()
-            is_up.set_result(None)
+            self.is_up.set_result(None)
             await asyncio.Event().wait()
         finally:
             await runner.cleanup()
@@ -289,16 +269,15 @@ class ChatServer:
         if not secrets.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode()):
             return 401, _error("the API key is not that of the endpoint", code="invalid_api_key")
         number, _, route = request.path[1:].partition("/v1/")
-        rollout, method = self._rollouts.get(number), _ROUTES.get(route)
-        if rollout is None or method is None:
-            _log.warning("a harness asks for %s, where no rollout is played", request.path[:200])
+        rollout = self._rollouts.get(number)
+        if rollout is None or _ROUTES.get(route) != request.method:
+            asked = f"{request.method} {request.path[:200]}"
+            _log.warning("a harness asks for %s, where no rollout is played", asked)
             return 404, _error(
-                f"there is no rollout at {request.path[:200]}: it has ended, or that is not the base URL it was given "
-                "with /chat/completions behind it"
+                f"there is no {asked}: its rollout has ended, or the base URL of the rollout does not stand before "
+                "/chat/completions"
             )
-        if request.method != method:
-            return 405, _error(f"{route} is asked by {method}, not {request.method}")
-        if method == "GET":
+        if request.method == "GET":
             return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
@@ -309,23 +288,16 @@ class ChatServer:
             return 500, _error(f"the policy cannot be sampled: {error}", kind="server_error")
 
 
-_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ChatServer, asyncio.Task[None], asyncio.Future[None]]] = (
-    WeakKeyDictionary()
-)
+_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
 
 
 async def chat_server() -> ChatServer:
-    """Return the server of this event loop, started."""
+    """Return the running server of this event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _SERVERS:
-        server = ChatServer()
-        is_up: asyncio.Future[None] = loop.create_future()
-        # In a context of its own: it serves all rollouts, not only the one that is played first.
-        serving = contextvars.Context().run(loop.create_task, server.live(is_up))
-        _SERVERS[loop] = server, serving, is_up
-    server, _, is_up = _SERVERS[loop]
-    await asyncio.shield(is_up)
-    return server
+        _SERVERS[loop] = ChatServer()
+    await asyncio.shield(_SERVERS[loop].is_up)
+    return _SERVERS[loop]
 
 
 def _error(message: str, *, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
@@ -338,12 +310,12 @@ RESULT = "result"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one rollout asks for the policy's answers, as OpenAI's clients take it.
+    """The endpoint of one rollout, for clients of OpenAI.
 
     Attributes:
         base_url: of this rollout; ends with `/v1`, and answers until `play` returns.
-        api_key: goes with every request.
-        model: the policy's name there.
+        api_key: for every request.
+        model: name of the policy.
     """
 
     base_url: str
@@ -353,11 +325,11 @@ class Endpoint:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request was refused because no room was left within `seq_len`."""
+        """Whether a request found no room within `seq_len`."""
         return self.rollout.is_full
 
     def restart(self) -> None:
-        """Let a harness that has died play the rollout again: the same requests get the same answers."""
+        """Let a harness that has died play the rollout again; the same requests get the same answers."""
         self.rollout.restart()
 
 
@@ -373,7 +345,7 @@ class HarnessEnvironment(Environment):
     reward_of_full: float = 0.0
 
     async def play(self, endpoint: Endpoint, task: Task) -> float | Score:
-        """Play one rollout of `task` by asking `endpoint`, one request after the other; return its reward."""
+        """Play one rollout of `task` with requests to `endpoint`, one after the other; return the reward."""
         raise NotImplementedError(f"{type(self).__name__} needs a method play(endpoint, task)")
 
     async def run(self, session: Session, task: Task) -> None:
@@ -403,7 +375,7 @@ class HarnessEnvironment(Environment):
         except Exception:
             if not endpoint.is_full:
                 raise
-            return self.reward_of_full  # the answers of the policy left no room: the environment did not fail
+            return self.reward_of_full  # the policy's answers left no room: not a failure of the environment
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         results = [session.state[RESULT] for session in sessions]
@@ -416,7 +388,7 @@ class _Rollout:
     def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
-        # The context of the call that plays it, whose clock stands while the policy is sampled.
+        # Of the call that plays it, whose clock stands still while the policy is sampled.
         self._context = contextvars.copy_context()
         self._counts = session.request_counts = Counter()
         self._said: list[dict[str, Any]] = []
@@ -444,13 +416,10 @@ class _Rollout:
     async def end(self) -> None:
         if self._turn is not None:
             self._turn.cancel()
-            await asyncio.gather(self._turn, return_exceptions=True)  # its error was raised already, or nobody waits
+            await asyncio.gather(self._turn, return_exceptions=True)
 
     async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
-        """Return the answer to a request; the same answer to a retry, which had none.
-
-        Raises Refused, or HoldfastError if sampling failed.
-        """
+        """Return the answer to a request, the same one to a retry. Raises Refused; HoldfastError if sampling failed."""
         try:
             if self._turn is not None and is_retry and body == self._body:
                 return await asyncio.shield(self._turn)
@@ -496,7 +465,7 @@ class _Rollout:
         if place is None or place >= len(self._answered):
             return None
         if self._answered[place][0] != request:
-            raise Refused("history", f"request {place + 1} is another than before the harness was started again")
+            raise Refused("history", f"request {place + 1} differs from that before the harness was started again")
         self._num_replayed = place + 1
         return self._answered[place][1]
 
@@ -510,14 +479,12 @@ class _Rollout:
             self._tools = request.tools
             return
         if request.tools != self._tools:
-            raise Refused(
-                "history", "the tools are others than at the first request, behind which this rollout goes on"
-            )
+            raise Refused("history", "the tools differ from those of the first request")
         pairs = zip(said, request.messages, strict=False)
         other = next((number for number, pair in enumerate(pairs) if not is_same(*pair)), None)
         if other is not None or len(request.messages) <= len(said):
             place = min(len(said), len(request.messages)) if other is None else other
-            told = f"it must repeat the {len(said)} messages so far, with what was answered, and go on behind them"
+            told = f"a request must repeat the {len(said)} messages so far, answers included, and add to them"
             raise Refused("history", f"a rollout is one conversation: {told}; from messages[{place}] on it does not")
         session.append_messages(request.messages[len(said) :])
 
@@ -528,7 +495,7 @@ class _Rollout:
 
 
 def request_metrics(session: Session) -> dict[str, float]:
-    """Return the numbers of a session about the requests of its harness; none without one."""
+    """Return the counts of requests of a session; empty without a harness."""
     if session.request_counts is None:
         return {}
     names = ["answered", *(f"refused/{reason}" for reason in REFUSALS)]

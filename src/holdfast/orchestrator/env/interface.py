@@ -44,7 +44,7 @@ class Task:
     """One problem. Subclass it to carry more than an answer.
 
     Attributes:
-        prompt: messages for the chat template, or text, which the tokenizer begins with BOS where it does so.
+        prompt: messages for the chat template, or text, before which some tokenizers put BOS.
         answer: the right answer, for `score`.
     """
 
@@ -53,7 +53,7 @@ class Task:
 
 
 class SessionTools(Protocol):
-    """What a session asks of the tools of its environment (`tool_loop.ToolUse`, which knows sessions)."""
+    """The tools of an environment, as a session uses them (`tool_loop.ToolUse`, which imports this module)."""
 
     @property
     def parse(self) -> Parser: ...
@@ -70,7 +70,7 @@ class SessionTools(Protocol):
 
 
 def as_text(value: Any) -> str:
-    """Return `value` if it is text. Raises TypeError, or ValueError if it has half a surrogate pair."""
+    """Return `value`. Raises TypeError if it is not text, ValueError if it has half a surrogate pair."""
     if not isinstance(value, str):
         raise TypeError(f"expected text, got {shown(value)} ({type(value).__name__})")
     try:
@@ -81,10 +81,7 @@ def as_text(value: Any) -> str:
 
 
 def as_messages(messages: Any) -> list[Message | ChatMessage]:
-    """Return messages; a message may be a dict, with more keys than role and content.
-
-    Raises TypeError or ValueError that names the wrong message.
-    """
+    """Return messages, which may be given as dicts. Raises TypeError or ValueError that names the wrong message."""
     if isinstance(messages, str | Mapping | Message) or not isinstance(messages, Sequence):
         raise TypeError(f"expected text or a list of messages, got {shown(messages)} ({type(messages).__name__})")
     return [_as_message(message, number) for number, message in enumerate(messages, start=1)]
@@ -117,7 +114,7 @@ def num_characters(messages: Sequence[Message | ChatMessage]) -> int:
 
 
 class _StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
-    """A dict that is to be a message."""
+    """A message from a dict."""
 
 
 class HistoryRewritten(DataError):
@@ -125,34 +122,29 @@ class HistoryRewritten(DataError):
 
 
 class SessionFull(Exception):
-    """The session has no room for another token; the rollout ends here and counts as truncated."""
+    """The session has no room for another token; the rollout ends and counts as truncated."""
 
 
-# Prompt ids, turn (from 0) and most tokens -> what an engine sampled.
+# (prompt ids, turn from 0, most tokens) -> what an engine sampled
 SampleTurn = Callable[[list[int], int, int], Awaitable[Completion]]
 
 
 class Session:
-    """One conversation with the policy, as token ids. It only ever grows at its end.
+    """One conversation with the policy, as token ids, which grows only at its end.
 
-    Sampled ids stay as they were sampled, never decoded and tokenised again, so training sees what the policy did. If
-    the chat template rewrites the history, such as without the thoughts of earlier turns, the session splits: a new
-    branch begins after the ids so far, with the prompt that the template makes of the chat, and the policy only sees
-    this branch from there on. Every token is sampled in one branch.
+    Sampled ids are never decoded and tokenised again, so training sees what the policy did. If the chat template
+    rewrites the history, such as without the thoughts of earlier turns, the session splits: a new branch begins after
+    the ids so far, with the prompt that the template makes of the chat, and from then on the policy sees only this
+    branch.
 
     Attributes:
-        token_ids: the whole session, prompt first: its branches, one after the other.
-        loss_mask: per token, whether the policy sampled it.
-        logprobs: per token, the engine's log-probability; 0.0 if not sampled.
-        versions: which policy sampled which tokens.
-        texts: the text of every sampled turn.
         truncated: a token limit ended a turn or the session.
         task: None if there is none.
-        state: the environment's own, such as what its tools found; not saved.
-        tool_counts: how many calls of tools there were (`calls`), failed by reason (`failed/raised`, ...), and got no
-            answer because no turn could follow (`unanswered`).
-        request_counts: how many requests of a harness were `answered`, and refused by reason (`refused/history`, ...);
-            None without a harness.
+        state: for the environment, such as what its tools found; not saved.
+        tool_counts: calls of tools (`calls`), failures by reason (`failed/raised`, ...), and calls after which no turn
+            could follow (`unanswered`).
+        request_counts: requests of a harness: `answered`, and refused by reason (`refused/history`, ...); None without
+            a harness.
     """
 
     def __init__(
@@ -168,20 +160,17 @@ class Session:
         keeps_history: bool = False,
         max_branches: int = 8,
     ) -> None:
-        self.token_ids = TokenIds(prompt_ids)
-        self.loss_mask = LossMask(bytes(len(prompt_ids)))
-        self.logprobs = Logprobs([0.0] * len(prompt_ids))
-        self.versions: list[VersionSpan] = []
-        self.texts: list[str] = []
+        self._token_ids = TokenIds(prompt_ids)
+        self._loss_mask = LossMask(bytes(len(prompt_ids)))
+        self._logprobs = Logprobs([0.0] * len(prompt_ids))
+        self._versions: list[VersionSpan] = []
+        self._texts: list[str] = []
         self.truncated = False
-        # Copies that an environment cannot change by accident.
-        self._kept = {"token_ids": self.token_ids[:], "loss_mask": self.loss_mask[:], "logprobs": self.logprobs[:]}
-        self._kept_versions: list[VersionSpan] = []
         self._at_end: list[Callable[[], None]] = []
         self._turn_ends: list[int] = []
         self._last_turn: Sequence[int] = ()
         self._raw_text: str | None = None
-        self._is_turn_open = True  # nothing was sampled in the policy's turn
+        self._is_turn_open = True  # the policy's turn is still empty
         self._is_sampling = False
         self._is_over = False
         self._tokenizer = tokenizer
@@ -193,19 +182,45 @@ class Session:
         self.tool_counts: Counter[str] = Counter()
         self.request_counts: Counter[str] | None = None
         self._tool_use = tool_use
-        # For the chat template, the same in every turn.
         self._schemas = tool_use.schemas if tool_use else None
         self._branch_starts = [0]
         self._max_branches = max_branches
         # The chat of `begin`; None if the session began with its task.
         self._begun_with: list[Message | ChatMessage] | None = None
-        # The chat after the prompt, to see whether the template would rewrite it; None if that does not matter.
+        # The chat after the prompt, which the template may rewrite; None if that does not matter.
         self._said: list[ChatMessage] | None = None if keeps_history else []
+
+    # Copies, so that an environment cannot change by accident what is trained on.
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The whole session, prompt first: its branches, one after the other."""
+        return TokenIds(self._token_ids.tobytes())
+
+    @property
+    def loss_mask(self) -> LossMask:
+        """Per token, whether the policy sampled it."""
+        return LossMask(self._loss_mask.tobytes())
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """Per token, the engine's log-probability; 0.0 if not sampled."""
+        return Logprobs(self._logprobs.tobytes())
+
+    @property
+    def versions(self) -> list[VersionSpan]:
+        """Which policy sampled which tokens."""
+        return [*self._versions]
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of every sampled turn."""
+        return [*self._texts]
 
     @property
     def completion(self) -> str:
         """The text of the last sampled turn; empty before the first."""
-        return self.texts[-1] if self.texts else ""
+        return self._texts[-1] if self._texts else ""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -218,22 +233,21 @@ class Session:
 
     @property
     def branch_starts(self) -> tuple[int, ...]:
-        """Where in `token_ids` every branch begins; (0,) if the session has not split."""
+        """Where in `token_ids` every branch begins: (0,) without a split."""
         return tuple(self._branch_starts)
 
     @property
     def room(self) -> int:
         """How many more tokens fit into the branch."""
-        return self._seq_len - (len(self.token_ids) - self._branch_starts[-1])
+        return self._seq_len - (len(self._token_ids) - self._branch_starts[-1])
 
     def begin(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> None:
-        """Give a session without a prompt its prompt; `tools` are the JSON schemas that the template shows.
+        """Give a session without a prompt its prompt; `tools` are JSON schemas for the template.
 
-        Raises SessionFull if no sampled token fits after it, DataError or TypeError if the template does not take the
-        chat.
+        Raises SessionFull if no sampled token fits after it, DataError or TypeError if the template refuses the chat.
         """
         self._require_idle("begin()")
-        if self.token_ids:
+        if self._token_ids:
             raise RuntimeError("begin() is for a session without a prompt, and this one has one: use append_messages()")
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
@@ -242,7 +256,7 @@ class Session:
         self._begun_with, self._schemas = messages, schemas
 
     async def sample(self, *, max_tokens: int | None = None) -> str:
-        """Let the policy continue, by at most `max_tokens` or `sampling.max_tokens`; return the text that it sampled.
+        """Let the policy continue by at most `max_tokens` (default: `sampling.max_tokens`); return the sampled text.
 
         Raises SessionFull if there is no room for a token, RuntimeError if this session is being sampled already.
         """
@@ -252,38 +266,36 @@ class Session:
         most = min(self._max_tokens, self.room, max_tokens or self._max_tokens)
         self._is_sampling = True
         try:
-            seen = self.token_ids[self._branch_starts[-1] :].tolist()
-            turn = await self._sample_turn(seen, len(self.texts), most)
+            seen = self._token_ids[self._branch_starts[-1] :].tolist()
+            turn = await self._sample_turn(seen, len(self._texts), most)
         finally:
             self._is_sampling = False
-        # A turn that a limit has cut continues as the same turn.
-        is_same_turn = not self._is_turn_open and self.token_ids[-1] not in self._tokenizer.stop_token_ids
+        # A turn without its end token continues.
+        is_same_turn = not self._is_turn_open and self._token_ids[-1] not in self._tokenizer.stop_token_ids
         self._is_turn_open = False
-        start = len(self.token_ids)
+        start = len(self._token_ids)
         self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
-        versions = [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
-        self.versions += versions
-        self._kept_versions += versions
+        self._versions += [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
         self.truncated = self.truncated or turn.finish_reason == "length"
-        self._turn_ends.append(len(self.token_ids))
-        self.texts.append(self._tokenizer.decode(turn.token_ids))
+        self._turn_ends.append(len(self._token_ids))
+        self._texts.append(self._tokenizer.decode(turn.token_ids))
         self._last_turn, self._raw_text = turn.token_ids, None
         if self._said is not None:
             before = self._said.pop()["content"] if is_same_turn else ""
             self._said.append({"role": "assistant", "content": before + self.raw_completion})
-        return self.texts[-1]
+        return self._texts[-1]
 
     async def answer_tool_calls(self) -> bool:
-        """Run the tools that the last turn called, in their order, and append their answers.
+        """Run the tools that the last turn called, in order, and append their answers.
 
-        Return whether there is another turn to sample: not if it called none, or `max_turns` are sampled. Raises
-        SessionFull if the answers leave no room; RuntimeError without a sampled turn or without `tools`.
+        Return whether there is another turn to sample: not without calls, or after `max_turns`. Raises SessionFull if
+        the answers leave no room; RuntimeError without a sampled turn or without `tools`.
         """
         self._require_idle("answer_tool_calls()")
         if self._tool_use is None or self._is_turn_open:
             why = "nothing was sampled" if self._tool_use else "the environment has no `tools`"
             raise RuntimeError(f"answer_tool_calls(): {why}")
-        use, turn = self._tool_use, len(self.texts)
+        use, turn = self._tool_use, len(self._texts)
         calls = use.parse(self.raw_completion)
         self.tool_counts["calls"] += len(calls)
         if not calls or turn >= use.max_turns:
@@ -308,10 +320,12 @@ class Session:
         return self._raw_text
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
-        """Append messages after a sampled turn, and open the policy's next turn, in a new branch if they need one.
-        Raises SessionFull if they leave no room for a sampled token, or there would be too many branches;
-        HistoryRewritten if the template would rewrite the history of a session that began with text; RuntimeError if
-        nothing was sampled since the prompt or the last messages, or the session is being sampled."""
+        """Append messages after a sampled turn, and open the policy's next turn, in a new branch if necessary.
+
+        Raises SessionFull if no sampled token fits after them, or there would be too many branches; HistoryRewritten if
+        the template would rewrite a session that began with text; RuntimeError if nothing was sampled since the last
+        messages, or the session is being sampled.
+        """
         self._require_idle("append_messages()")
         if self._is_turn_open:
             raise RuntimeError(
@@ -320,7 +334,7 @@ class Session:
             )
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
-        tools, last = self._schemas, self.token_ids[-1]
+        tools, last = self._schemas, self._token_ids[-1]
         around = self._tokenizer.around_assistant(messages, tools=tools)
         more = self._tokenizer.continuation(messages, last_token_id=last, tools=tools, around=around)
         if self._said is None:
@@ -332,10 +346,9 @@ class Session:
                 self._append(more)
             elif prompt is None:
                 raise HistoryRewritten(
-                    f"behind these messages the chat template of '{self._tokenizer.name}' writes earlier turns "
-                    "otherwise than they were sampled, such as without thoughts, and of a session that began with text "
-                    'it can make no prompt. Give the prompt as messages, or set `history = "keep"` to go on behind '
-                    "what was sampled."
+                    f"before these messages the chat template of '{self._tokenizer.name}' rewrites earlier turns, such "
+                    "as without thoughts, and a session that began with text cannot begin a new branch. Give the "
+                    'prompt as messages, or set `history = "keep"` to continue after the turns as they were sampled.'
                 )
             else:
                 self._begin_branch(self._tokenizer.prompt([*before, *messages], tools=tools))
@@ -351,15 +364,15 @@ class Session:
     def _begin_branch(self, prompt_ids: Sequence[int]) -> None:
         if len(self._branch_starts) >= self._max_branches:
             raise SessionFull(
-                f"the chat template of '{self._tokenizer.name}' writes earlier turns otherwise behind these messages, "
-                f"and the session has its {self._max_branches} branches (max_branches)"
+                f"the chat template of '{self._tokenizer.name}' rewrites earlier turns before these messages, and the "
+                f"session has its {self._max_branches} branches (max_branches)"
             )
         if len(prompt_ids) >= self._seq_len:
             raise SessionFull(
-                f"the chat so far has {len(prompt_ids)} tokens, which leave no room for a sampled one in the "
+                f"the chat so far has {len(prompt_ids)} tokens, which leave no room for a sampled token in the "
                 f"{self._seq_len} of a branch (seq_len)"
             )
-        self._branch_starts.append(len(self.token_ids))
+        self._branch_starts.append(len(self._token_ids))
         self._append(prompt_ids)
 
     def append_text(self, text: str) -> None:
@@ -378,13 +391,8 @@ class Session:
     def is_sampling(self) -> bool:
         return self._is_sampling
 
-    def changed(self) -> list[str]:
-        """Return the names of the attributes that an environment has changed."""
-        found = [name for name, kept in self._kept.items() if getattr(self, name).tobytes() != kept.tobytes()]
-        return found + ["versions"] * (self.versions != self._kept_versions)
-
     def at_end(self, leave: Callable[[], None]) -> None:
-        """Have `leave` called when the session has been played, such as to let go of a server."""
+        """Have `leave` called after the session has been played, such as to leave a server."""
         self._at_end.append(leave)
 
     def leave(self) -> None:
@@ -392,16 +400,16 @@ class Session:
             self._at_end.pop()()
 
     def end(self) -> None:
-        """Let nothing more be sampled or appended."""
+        """Refuse to sample or append from now on."""
         self._is_over = True
 
     def _require_idle(self, wanted: str) -> None:
         if self._is_over:
-            raise RuntimeError(f"{wanted} after score() has returned: what a rollout is made of must be awaited before")
+            raise RuntimeError(f"{wanted} after score() has returned: await everything before")
         if self._is_sampling:
             raise RuntimeError(
                 f"{wanted} while a sample() of the same session goes on would mix their turns: await one after the "
-                "other, and gather over sessions only"
+                "other, and gather only over sessions"
             )
 
     def _require_room(self, characters: int, room: int) -> None:
@@ -414,25 +422,25 @@ class Session:
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self.room:
             raise SessionFull(
-                f"{len(token_ids)} more tokens leave no room for a sampled one in the {self._seq_len} of the session "
+                f"{len(token_ids)} more tokens leave no room for a sampled token in the {self._seq_len} of the session "
                 "(seq_len)"
             )
         self._grow(TokenIds(token_ids), LossMask(bytes(len(token_ids))), Logprobs([0.0] * len(token_ids)))
 
     def _grow(self, token_ids: TokenIds, loss_mask: LossMask, logprobs: Logprobs) -> None:
-        for name, more in {"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs}.items():
-            getattr(self, name).extend(more)
-            self._kept[name].extend(more)
+        self._token_ids.extend(token_ids)
+        self._loss_mask.extend(loss_mask)
+        self._logprobs.extend(logprobs)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a rollout earned.
+    """The score of a rollout.
 
     Attributes:
-        reward: any finite number, also of NumPy or torch.
-        metrics: further numbers of this rollout; their means go to the metrics of the step.
-        turn_rewards: one for each sampled turn, beside `reward`.
+        reward: a finite number of Python, NumPy or torch.
+        metrics: further numbers of this rollout, for the metrics of the step.
+        turn_rewards: one for each sampled turn, in addition to `reward`.
         token_rewards: one for each sampled token, instead of `turn_rewards`.
     """
 
@@ -446,35 +454,35 @@ class Environment:
     """Base of all environments. Constructor arguments come from `environments.args` of the config.
 
     Attributes:
-        tools: functions or methods that the policy may call, with a docstring and annotations, sync or `async`. A
+        tools: functions or methods that the policy may call, with docstring and annotations, sync or `async`. A
             parameter annotated with `Session` gets the session.
-        num_tasks: how many different tasks there are, such as rows of a file; None: every seed may give another.
+        num_tasks: of different tasks, such as rows of a file; None: no end.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
     num_tasks: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give every call of `make_task` a fresh seed, so that calling it again gives the same task."""
+        """Give every call of `make_task` a fresh seed, so that a second call gives the same task."""
         super().__init_subclass__(**options)
         if "make_task" in vars(cls):
             cls.make_task = _with_fresh_seed(cls.make_task)
 
     def make_task(self, seed: TaskSeed) -> Task:
-        """Return the task that `seed` names: a pure function, so that any task can be made again."""
+        """Return the task of `seed`: a pure function, so that any task can be made again."""
         raise NotImplementedError(f"{type(self).__name__} needs a method make_task(seed)")
 
     async def run(self, session: Session, task: Task) -> None:
         """Play one session of `task`, which has its prompt already.
 
-        By default: one sampled turn, or with `tools` further turns as long as they call one, at most `max_turns`.
+        By default: one sampled turn, or with `tools` at most `max_turns`, as long as the policy calls tools.
         """
         await session.sample()
         while session.has_tools and await session.answer_tool_calls():
             await session.sample()
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        """Return one score per session; all sessions of one group come together, so they can be compared."""
+        """Return one score per session of a group, which may be compared."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(task, sessions)")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.chat.messages import as_dict
 from holdfast.chat.template import ChatMessage
 from holdfast.config.environments import JudgeConfig
-from holdfast.errors import ConfigError, DataError, nearest
+from holdfast.errors import ConfigError, DataError, nearest, shown
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
@@ -127,8 +127,7 @@ class Jsonl(Environment):
             raise ConfigError("jsonl: judge.prompt has no {completion}: the judge would not see what it is to score")
         self._score = _find_scorer(scorer, pattern)
         self._scorer_name = scorer.partition(":")[2] or scorer
-        columns = _Columns(prompt, answer, self._judge.fields if self._judge is not None else None)
-        self._tasks = _read_tasks(path, columns)
+        self._tasks = _read_tasks(path, prompt, answer, self._judge.fields if self._judge is not None else None)
         self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
 
@@ -193,28 +192,8 @@ async def _number(reward: Any) -> float:
     return await reward if inspect.isawaitable(reward) else reward
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Columns of question and answer, and the `fields` that a judge sees; None: nobody judges."""
-
-    prompt: str
-    answer: str
-    fields: Sequence[str] | None
-
-    @property
-    def of_judge(self) -> list[str]:
-        return sorted(set(self.fields or ()) - {"completion", "prompt", "answer"})
-
-    @property
-    def needed(self) -> dict[str, str]:
-        """Columns by how the settings name them."""
-        found = {"the argument `prompt`": self.prompt}
-        if self.fields is None or "answer" in self.fields:
-            found["the argument `answer`"] = self.answer
-        return found | {f"`judge.prompt`, which has {{{name}}}": name for name in self.of_judge}
-
-
-def _read_tasks(path: Path, columns: _Columns) -> list[Task]:
+def _read_tasks(path: Path, prompt: str, answer: str, fields: Sequence[str] | None) -> list[Task]:
+    """Return the tasks of a file with the columns `prompt` and `answer`; `fields` are those of a judge's prompt."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -226,7 +205,7 @@ def _read_tasks(path: Path, columns: _Columns) -> list[Task]:
             f"jsonl: {path.absolute()} cannot be read ({error.strerror}).{nearest(path.name, there)}{beside}"
         ) from None
     tasks = [
-        _read_task(line, columns, where=f"{path}:{number}")
+        _read_task(line, prompt, answer, fields, where=f"{path}:{number}")
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -235,7 +214,7 @@ def _read_tasks(path: Path, columns: _Columns) -> list[Task]:
     return tasks
 
 
-def _read_task(line: str, columns: _Columns, *, where: str) -> Task:
+def _read_task(line: str, prompt: str, answer: str, fields: Sequence[str] | None, *, where: str) -> Task:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -244,37 +223,39 @@ def _read_task(line: str, columns: _Columns, *, where: str) -> Task:
             "the line, or write the file anew."
         ) from None
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where} is {type(row).__name__}, expected an object with '{columns.prompt}' and '{columns.answer}'"
-        )
-    for named_by, column in columns.needed.items():
+        raise DataError(f"{where} is {type(row).__name__}, expected an object with '{prompt}' and '{answer}'")
+    needed = {prompt: "the argument `prompt`"}
+    if fields is None or "answer" in fields:
+        needed[answer] = "the argument `answer`"
+    of_judge = [name for name in fields or () if name not in ("completion", "prompt", "answer")]
+    needed |= {name: f"`judge.prompt`, which has {{{name}}}" for name in of_judge}
+    for column, named_by in needed.items():
         if column not in row:
             raise DataError(
                 f"{where} has no column '{column}'.{nearest(column, row)} Columns there: {', '.join(row) or 'none'}. "
                 f"Name the right one with {named_by}."
             )
     for column in ("tools", "documents", "chat_template_kwargs"):
-        if row.get(column) and column not in columns.needed.values():
+        if row.get(column) and column not in needed:
             raise DataError(
                 f"{where} has `{column}`, which prompts of rl do not take, so they would not be those of sft. Write "
                 "what the policy must see into the messages, and remove the column."
             )
-    needs_answer = columns.answer in columns.needed.values()
-    answer = _plain(row[columns.answer], f"{where}: '{columns.answer}'") if needs_answer else ""
-    messages = _messages(row[columns.prompt], f"{where}: '{columns.prompt}'")
-    if columns.fields is None:
-        return Task(prompt=messages, answer=answer)
-    fields = {name: _plain(row[name], f"{where}: '{name}'") for name in columns.of_judge}
-    if "prompt" in columns.fields:
-        fields["prompt"] = _as_text(row[columns.prompt], messages)
-    if "answer" in columns.fields:
-        fields["answer"] = answer
-    return Question(prompt=messages, answer=answer, fields=fields)
+    right = _plain(row[answer], f"{where}: '{answer}'") if answer in needed else ""
+    messages = _messages(row[prompt], f"{where}: '{prompt}'")
+    if fields is None:
+        return Task(prompt=messages, answer=right)
+    judged = {name: _plain(row[name], f"{where}: '{name}'") for name in of_judge}
+    if "prompt" in fields:
+        judged["prompt"] = _as_text(row[prompt], messages)
+    if "answer" in fields:
+        judged["answer"] = right
+    return Question(prompt=messages, answer=right, fields=judged)
 
 
 def _plain(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{where} is {_shown(value)}, expected text or a number")
+        raise DataError(f"{where} is {shown(value)}, expected text or a number")
     return str(value)
 
 
@@ -291,28 +272,7 @@ def _messages(value: Any, where: str) -> Sequence[Message | ChatMessage]:
     try:
         messages = tuple(as_messages(value))
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where} is {_shown(value)}, expected text or a list of {{role, content}} ({error})") from None
+        raise DataError(f"{where} is {shown(value)}, expected text or a list of {{role, content}} ({error})") from None
     if not messages:
         raise DataError(f"{where} is an empty list of messages")
     return messages
-
-
-def _shown(value: Any) -> str:
-    return f"{json.dumps(value)[:80]}"
-
-
-def require_placeholders(prompt: str, names: Sequence[str], *, environment: str) -> None:
-    """Raise ConfigError if one of `names` does not stand in braces in `prompt`."""
-    missing = [f"{{{name}}}" for name in names if f"{{{name}}}" not in prompt]
-    if missing:
-        raise ConfigError(
-            f"{environment}: prompt = {prompt!r} leaves out {', '.join(missing)}, so nobody could solve its tasks; "
-            "write it where it belongs"
-        )
-
-
-def filled(prompt: str, **values: str) -> str:
-    """Return `prompt` with each {name} replaced; other braces stand for themselves."""
-    for name, value in values.items():
-        prompt = prompt.replace(f"{{{name}}}", value)
-    return prompt

@@ -5,8 +5,7 @@
     judgements = await judge.ask_all([{"completion": session.completion} for session in sessions])
     scores = [judgement.score for judgement in judgements]
 
-Requests go to `JUDGES` of the process. In the orchestrator or an evaluation this is a `JudgeClient`, which keeps every
-reply; a worker hands the requests on to the orchestrator.
+Requests go to `JUDGES` of the process: a `JudgeClient`, which keeps every reply, or in a worker a link to it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.]*\w)")
 
 
 class JudgeFailure(EnvironmentFailure):
-    """A judge gave no score: it was away or busy for too long, refused, or its reply has no score."""
+    """A judge gave no score: it was away or busy for too long, refused, or sent a reply without a score."""
 
     def __init__(self, message: str, *, reason: JudgeFailureReason) -> None:
         super().__init__(message)
@@ -39,7 +38,7 @@ class JudgeFailure(EnvironmentFailure):
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
-    """One request to a judge; the key is in the environment variable `api_key_env`."""
+    """One request to a judge, whose API key is in the environment variable `api_key_env`."""
 
     url: str
     body: bytes
@@ -51,7 +50,7 @@ class JudgeRequest(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Everything that decides the reply, as 32 hexadecimal digits."""
+        """A hash of everything that decides the reply, as 32 hexadecimal digits."""
         return xxhash.xxh3_128_hexdigest(self.url.encode() + b"\n" + self.body)
 
 
@@ -71,8 +70,8 @@ class Judgement:
     """A judge's verdict about one completion.
 
     Attributes:
-        score: the reward, 0 to 1 for numbers, as in the settings for verdicts.
-        is_readable: whether the reply has a score; else it is `unreadable_reward`.
+        score: the reward: 0 to 1 for numbers, that of the settings for verdicts.
+        is_readable: whether the reply has a score; otherwise `score` is `unreadable_reward`.
         text: the reply.
     """
 
@@ -82,10 +81,8 @@ class Judgement:
 
 
 class Judge:
-    """Asks one judge; `prompt` may have the names `fields` in braces, by default any.
-
-    Raises ConfigError if the key is missing, or `prompt` names another field.
-    """
+    """Asks one judge. Raises ConfigError if its key is missing, or its prompt has a field in braces that is not one of
+    `fields` (None: any)."""
 
     def __init__(self, config: JudgeConfig, *, fields: Sequence[str] | None = None) -> None:
         self._config = config
@@ -105,14 +102,14 @@ class Judge:
             )
 
     async def ask(self, fields: Mapping[str, str]) -> Judgement:
-        """Return the verdict about `fields`, at least those that the prompt names. Raises JudgeFailure."""
+        """Return the verdict about the fields that the prompt names. Raises JudgeFailure."""
         judges = JUDGES.get(None)
         if judges is None:
-            raise RuntimeError("nobody asks judges here: write `async with holdfast.judging():` around it")
+            raise RuntimeError("judges cannot be asked here: write `async with holdfast.judging():` around it")
         return self.read(await judges.ask(self.request(fields)))
 
     async def ask_all(self, rows: Sequence[Mapping[str, str]]) -> list[Judgement]:
-        """Return the verdict about each row; all are asked at once. Raises the first failure in the order of `rows`."""
+        """Return the verdict about each row, asked at once. Raises the first failure in the order of `rows`."""
         found = await asyncio.gather(*map(self.ask, rows), return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException):

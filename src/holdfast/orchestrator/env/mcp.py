@@ -1,8 +1,7 @@
 """Tools of MCP servers, through the official library: listed at the start, called by rollouts.
 
-Every rollout has its own session with each server that it calls, begun by its first call: a process of its own, or a
-session of a server at a URL. So no rollout sees what another one did, and a rollout that is played again finds what it
-found the first time.
+Every rollout has its own session with each server that it calls: a process, or a session of a server at a URL. So no
+rollout sees what another one did, and a rollout that is played again finds what it found the first time.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from weakref import WeakKeyDictionary
 from holdfast.config.environments import McpServerConfig
 from holdfast.errors import MOST_KILLED, ConfigError, ProcessKilled, nearest, printable
 from holdfast.orchestrator.env.interface import Session
-from holdfast.orchestrator.env.tools import WrongArguments, values_of_texts
+from holdfast.orchestrator.env.tools import ToolFailed
 from holdfast.process.imports import import_extra
 from holdfast.process.noted_end import Ending
 from holdfast.protocol.inference import read_key
@@ -30,16 +29,8 @@ _CLOSED = -32000
 """Code of the library for a connection that is gone (`mcp_types.CONNECTION_CLOSED`)."""
 
 
-class McpToolError(Exception):
-    """What a tool answered is an error; the message is for the policy."""
-
-
-class McpServerLost(Exception):
-    """A server could not be started, or has ended by itself; the message is for the policy."""
-
-
 class McpServer:
-    """One server of the settings, and the connections that sessions have to it.
+    """One server of the settings, and its connections by session.
 
     Raises ConfigError if the library, the command or a key is missing, or the server did not list its tools.
     """
@@ -59,9 +50,9 @@ class McpServer:
         self.tools = [McpTool(self, tool) for tool in self._chosen(self._ask_for_tools())]
 
     async def connect(self, session: Session) -> None:
-        """Begin a session with the server, unless `session` has one.
+        """Begin a connection of `session`, unless there is one.
 
-        Raises McpServerLost if it does not answer (the next call tries again), ProcessKilled.
+        Raises ToolFailed if it does not answer (the next call tries again), ProcessKilled.
         """
         if session not in self._connections:
             connection = self._connections[session] = _Connection(self._config)
@@ -70,14 +61,16 @@ class McpServer:
             await self._connections[session].client()
         except ProcessKilled:
             raise self._killed() from None
-        except McpServerLost as error:
+        except ToolFailed as error:
             self._leave(session)
-            raise McpServerLost(f"{self._what} could not be reached: {error}") from None
+            raise ToolFailed("server", f"{self._what} could not be reached: {error}") from None
 
     async def call(self, name: str, arguments: dict[str, Any], session: Session) -> str:
-        """Return a tool's answer, as text; `session` is connected. Raises McpToolError if the answer is an error, or
-        not text; McpServerLost if the server has ended by itself; the next call starts another one; ProcessKilled if it
-        was killed from outside."""
+        """Return a tool's answer, as text; `session` is connected.
+
+        Raises ToolFailed if the answer is an error or not text, or the server has ended by itself (the next call starts
+        another one); ProcessKilled if the server was killed from outside.
+        """
         from mcp import MCPError
 
         connection = self._connections[session]
@@ -86,11 +79,11 @@ class McpServer:
             return _text_of(await client.call_tool(name, arguments))
         except MCPError as error:
             if error.code != _CLOSED and not connection.is_forgotten:
-                raise McpToolError(printable(error.message)) from None
+                raise ToolFailed("raised", printable(error.message)) from None
         if connection.is_killed():
             raise self._killed()
         self._leave(session)
-        raise McpServerLost(f"{self._what} has died; the next call begins anew with another")
+        raise ToolFailed("server", f"{self._what} has died; the next call starts another")
 
     def _killed(self) -> ProcessKilled:
         return ProcessKilled(f"{self._what}: its process was killed from outside")
@@ -99,7 +92,7 @@ class McpServer:
         self._connections.pop(session).close()
 
     def _ask_for_tools(self) -> list[Any]:
-        """Ask in a thread of its own: an event loop may run in this one already."""
+        """Ask in a thread, since an event loop may run in this one."""
         with ThreadPoolExecutor(1) as thread:
             for _ in range(MOST_KILLED):
                 with ending_of(self._config) as ending:
@@ -120,7 +113,7 @@ class McpServer:
                     tools += page.tools
         except TimeoutError:
             raise ConfigError(
-                f"{self._what}: it did not name its tools within {self._config.start_timeout_s:g} s (start_timeout_s)"
+                f"{self._what}: it did not list its tools within {self._config.start_timeout_s:g} s (start_timeout_s)"
             ) from None
         except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
             if _was_killed(error, ending):
@@ -151,26 +144,21 @@ class McpTool:
         parameters.pop("$schema", None)
         function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
-        self._properties: Mapping[str, Any] = parameters["properties"]
-
-    def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of a call whose format has only text."""
-        return values_of_texts(texts, self._properties)
 
     async def connect(self, session: Session) -> None:
         await self._server.connect(session)
 
     def call(self, arguments: Any, session: Session) -> Any:
-        """Return the server's answer, to be awaited after `connect`; the server checks the arguments."""
+        """Return the server's answer as an awaitable, after `connect`; the server checks the arguments."""
         if not isinstance(arguments, dict):
-            raise WrongArguments(f"{self.name}: the arguments must be a JSON object")
+            raise ToolFailed("arguments", f"{self.name}: the arguments must be a JSON object")
         return self._server.call(self.name, arguments, session)
 
 
 class _Connection:
-    """One session with a server, entered and left by a task of its own, as the library requires.
+    """One session with a server, entered and left in one task, as the library requires.
 
-    `is_forgotten`: a server at a URL does not know the session any more, as after its restart.
+    `is_forgotten`: a server at a URL has lost the session, as after its restart.
     """
 
     def __init__(self, config: McpServerConfig) -> None:
@@ -185,11 +173,11 @@ class _Connection:
         self._task.add_done_callback(_LIVING.discard)
 
     async def client(self) -> Any:
-        """Return the client, once the server answers. Raises McpServerLost or ProcessKilled."""
+        """Return the client, when the server answers. Raises ToolFailed or ProcessKilled."""
         return await asyncio.shield(self._client)
 
     def close(self) -> None:
-        """Leave the server; a process that was started for it ends."""
+        """Leave the server, and end its process."""
         self._is_over.set()
         if not self._client.done():
             self._task.cancel()
@@ -199,7 +187,7 @@ class _Connection:
         return self._ending is not None and self._ending.is_from_outside()
 
     async def _see(self, response: Any) -> None:
-        # As the protocol defines it; the library only has a message, whose text depends on the server.
+        # As the protocol defines it; the library only has a message of the server's.
         asked = response.request
         if response.status_code == 404 and asked.method == "POST" and "mcp-session-id" in asked.headers:
             self.is_forgotten = True
@@ -215,15 +203,16 @@ class _Connection:
                     await self._is_over.wait()
             except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
                 if not self._client.done():
-                    kind = ProcessKilled if _was_killed(error, ending) else McpServerLost
-                    self._client.set_exception(kind(_told(error)))
+                    is_killed = _was_killed(error, ending)
+                    told = _told(error)
+                    self._client.set_exception(ProcessKilled(told) if is_killed else ToolFailed("server", told))
             finally:
                 self._client.cancel()
                 self._ending = None
 
 
 _LIVING: set[asyncio.Task[None]] = set()
-"""Connections that are there, or are about to end: the loop itself holds tasks weakly."""
+"""Connections, since an event loop holds its tasks weakly."""
 
 
 @asynccontextmanager
@@ -256,15 +245,15 @@ async def _connect(
 
 
 def _text_of(result: Any) -> str:
-    """Return the text of a result. Raises McpToolError."""
+    """Return the text of a result. Raises ToolFailed."""
     others = sorted({block.type for block in result.content if block.type != "text"})
     if others:
-        raise McpToolError(f"it returned what is no text: {', '.join(others)}")
+        raise ToolFailed("raised", f"it returned what is not text: {', '.join(others)}")
     text = "\n".join(block.text for block in result.content)
     if not text and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     if result.is_error:
-        raise McpToolError(text or "it failed and did not say why")
+        raise ToolFailed("raised", text or "it failed and did not say why")
     return text
 
 

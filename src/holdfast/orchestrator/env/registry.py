@@ -1,53 +1,34 @@
-"""The built-in environments, and how the `id` of an environment in the settings becomes an environment.
-
-Other packages bring environments as entry points of the group `holdfast.environments`, `name = "module:Class"`. They
-are not imported before a run asks for their environment.
-"""
+"""The built-in environments, and how the `id` of an environment in the settings becomes an environment."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import pydantic
 
-from holdfast.config.environments import ENTRY_POINTS as GROUP
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError, nearest, printable
 from holdfast.orchestrator.env.guard import place_of
 from holdfast.orchestrator.env.harness import HarnessEnvironment
 from holdfast.orchestrator.env.interface import Environment
-from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS, ReasoningGym, Verifiers
+from holdfast.orchestrator.env.verifiers import VERIFIERS, Verifiers
 from holdfast.process.imports import import_users
-
-
-def find_plugins() -> dict[str, list[metadata.EntryPoint]]:
-    """Return the entry points of all installed packages by name: several if packages want the same name."""
-    found: dict[str, list[metadata.EntryPoint]] = {}
-    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: (entry.name, package_of(entry))):
-        found.setdefault(entry.name, []).append(entry)
-    return found
-
-
-def package_of(plugin: metadata.EntryPoint) -> str:
-    """Return the installed package of an entry point, with its version."""
-    return f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "an unknown package"
-
 
 BUILT_IN = {
     "reverse_text": "holdfast.orchestrator.env.reverse_text:ReverseText",
     "jsonl": "holdfast.orchestrator.env.jsonl:Jsonl",
 }
+_ABSENT = "It must be importable from where the run is started: check the spelling, or set PYTHONPATH."
 
 
 def is_built_in(name: str) -> bool:
     """Whether holdfast has the environment, so that its constructor may be called to check its arguments."""
-    return name in BUILT_IN or name.startswith((REASONING_GYM, VERIFIERS))
+    return name in BUILT_IN or name.startswith(VERIFIERS)
 
 
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
@@ -78,8 +59,6 @@ def find_environment(config: EnvironmentConfig, *, key: str) -> tuple[type[Envir
             f"{key}.mcp_servers: '{config.id}' is played by a harness, which brings the tools of its requests along: "
             "have it call the servers"
         )
-    if cls is ReasoningGym:
-        return cls, {"generator": config.id.removeprefix(REASONING_GYM), "settings": config.args}
     if cls is Verifiers:
         return cls, {"name": config.id.removeprefix(VERIFIERS), "settings": config.args}
     return cls, _checked_args(cls, config.args, key)
@@ -93,77 +72,36 @@ def load_levels(config: EnvironmentConfig, *, key: str) -> list[Environment]:
 
 def find_class(name: str, *, key: str) -> type[Environment]:
     """Return the class of the environment `name`. Raises ConfigError, or EnvironmentFailure if its module raised."""
-    if name.startswith(REASONING_GYM):
-        return ReasoningGym
     if name.startswith(VERIFIERS):
         return Verifiers
     if ":" in name:
-        return _class_of(name, name, key=key, load=import_users, absent="It must be importable from where the run is "
-                         "started: check the spelling, or set PYTHONPATH.")  # fmt: skip
-    plugin = find_plugin(name, key=key)
-    if plugin is None:
-        return _class_of(name, BUILT_IN[name], key=key, load=importlib.import_module, absent="")
-    return _class_of(
-        name,
-        plugin.value.partition("[")[0].replace(" ", ""),
-        key=key,
-        load=importlib.import_module,
-        absent=f"{package_of(plugin)} registers '{plugin.value}' under this name: install that package anew.",
+        return _class_of(name, name, key=key, load=import_users)
+    if name in BUILT_IN:
+        return _class_of(name, BUILT_IN[name], key=key, load=importlib.import_module)
+    hint = nearest(name, BUILT_IN) or (f" {_as_file(name)}" if _as_file(name) else "")
+    raise ConfigError(
+        f"{key}.id: there is no environment '{name}'.{hint} Allowed: {', '.join(BUILT_IN)}, '{VERIFIERS}ID', or "
+        "'module:Class' of your own."
     )
 
 
-def find_plugin(name: str, *, key: str) -> metadata.EntryPoint | None:
-    """Return the entry point that `name` means; None for a built-in environment.
-
-    Raises ConfigError if no environment has that name, or several.
-    """
-    plugins = find_plugins()
-    owners = (["holdfast itself"] if name in BUILT_IN else []) + [
-        package_of(plugin) for plugin in plugins.get(name, [])
-    ]
-    if len(owners) > 1:
-        targets = " or ".join(f"'{plugin.value}'" for plugin in plugins[name])
-        raise ConfigError(
-            f"{key}.id: '{name}' is an environment of {' and of '.join(owners)} (entry points {GROUP}). Name the one "
-            f"that you mean by its class, {targets}"
-            + (f" or '{BUILT_IN[name]}'" if name in BUILT_IN else "")
-            + ", or remove a package."
-        )
-    if not owners:
-        allowed = [*BUILT_IN, *plugins]
-        hint = nearest(name, allowed) or (f" {_as_file(name)}" if _as_file(name) else "")
-        raise ConfigError(
-            f"{key}.id: there is no environment '{name}'.{hint} "
-            f"Allowed: {', '.join(allowed)}, '{REASONING_GYM}NAME', '{VERIFIERS}ID', or 'module:Class' of your own."
-        )
-    return plugins[name][0] if name in plugins else None
-
-
-def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleType], absent: str) -> type[Environment]:
-    """Return the class that `target`, `module:Class`, names; `absent` says what to do without the module."""
+def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleType]) -> type[Environment]:
+    """Return the class that `target`, `module:Class`, names."""
     module_name, _, class_name = target.partition(":")
     try:
         module = load(module_name)
     except ConfigError as error:
         raise ConfigError(f"{key}.id: {error}") from None
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise EnvironmentFailure(
-                f"environment '{name}': importing {module_name} failed: {error} ({place_of(error)}). Install what it "
-                "imports where the run is started, or correct the import."
-            ) from error
-        raise ConfigError(
-            f"{key}.id: '{name}': there is no module '{error.name}'. {_as_file(name) or absent}"
-        ) from None
-    except SyntaxError as error:
-        raise EnvironmentFailure(
-            f"environment '{name}': importing {module_name} failed: SyntaxError: {error.msg} "
-            f"({error.filename}:{error.lineno})"
-        ) from error
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and (module_name + ".").startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{key}.id: '{name}': there is no module '{error.name}'. {_as_file(name) or _ABSENT}"
+            ) from None
+        is_unreadable = isinstance(error, SyntaxError)
+        told = error.msg if is_unreadable else printable(error)
+        at = f"{error.filename}:{error.lineno}" if is_unreadable else place_of(error)
         raise EnvironmentFailure(
-            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {printable(error)} "
-            f"({place_of(error)})"
+            f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {told} ({at})"
         ) from error
     classes = {
         label: value

@@ -1,7 +1,6 @@
-"""The loop of tools: which of them a turn calls, what they answer, and what went wrong, told to the policy.
+"""Runs the tools that a turn calls, and tells the policy what they answer or what went wrong.
 
-Whatever a tool fails with is a message to the policy, never the end of the run: an unknown name, wrong arguments, what
-is no JSON, an exception, its time limit. Each is counted.
+A failure of a tool is a message to the policy, and counted; it never ends the run.
 """
 
 from __future__ import annotations
@@ -15,35 +14,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from holdfast.chat.template import ChatMessage
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown, text_of
 from holdfast.orchestrator.env.interface import Environment, Session, SessionFull
-from holdfast.orchestrator.env.mcp import McpServer, McpServerLost, McpTool, McpToolError
-from holdfast.orchestrator.env.tools import Parser, Tool, ToolCall, WrongArguments, call_id, find_parser, tools_of
+from holdfast.orchestrator.env.mcp import McpServer, McpTool
+from holdfast.orchestrator.env.tools import (
+    FAILURE_REASONS,
+    FailureReason,
+    Parser,
+    Tool,
+    ToolCall,
+    ToolFailed,
+    arguments_of,
+    call_id,
+    find_parser,
+    tools_of,
+)
 from holdfast.process.heartbeat import awake_s
 
-ToolFailure = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
-"""Why a call has no result: it cannot be read, there is no such tool, its arguments do not fit, the tool raised or
-returned what is no JSON, it took too long, or the MCP server that has it died."""
-TOOL_FAILURES: tuple[ToolFailure, ...] = get_args(ToolFailure)
 _MOST_CHARACTERS = 500
 _PROBE = "holdfastprobe"
 
 
 class _TimeUp(BaseException):
-    """Ends a tool that runs; no `except Exception` of its own keeps it."""
-
-
-class _Failed(Exception):
-    """What the policy is told, and why."""
-
-    def __init__(self, reason: ToolFailure, text: str) -> None:
-        super().__init__(text)
-        self.reason: ToolFailure = reason
+    """Ends a running tool; not an Exception, which the tool might catch."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +66,23 @@ class ToolUse:
         """Return the message that answers a call; `turn` and `number` count from 1."""
         return tool_message(text, name=call.name if call.name in self.tools else "", turn=turn, number=number)
 
-    async def answer(self, call: ToolCall, session: Session) -> tuple[str, ToolFailure | None]:
+    async def answer(self, call: ToolCall, session: Session) -> tuple[str, FailureReason | None]:
         """Return the answer to a call, and why it failed, if it did."""
         try:
             return await self._result(call, session), None
-        except _Failed as failure:
+        except ToolFailed as failure:
             return f"error: {failure}", failure.reason
 
     async def _result(self, call: ToolCall, session: Session) -> str:
         if call.error:
-            raise _Failed("unreadable", call.error)
+            raise ToolFailed("unreadable", call.error)
         tool = self.tools.get(call.name)
         if tool is None:
             allowed = ", ".join(self.tools)
-            raise _Failed(
+            raise ToolFailed(
                 "unknown", f"there is no tool '{call.name:.80}'.{nearest(call.name, self.tools)} Tools: {allowed}."
             )
-        arguments = tool.arguments_of_texts(call.arguments) if call.has_texts else call.arguments
+        arguments = arguments_of(call, tool.schema["function"]["parameters"])
         try:
             if isinstance(tool, McpTool):
                 await tool.connect(session)  # the start of a server does not count
@@ -94,22 +92,16 @@ class ToolUse:
                 async with asyncio.timeout(self.timeout_s):
                     value = await value
             return _text_of_result(value)
-        except WrongArguments as error:
-            raise _Failed("arguments", str(error)) from None
-        except McpToolError as error:
-            raise _Failed("raised", str(error)) from None
-        except McpServerLost as error:
-            raise _Failed("server", str(error)) from None
-        except (SessionFull, HoldfastError, MemoryError):
+        except (ToolFailed, SessionFull, HoldfastError, MemoryError):
             raise
         except (_TimeUp, TimeoutError):
-            raise _Failed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
+            raise ToolFailed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
         except (Exception, SystemExit) as error:  # argparse raises SystemExit
-            raise _Failed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
+            raise ToolFailed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error
 
 
 def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return how sessions of `environment` use its tools; None without tools. Made once for each object.
+    """Return how sessions of `environment` use its tools; None without tools. Cached in the object.
 
     Raises ConfigError if one is not a tool, or the chat template does not write tools or their results.
     """
@@ -127,8 +119,7 @@ def check_tools(
 ) -> None:
     """Refuse, before anything is started, tools that a model in a local directory cannot call.
 
-    Models of a hub are not fetched for that: whoever plays checks again. `environments` are those of `sections`, by
-    label, that can be made here.
+    `environments` are those of `sections` that can be made here, by label.
     """
     with_tools = [
         one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)
@@ -148,7 +139,7 @@ def _make(environment: Environment, settings: EnvironmentConfig, tokenizer: Toke
             for tool in McpServer(name, server).tools:
                 if tool.name in tools:
                     raise ConfigError(
-                        f"mcp_servers.{name}: its tool '{tool.name}' is there already: leave one of them out with "
+                        f"mcp_servers.{name}: there is another tool '{tool.name}': leave one of them out with "
                         f"mcp_servers.{name}.tools"
                     )
                 tools[tool.name] = tool
@@ -187,10 +178,10 @@ def tool_message(content: str, *, name: str, turn: int, number: int) -> dict[str
 
 
 def tool_metrics(session: Session) -> dict[str, float]:
-    """Return the numbers of a session about its tools; none without tools."""
+    """Return the counts of tool calls of a session; empty without tools."""
     if not session.has_tools:
         return {}
-    names = ["calls", "unanswered", *(f"failed/{reason}" for reason in TOOL_FAILURES)]
+    names = ["calls", "unanswered", *(f"failed/{reason}" for reason in FAILURE_REASONS)]
     return {f"tools/{name}": float(session.tool_counts[name]) for name in names}
 
 

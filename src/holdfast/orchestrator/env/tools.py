@@ -29,7 +29,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import pydantic
 
@@ -41,8 +41,18 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class WrongArguments(Exception):
-    """A tool was called with arguments that it does not take; the message is for the policy."""
+FailureReason = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
+"""Why a call has no result: it cannot be read, there is no such tool, its arguments do not fit, the tool raised or
+returned something that is not JSON, it took too long, or the MCP server of the tool died."""
+FAILURE_REASONS: tuple[FailureReason, ...] = get_args(FailureReason)
+
+
+class ToolFailed(Exception):
+    """A call of a tool failed; the message is for the policy."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: FailureReason = reason
 
 
 class Tool:
@@ -89,7 +99,6 @@ class Tool:
             raise ConfigError(
                 f"tool '{self.name}': its docstring describes `{unknown[0]}`.{near} Parameters there: {known}."
             )
-        self._is_text = {name for name, hint in hints.items() if hint is str}
         try:
             config = pydantic.ConfigDict(extra="forbid")
             self._arguments = pydantic.create_model(self.name, __config__=config, **fields)
@@ -104,23 +113,19 @@ class Tool:
         function_schema = {"name": self.name, "description": description, "parameters": shown}
         self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
 
-    def arguments_of_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of a call whose format has only text."""
-        return {name: text if name in self._is_text else of_json(text) for name, text in texts.items()}
-
     def call(self, arguments: Any, session: object) -> Any:
         """Call the function with decoded JSON; return its result, which is awaitable if it is `async`.
 
-        Raises WrongArguments that says which do not fit, and what is allowed.
+        Raises ToolFailed that says which arguments do not fit, and what is allowed.
         """
         try:
             # As JSON and strict: "3" is no number, and a tuple may still be written as a list.
             checked = self._arguments.model_validate_json(json.dumps(arguments), strict=True)
         except pydantic.ValidationError as error:
             allowed = ", ".join(self._fields.values()) or "none"
-            raise WrongArguments(f"{self.name}: {_told(error)}. Parameters: {allowed}.") from None
+            raise ToolFailed("arguments", f"{self.name}: {_told(error)}. Parameters: {allowed}.") from None
         except RecursionError:
-            raise WrongArguments(f"{self.name}: the arguments are nested too deeply") from None
+            raise ToolFailed("arguments", f"{self.name}: the arguments are nested too deeply") from None
         given = {
             name: getattr(checked, field) for field, name in self._fields.items() if field in checked.model_fields_set
         }
@@ -145,13 +150,6 @@ def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_
             raise ConfigError(f"`tools` has two functions with the name '{tool.name}': rename one")
         tools[tool.name] = tool
     return tools
-
-
-def values_of_texts(texts: Mapping[str, str], properties: Any) -> dict[str, Any]:
-    """Return the arguments of a call whose format has only text, by the JSON schemas of the parameters."""
-    schemas = properties if isinstance(properties, Mapping) else {}
-    names = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
-    return {name: text if name in names else of_json(text) for name, text in texts.items()}
 
 
 def of_json(text: str) -> Any:
@@ -227,6 +225,16 @@ class ToolCall:
     arguments: Any = field(default_factory=dict)
     error: str = ""
     has_texts: bool = False
+
+
+def arguments_of(call: ToolCall, parameters: Any) -> Any:
+    """Return the arguments of a call; if its format has only text, as the JSON schema `parameters` has their types."""
+    if not call.has_texts:
+        return call.arguments
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    texts = {name for name, schema in schemas.items() if isinstance(schema, Mapping) and schema.get("type") == "string"}
+    return {name: text if name in texts else of_json(text) for name, text in call.arguments.items()}
 
 
 Parser = Callable[[str], list[ToolCall]]

@@ -7,23 +7,22 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import KW_ONLY, dataclass
-from itertools import groupby
 from pathlib import Path
 
 import xxhash
 
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.config.environments import EnvironmentConfig, EnvironmentSamplingConfig, SamplingConfig
+from holdfast.config.environments import EnvironmentConfig, EnvironmentSamplingConfig
 from holdfast.config.load import read_toml
 from holdfast.config.orchestrator import EvalConfig, EvaluationSamplingConfig, OrchestratorConfig, check_sections
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.env.interface import Environment
-from holdfast.orchestrator.env.packages import VERIFIERS
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.tool_loop import tool_use_of
+from holdfast.orchestrator.env.verifiers import VERIFIERS
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, is_solved
 from holdfast.orchestrator.evaluation.results import (
     EvaluatedRollout,
@@ -51,6 +50,8 @@ _log = logging.getLogger("orchestrator")
 _NUM_TASKS = 128
 """Of an environment without an end, by default."""
 EVAL_KEY = "eval.environments"
+# What the rollouts of an environment depend on.
+_DECIDES = {"id", "args", "success_reward", "max_turns", "tool_parser", "history", "max_branches", "mcp_servers"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class HeldOutTasks:
     """The tasks of an evaluation.
 
     Attributes:
-        config: how groups are played, see `group_config`.
-        environments: those that are played in this process, by name.
+        config: how groups are played: that of a run, with other environments and sizes.
+        environments: played in this process, by name.
         workers: of the other environments, by name.
         counts: tasks of each environment, by name.
-        seed: of the tasks' seeds, beside the name of the environment.
+        seed: of the tasks' seeds, with the name of the environment.
     """
 
     config: OrchestratorConfig
@@ -79,25 +80,20 @@ class HeldOutTasks:
             for index in range(self.counts[section.label])
         ]
 
-    def identity(self) -> dict[str, object]:
-        """Return everything that the rollouts depend on except the policy, as plain values."""
+    def identity(self, policy: Mapping[str, object]) -> dict[str, object]:
+        """Return everything that the rollouts of `policy` depend on, as plain values."""
         return {
+            "policy": policy,
+            "libraries": library_versions(),
             "seed": self.seed,
             "samples_per_task": self.config.group_size,
             "sampling": self.config.sampling.model_dump(mode="json"),
             "seq_len": self.config.seq_len,
             "environments": {
                 section.label: {
-                    "id": section.id,
-                    "args": section.model_dump(mode="json")["args"],
-                    "success_reward": section.success_reward,
-                    "num_tasks": self.counts[section.label],
-                    "max_turns": section.max_turns,
-                    "tool_parser": section.tool_parser,
-                    "history": section.history,
-                    "max_branches": section.max_branches,
+                    **section.model_dump(mode="json", include=_DECIDES),
                     **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
-                    "mcp_servers": section.model_dump(mode="json")["mcp_servers"],
+                    "num_tasks": self.counts[section.label],
                     "files": files_of(section),
                 }
                 for section in self.config.environments
@@ -105,23 +101,10 @@ class HeldOutTasks:
         }
 
 
-def group_config(
-    base: OrchestratorConfig,
-    settings: Sequence[EnvironmentConfig],
-    *,
-    samples_per_task: int,
-    seq_len: int,
-    sampling: SamplingConfig,
-) -> OrchestratorConfig:
-    """Return how groups of held-out tasks are played, here or by workers: `base` with other environments and sizes."""
-    changes = {"environments": list(settings), "group_size": samples_per_task, "seq_len": seq_len}
-    return base.model_copy(update={**changes, "sampling": sampling, "eval": None})
-
-
 def held_out_sections(
     trained: Sequence[EnvironmentConfig], *, seq_len: int, takes_max_tokens: bool
 ) -> list[EnvironmentConfig]:
-    """Return the environments of training as an evaluation asks them: without settings of how training samples.
+    """Return the environments of training for an evaluation, without the settings of how training samples.
 
     Args:
         seq_len: of the evaluation, which no environment exceeds.
@@ -147,16 +130,16 @@ def load_environments(settings: Sequence[EnvironmentConfig], *, key: str) -> dic
 
 
 def sizes_of(environments: Mapping[str, Environment], workers: Mapping[str, Workers]) -> dict[str, int | None]:
-    """Return how many tasks each environment has, None if they have no end."""
+    """Return the number of tasks of each environment; None: no end."""
     return {name: environment.num_tasks for name, environment in environments.items()} | {
         name: there.num_tasks for name, there in workers.items()
     }
 
 
 def count_tasks(sizes: Mapping[str, int | None], wanted: int | None, *, key: str) -> dict[str, int]:
-    """Return how many tasks of each environment are asked: `wanted`, or all that there are, or 128 without an end.
+    """Return how many tasks of each environment are played: `wanted` (setting `key`), all, or 128 without an end.
 
-    Raises ConfigError, with the dotted key of `wanted`, if one has fewer: the same task would count several times.
+    Raises ConfigError if an environment has fewer: the same task would count several times.
     """
     counts = {}
     for name, there in sizes.items():
@@ -176,13 +159,13 @@ def refuse_training_tasks(
     *,
     key: str,
 ) -> None:
-    """Refuse an environment of limited size that training draws from as well: no seed holds its tasks out."""
+    """Refuse an environment of limited size from which training draws too: no seed holds its tasks out."""
     drawn = [level for one in trained for level in one.at_levels("").values()]
     for section in settings:
         there = sizes[section.label]
         if there is not None and any(_are_the_same(section, one) for one in drawn):
             raise ConfigError(
-                f"{key}: '{section.label}' has {there} tasks, and training draws them all: nothing of it is held out. "
+                f"{key}: '{section.label}' has {there} tasks, and training draws them all: none is held out. "
                 f"Name others with {key}, such as a file of questions that is not trained on."
             )
 
@@ -216,15 +199,10 @@ def files_of(section: EnvironmentConfig) -> dict[str, str]:
     return {key: content_digest(path) for key, path in files_of_environment(section).items()}
 
 
-def identity_of(policy: Mapping[str, object], tasks: HeldOutTasks) -> dict[str, object]:
-    """Return everything that the rollouts of an evaluation depend on, as plain values."""
-    return {"policy": policy, "libraries": library_versions(), **tasks.identity()}
-
-
 async def evaluate(
     tasks: HeldOutTasks,
     policy: Mapping[str, object],
-    sampler: Sampler,
+    client: InferenceClient,
     *,
     tokenizer: Tokenizer,
     directory: Path,
@@ -232,43 +210,49 @@ async def evaluate(
     confidence: float = 0.95,
     tells: bool = True,
 ) -> Summary:
-    """Play the tasks that `directory` does not hold yet, and write `summary.json`; closes `sampler`.
+    """Play the tasks that `directory` does not have yet, and write `summary.json`.
 
     Args:
-        policy: what tells it from others, such as the digest of its weights.
+        policy: what identifies it, with the `digest` of its weights.
         tells: report the progress.
 
     Raises ConfigError, DataError or RunDirError if `directory` holds another evaluation, is damaged, or unwritable.
     """
     settings = {section.label: section for section in tasks.config.environments}
     seeds = tasks.seeds()
-    player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
-    try:
-        results = ResultsFile(directory, identity_of(policy, tasks), samples_per_task=tasks.config.group_size)
+    results = ResultsFile(directory, tasks.identity(policy), samples_per_task=tasks.config.group_size)
+    with closing(results):
+        log = GenerationLog(
+            RunDir(directory),
+            0,
+            weights_digest=str(policy["digest"]),
+            stop_token_ids=tokenizer.stop_token_ids,
+            vocab_size=client.vocab_size,
+        )
+        sampler = Sampler(client, log)
+        player = GroupPlayer(tasks.config, tokenizer, sampler, tasks.workers)
+        missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
+        if tells:
+            report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
+        slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
+
+        async def play(seed: TaskSeed) -> None:
+            section = settings[seed.environment]
+            problem = Problem(tasks.environments.get(seed.environment), section, seed)
+            async with slots:
+                outcome = await player.play(problem, 0)
+            await results.append(_lines(outcome, section, tokenizer))
+            moved()
+            done = len(results.tasks)
+            if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
+                report("evaluated", tasks=f"{done}/{len(seeds)}")
+
         try:
-            missing = [seed for seed in seeds if (seed.environment, seed.index) not in results.tasks]
-            if tells:
-                report("evaluating", tasks=len(seeds), done=len(seeds) - len(missing))
-            slots = asyncio.Semaphore(max(1, max_concurrency // tasks.config.group_size))
-
-            async def play(seed: TaskSeed) -> None:
-                section = settings[seed.environment]
-                problem = Problem(tasks.environments.get(seed.environment), section, seed)
-                async with slots:
-                    outcome = await player.play(problem, 0)
-                await results.append(_lines(outcome, section, tokenizer))
-                moved()
-                done = len(results.tasks)
-                if tells and done * _REPORTS // len(seeds) > (done - 1) * _REPORTS // len(seeds):
-                    report("evaluated", tasks=f"{done}/{len(seeds)}")
-
             await guarded(sampler.guard(run_all(play(seed) for seed in missing)))
         finally:
-            results.close()
-    finally:
-        await sampler.close()
+            await sampler.close()
     summary = summarize(results.tasks, read_identity(directory), confidence=confidence)
-    # The log of generations is needed no more. Before the summary: after it no start finishes a removal.
+    # The log of generations. Before the summary: no start finishes a removal after it.
     shutil.rmtree(directory / "rollouts", ignore_errors=True)
     atomic.write_file(directory / SUMMARY_NAME, summary.encode())
     return summary
@@ -285,7 +269,7 @@ def _lines(outcome: Outcome, section: EnvironmentConfig, tokenizer: Tokenizer) -
 
 
 def _line(rollout: Rollout, section: EnvironmentConfig, tokenizer: Tokenizer) -> EvaluatedRollout:
-    stretches = _stretches(rollout)
+    stretches = rollout.stretches()
     return EvaluatedRollout(
         environment=rollout.environment,
         task=rollout.task_id,
@@ -300,19 +284,9 @@ def _line(rollout: Rollout, section: EnvironmentConfig, tokenizer: Tokenizer) ->
     )
 
 
-def _stretches(rollout: Rollout) -> Sequence[tuple[bool, list[int]]]:
-    pairs = zip(rollout.loss_mask, rollout.token_ids, strict=True)
-    return [
-        (sampled, [token for _, token in stretch]) for sampled, stretch in groupby(pairs, lambda pair: bool(pair[0]))
-    ]
-
-
 @dataclass(eq=False)
 class PolicyEvaluation:
-    """Evaluates versions of the policy that the engines of `client` serve.
-
-    The engines play while they serve the version that has just made a batch. See docs/decisions.md.
-    """
+    """Evaluates the policy version that has just made a batch, while the engines of `client` still serve it."""
 
     tasks: HeldOutTasks
     client: InferenceClient
@@ -327,23 +301,15 @@ class PolicyEvaluation:
         return version > after and version % self.interval == 0
 
     async def evaluate(self, weights: PublishedWeights) -> dict[str, float]:
-        """Return the numbers of a version that all engines serve, by name; finished tasks are not played again."""
+        """Return the metrics of the served version `weights`; finished tasks are not played again."""
         directory = self.run_dir.evaluation(weights.version)
         policy: dict[str, object] = {"kind": "weights", "digest": weights.digest, "version": weights.version}
         self._clear_others(directory, policy)
-        log = GenerationLog(
-            RunDir(directory),
-            weights.version,
-            weights_digest=weights.digest,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            vocab_size=self.client.vocab_size,
-        )
-        sampler = Sampler(self.client, log)
         try:
             summary = await evaluate(
                 self.tasks,
                 policy,
-                sampler,
+                self.client,
                 tokenizer=self.tokenizer,
                 directory=directory,
                 max_concurrency=self.max_concurrency,
@@ -357,11 +323,11 @@ class PolicyEvaluation:
         return {**metrics, "eval/version": float(weights.version)}
 
     def _clear_others(self, directory: Path, policy: dict[str, object]) -> None:
-        """Remove an evaluation of other weights with this number, or of other tasks: nobody continues it."""
+        """Remove an evaluation of other weights with this number, or of other tasks."""
         if not directory.exists():
             return
         try:
-            claim_directory(directory, identity_of(policy, self.tasks))
+            claim_directory(directory, self.tasks.identity(policy))
         except (ConfigError, DataError) as error:
             _log.warning("evaluated anew: %s", error)
             atomic.remove_directory(directory)
@@ -394,7 +360,7 @@ async def load_evaluation(
 
 
 async def rest(workers: Mapping[str, Workers]) -> None:
-    """End the processes of `workers` until there is something to play: their memory is worth more elsewhere."""
+    """End the processes of `workers` until they play again, to free their memory."""
     await asyncio.gather(*(one.rest() for one in workers.values()))
 
 
@@ -412,13 +378,9 @@ def eval_groups(config: OrchestratorConfig, settings: EvalConfig) -> Orchestrato
             check_sections(sections, seq_len=config.seq_len)
         except ValueError as error:
             raise ConfigError(f"{EVAL_KEY}: {error}") from None
-    return group_config(
-        config,
-        sections,
-        samples_per_task=settings.samples_per_task,
-        seq_len=config.seq_len,
-        sampling=settings.sampling or EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens),
-    )
+    sampling = settings.sampling or EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens)
+    changes = {"environments": list(sections), "group_size": settings.samples_per_task, "sampling": sampling}
+    return config.model_copy(update={**changes, "eval": None})
 
 
 def held_out_tasks(

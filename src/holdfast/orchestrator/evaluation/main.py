@@ -21,18 +21,15 @@ from holdfast.config.orchestrator import OrchestratorConfig, ServersConfig
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
-from holdfast.orchestrator.episodes import Sampler
 from holdfast.orchestrator.evaluation.evaluator import (
     HeldOutTasks,
     count_tasks,
     evaluate,
-    group_config,
     load_environments,
     refuse_training_tasks,
     settings_of_run,
     sizes_of,
 )
-from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.tasks import run_until_stopped
 from holdfast.orchestrator.teacher import adopt_served_weights
@@ -67,17 +64,12 @@ async def run(config: EvaluateConfig) -> None:
 
 
 def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
-    return group_config(
-        OrchestratorConfig(model=config.inference.model),
-        config.environments,
-        samples_per_task=config.samples_per_task,
-        seq_len=config.seq_len,
-        sampling=config.sampling,
-    )
+    changes = {"environments": config.environments, "group_size": config.samples_per_task, "seq_len": config.seq_len}
+    return OrchestratorConfig(model=config.inference.model).model_copy(update={**changes, "sampling": config.sampling})
 
 
 def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOutTasks:
-    """Return what is asked. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
+    """Return the tasks. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
     environments = load_environments(config.environments, key="environments")
     sizes = sizes_of(environments, workers)
     if config.run is not None and (trained := settings_of_run(config.run)) is not None:
@@ -99,14 +91,6 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
     async with InferenceClient(servers, key="inference", vocab_size=vocab_size) as client:
         await client.wait_until_ready(model=model.name, seq_len=config.seq_len)
         digest = await adopt_served_weights(client, key="inference")
-        log = GenerationLog(
-            RunDir(config.output_dir),
-            0,
-            weights_digest=digest,
-            stop_token_ids=tokenizer.stop_token_ids,
-            vocab_size=vocab_size,
-        )
-        sampler = Sampler(client, log)
         identity = tokenizer.identity()
         if "strftime_now" in identity:  # the date of the first start, unless run.json was damaged since
             identity += template_date().date().isoformat()
@@ -122,7 +106,7 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         await evaluate(
             tasks,
             policy,
-            sampler,
+            client,
             tokenizer=tokenizer,
             directory=config.output_dir,
             max_concurrency=config.max_concurrency,

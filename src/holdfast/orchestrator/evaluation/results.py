@@ -13,7 +13,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,28 +86,22 @@ def _rollout_of(line: bytes) -> EvaluatedRollout:
     return _decode(body)
 
 
-@dataclass
-class FoundTasks:
-    """The whole tasks of a file, by environment and index; where their lines are, in bytes; a message per damaged
-    line."""
-
-    tasks: dict[tuple[str, int], list[EvaluatedRollout]] = field(default_factory=dict)
-    stretches: list[tuple[int, int]] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+# Rollouts of whole tasks, by environment and index.
+Tasks = dict[tuple[str, int], list[EvaluatedRollout]]
 
 
 class ResultsFile:
-    """The rollouts of one evaluation, on disk and in memory; `tasks` are done, by environment and index. Raises
-    ConfigError if the directory holds another evaluation; DataError if a line is of another file; RunDirError if it
-    cannot be written."""
+    """The rollouts of one evaluation, on disk and in memory (`tasks`).
+
+    Raises ConfigError if the directory holds another evaluation; DataError if a line is of another file; RunDirError if
+    it cannot be written.
+    """
 
     def __init__(self, directory: Path, identity: dict[str, object], *, samples_per_task: int) -> None:
         self.path = directory / ROLLOUTS_NAME
-        self.tasks: dict[tuple[str, int], list[EvaluatedRollout]] = {}
-        self._samples_per_task = samples_per_task
         claim_directory(directory, identity)
         try:
-            self._load()
+            self.tasks = self._load(samples_per_task)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._end = os.fstat(self._descriptor).st_size
             atomic.fsync_directory(directory)
@@ -126,11 +119,10 @@ class ResultsFile:
         self.tasks[rollouts[0].environment, rollouts[0].task] = list(rollouts)
 
     def _write(self, data: bytes) -> None:
-        """Append in one piece, without an await."""
         try:
             atomic.write_all(self._descriptor, data)
         except OSError:
-            # The disk may be full, but have room for the shorter lines of another task.
+            # A full disk may have room for the shorter lines of another task.
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += len(data)
@@ -138,40 +130,36 @@ class ResultsFile:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _load(self) -> None:
-        """Index the whole tasks of the file, and remove everything else."""
+    def _load(self, samples_per_task: int) -> Tasks:
+        """Return the whole tasks of the file, and remove everything else."""
         if not self.path.exists():
-            return
-        found = read_tasks(self.path, samples_per_task=self._samples_per_task)
-        for told in found.damaged:
+            return {}
+        tasks, damaged = read_tasks(self.path, samples_per_task=samples_per_task)
+        for told in damaged:
             _log.warning("%s: its task is played again", told)
-        whole = sum(end - start for start, end in found.stretches)
-        if found.damaged:
-            data = self.path.read_bytes()
-            atomic.write_file(self.path, b"".join(data[start:end] for start, end in found.stretches))
-        else:
-            os.truncate(self.path, whole)
-        self.tasks |= found.tasks
+        data = b"".join(line_of(rollout) for group in tasks.values() for rollout in group)
+        if data != self.path.read_bytes():
+            atomic.write_file(self.path, data)
+        return tasks
 
     def _unwritable(self, error: OSError) -> RunDirError:
         return RunDirError(
             f"{self.path} cannot be written: {error.strerror or error}. Mend that and give the same command again: it "
-            "goes on behind the tasks that are done."
+            "continues after the finished tasks."
         )
 
 
 def claim_directory(directory: Path, identity: dict[str, object]) -> None:
     """Note in `directory` what is evaluated there.
 
-    Raises ConfigError that names the differences if it holds another evaluation; DataError if it has rollouts of an
-    unknown one.
+    Raises ConfigError that names the differences if it holds another evaluation; DataError if it is not known which.
     """
     path = directory / IDENTITY_NAME
     wanted = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **identity}))
     if not path.exists():
         if (directory / ROLLOUTS_NAME).exists():
             raise DataError(
-                f"{directory} holds {ROLLOUTS_NAME} of an evaluation that is not known: {IDENTITY_NAME} is missing. "
+                f"{directory} holds {ROLLOUTS_NAME} of an unknown evaluation: {IDENTITY_NAME} is missing. "
                 "Bring it back, choose another directory with --output-dir, or remove what is there with --clean."
             )
         atomic.write_file(path, checked.encode(wanted))
@@ -186,7 +174,7 @@ def claim_directory(directory: Path, identity: dict[str, object]) -> None:
 
 
 def read_identity(directory: Path) -> dict[str, Any]:
-    """Return what is evaluated in `directory`. Raises DataError if that is nothing, or damaged."""
+    """Return what is evaluated in `directory`. Raises DataError if there is nothing, or it is damaged."""
     path = directory / IDENTITY_NAME
     try:
         found = checked.decode(path.read_bytes())
@@ -212,34 +200,34 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def read_tasks(path: Path, *, samples_per_task: int) -> FoundTasks:
-    """Return the whole tasks of a file. Raises DataError that names a line of another file, or of a repeated task."""
-    found = FoundTasks()
+def read_tasks(path: Path, *, samples_per_task: int) -> tuple[Tasks, list[str]]:
+    """Return the whole tasks of a file, and a message per damaged line.
+
+    Raises DataError that names a line of another file, or of a repeated task.
+    """
+    tasks: Tasks = {}
+    damaged: list[str] = []
     group: list[EvaluatedRollout] = []
-    position = start = 0
     is_lost = False  # the first lines of the current task are damaged
     # Not `splitlines`, which takes some damaged bytes for line breaks. The last part has no line break: it was cut off.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        begins, position = position, position + len(line) + 1
         try:
             rollout = _rollout_of(line)
         except ValueError as error:
-            found.damaged.append(f"{path}, line {number}, is damaged: {error}")
+            damaged.append(f"{path}, line {number}, is damaged: {error}")
             group, is_lost = [], True
             continue
         if is_lost and rollout.sample:
             continue
-        if is_lost or not group:
-            start, is_lost = begins, False
+        is_lost = False
         key = (rollout.environment, rollout.task)
         is_next = rollout.sample == len(group) and (not group or key == (group[0].environment, group[0].task))
-        if key in found.tasks or not is_next:
+        if key in tasks or not is_next:
             raise DataError(
                 f"{path}, line {number}: sample {rollout.sample} of task {rollout.task} of '{rollout.environment}' is "
                 "not what follows there. Restore the file, or begin anew with --clean."
             )
         group.append(rollout)
         if rollout.dropped or len(group) == samples_per_task:
-            found.tasks[key], group = group, []
-            found.stretches.append((start, position))
-    return found
+            tasks[key], group = group, []
+    return tasks, damaged

@@ -1,7 +1,7 @@
 """Estimates of an evaluation with intervals (avg@k, pass@k), per environment, and paired comparison of two evaluations.
 
-Every estimate is a mean over tasks. Samples of one task are not independent, so intervals go by how tasks differ. A
-comparison needs the same tasks on both sides, and tests the differences per task: interval and p are of one test.
+Every estimate is a mean over tasks, and its interval comes from the spread between tasks: samples of one task are not
+independent. A comparison needs the same tasks on both sides, and tests the differences per task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.orchestrator.evaluation.results import (
     FORMAT,
     ROLLOUTS_NAME,
     EvaluatedRollout,
-    FoundTasks,
+    Tasks,
     differences,
     read_identity,
     read_tasks,
@@ -32,12 +32,12 @@ from holdfast.run.run_dir import SUMMARY_NAME, RunDir, number_of
 if TYPE_CHECKING:
     import numpy as np
 
-# numpy takes 0.1 s to import, and most runs evaluate nothing: the functions that compute with it import it.
+# numpy takes 0.1 s to import, and most runs do not need it: functions import it.
 
 _SUBSETS = 10_000
 _CHOSEN_AT_ONCE = 1_000_000
 _SEED = 0
-"""Of the subsets: the same rollouts give the same interval and p."""
+"""Of the subsets."""
 _MOST_EXACT_TASKS = 16
 """Of so many differences all 2^n subsets are taken."""
 _NO_SKEWNESS = 1e-9
@@ -45,7 +45,7 @@ _NO_SKEWNESS = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks, and its confidence interval; None if one task says nothing about others."""
+    """A mean over tasks, and its confidence interval; None if the tasks say nothing about others."""
 
     value: float
     low: float | None
@@ -69,10 +69,10 @@ def powers_up_to(num_samples: int) -> list[int]:
 def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
     """Return the mean of one value per task with a confidence interval.
 
-    The interval is Wilson's where every value is 0 or 1, or all are the same from 0 to 1. If all are the same outside
-    of that, such as -1, nothing says how far others may be: there is none. Else it is that of Student's t without its
-    skewness, within 0 and 1 where the values are. On 30 hard tasks, of which most score 0, intervals of 95 % hold the
-    mean in 93 % of cases or more, and those of the percentile bootstrap in 87 %.
+    The interval is Wilson's if every value is 0 or 1, or all values are equal and from 0 to 1; there is none if all are
+    equal outside of that. Otherwise it is that of Student's t, corrected for skewness, and cut to 0 and 1 if the values
+    are. On 30 hard tasks, most with score 0, intervals of 95 % contain the mean in 93 % of cases or more, and those of
+    the percentile bootstrap in 87 %.
     """
     number = len(values)
     value = math.fsum(values) / number
@@ -209,9 +209,6 @@ def _means_of_subsets(values: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate(means))
 
 
-Tasks = Mapping[tuple[str, int], Sequence[EvaluatedRollout]]
-
-
 class EnvironmentSummary(msgspec.Struct, kw_only=True):
     """How the policy did in one environment.
 
@@ -278,18 +275,17 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
     identity = read_identity(directory)
     path = directory / ROLLOUTS_NAME
     samples = identity["samples_per_task"]
-    found = read_tasks(path, samples_per_task=samples) if path.exists() else FoundTasks()
-    if found.damaged:
+    tasks, damaged = read_tasks(path, samples_per_task=samples) if path.exists() else ({}, [])
+    if damaged:
         run = directory.absolute().parent.parent
         if directory.absolute().parent.name == "evaluations" and RunDir(run).holds_run():
             raise DataError(
-                f"{found.damaged[0]}. `evaluate --run {run} --step {number_of(directory)} --output-dir DIRECTORY` "
+                f"{damaged[0]}. `evaluate --run {run} --step {number_of(directory)} --output-dir DIRECTORY` "
                 "evaluates that step again, in a directory of its own"
             )
         raise DataError(
-            f"{found.damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
+            f"{damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
         )
-    tasks = found.tasks
     wanted = sum(section["num_tasks"] for section in identity["environments"].values())
     if len(tasks) != wanted:
         raise DataError(

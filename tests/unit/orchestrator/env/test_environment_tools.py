@@ -17,8 +17,8 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env.guard import prompt_ids_of
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, SessionFull, Task, TaskSeed
-from holdfast.orchestrator.env.tool_loop import TOOL_FAILURES, check_tools, tool_metrics, tool_use_of
-from holdfast.orchestrator.env.tools import PARSERS, Tool, ToolCall, WrongArguments
+from holdfast.orchestrator.env.tool_loop import check_tools, tool_metrics, tool_use_of
+from holdfast.orchestrator.env.tools import FAILURE_REASONS, PARSERS, Tool, ToolCall, ToolFailed
 from tests.builders.scripted_sessions import scripted_session
 from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates
@@ -206,12 +206,12 @@ def test_arguments_are_checked_as_json() -> None:
         "[1]": "must be a JSON object",
         '{"a": NaN}': "`a`",
     }.items():
-        with pytest.raises(WrongArguments, match=told):
+        with pytest.raises(ToolFailed, match=told):
             tool.call(json.loads(arguments), None)
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(WrongArguments, match="nested too deeply"):
+    with pytest.raises(ToolFailed, match="nested too deeply"):
         tool.call({"a": deep}, None)
 
     def json_(json: str, model_fields: tuple[int, int] = (0, 0)) -> Any:
@@ -315,7 +315,7 @@ def test_whatever_fails_is_told_to_the_policy_and_counted() -> None:
     for answer, begin in zip([*answers[:-2], answers[-1]], told.values(), strict=True):
         assert answer.startswith(begin), answer
     counts = {"unreadable": 1, "unknown": 2, "arguments": 1, "raised": 3, "timeout": 2, "server": 0}
-    assert set(counts) == set(TOOL_FAILURES) and session.texts[-1] == "done"
+    assert set(counts) == set(FAILURE_REASONS) and session.texts[-1] == "done"
     assert tool_metrics(session) == {"tools/calls": 11.0, "tools/unanswered": 0.0} | {
         f"tools/failed/{reason}": float(number) for reason, number in counts.items()
     }

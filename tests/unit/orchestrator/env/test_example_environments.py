@@ -95,7 +95,6 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
     [
         ("sort_letters", {"min_length": 9, "max_length": 8}, "1 <= min_length <= max_length"),
         ("sort_letters", {"max_length": 27, "distinct": True}, "max_length = 27 with distinct = true; there are 26"),
-        ("sort_letters", {"prompt": "Sort!"}, r"leaves out {letters}"),
         ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
         ("addition", {"grow_every": 0}, "grow_every = 0; allowed are whole numbers from 1"),
         ("addition", {"min_digits": 3, "grow_every": 10}, "nothing to grow"),

@@ -94,16 +94,16 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
         "logprobs = True is not supported": {"logprobs": True},
         "there is no parameter `top_logprobs`.": {"top_logprobs": 3},
         "Did you mean 'max_tokens'?": {"max_token": 3},
-        "temperature is the run's": {"temperature": 0.7},
-        "seed is the run's": {"seed": 1},
-        "model = 'gpt': this endpoint has 'policy' alone": {"model": "gpt"},
-        "max_tokens must be a number from 1 on, got 0": {"max_tokens": 0},
+        "temperature is set by the run": {"temperature": 0.7},
+        "seed is set by the run": {"seed": 1},
+        "model = 'gpt': this endpoint has only 'policy'": {"model": "gpt"},
+        "max_tokens must be 1 or more, got 0": {"max_tokens": 0},
     }
     unreadable: dict[str, dict[str, Any]] = {
         "messages must be a list of messages, got []": {"messages": []},
         "messages[0] must be an object with a role, got 'ab'": {"messages": ["ab"]},
         "messages[0].audio is not supported. Known: role,": {"messages": [{**USER, "audio": "x"}]},
-        "messages[0].content has parts that are no text": {"messages": [{"role": "user", "content": [{"type": "i"}]}]},
+        "messages[0].content has parts that are not text": {"messages": [{"role": "user", "content": [{"type": "i"}]}]},
         "messages[0].content must be text or a list": {"messages": [{"role": "user", "content": 3}]},
         "`tools` must be a list of JSON objects": {"tools": [3]},
         "no form that is known": {"tools": [TOOL]},
@@ -122,7 +122,7 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
                 answer = await client.post(path, content=body, headers=key)
                 assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
             assert (await client.post(path, json={})).status_code == 401
-            assert (await client.get(path, headers=key)).status_code == 405
+            assert (await client.get(path, headers=key)).status_code == 404
             assert (await client.get(f"{endpoint.base_url}/embeddings", headers=key)).status_code == 404
             models = await client.get(f"{endpoint.base_url}/models", headers=key)
             assert [one["id"] for one in models.json()["data"]] == [MODEL]
@@ -147,7 +147,7 @@ def test_a_rollout_is_one_conversation() -> None:
             said = await ask(endpoint, *chat)
             assert said["error"]["code"] == "history" and "is one conversation" in said["error"]["message"], said
         said = await ask(endpoint, USER, first, more, tools=[TOOL])
-        assert "the tools are others" in said["error"]["message"]
+        assert "the tools differ" in said["error"]["message"]
         await ask(endpoint, USER, first, more)
         return 1.0
 
@@ -208,7 +208,7 @@ def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
         second = await ask(endpoint, USER, first, more)
         endpoint.restart()
         said = await ask(endpoint, more)
-        assert "request 1 is another than before the harness was started again" in said["error"]["message"]
+        assert "request 1 differs from that before the harness was started again" in said["error"]["message"]
         await ask(endpoint, USER, first, more, second, more)
         return 1.0
 
@@ -227,7 +227,7 @@ def test_nothing_is_answered_after_the_end() -> None:
 
     async def second(endpoint: Endpoint) -> float:
         said = await ask(kept[0], USER)
-        assert "it has ended" in said["error"]["message"]
+        assert "its rollout has ended" in said["error"]["message"]
         return await first(endpoint)
 
     async def both() -> None:

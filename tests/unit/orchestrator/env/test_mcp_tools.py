@@ -22,6 +22,7 @@ from holdfast.orchestrator.env.harness import HarnessEnvironment
 from holdfast.orchestrator.env.interface import Environment, Message, Session, Task, TaskSeed
 from holdfast.orchestrator.env.registry import find_environment
 from holdfast.orchestrator.env.tool_loop import check_tools, tool_use_of
+from holdfast.orchestrator.env.tools import ToolCall, arguments_of
 from holdfast.orchestrator.episodes import Problem, play_session
 from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import ROOT
@@ -116,9 +117,9 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
     told = answers(session)
     assert told[0] == "a" and "so" in told[1] and told[1].startswith("error: ")
     assert told[2].startswith("error: ") and "a" in told[2]
-    assert told[3] == "error: it returned what is no text: image"
+    assert told[3] == "error: it returned what is not text: image"
     assert told[4] == "error: wait took longer than 2 s"
-    assert told[5] == "error: mcp_servers.s0 has died; the next call begins anew with another"
+    assert told[5] == "error: mcp_servers.s0 has died; the next call starts another"
     assert told[6] == "b", "of the new one"
     failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}
     assert failed == {"raised": 3, "timeout": 1, "server": 1, "arguments": 1, "unknown": 1}
@@ -137,7 +138,10 @@ def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> 
     tool_use = tool_use_of(Asks(), settings_of(paged), tokenizer)
     assert tool_use is not None
     texts = {"text": "3", "number": "3", "other": "x"}
-    assert tool_use.tools["echo"].arguments_of_texts(texts) == {"text": "3", "number": 3, "other": "x"}
+    found = arguments_of(
+        ToolCall("echo", texts, has_texts=True), tool_use.tools["echo"].schema["function"]["parameters"]
+    )
+    assert found == {"text": "3", "number": 3, "other": "x"}
 
 
 def test_a_server_that_cannot_be_started_again_is_told_to_the_policy(tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ def test_a_session_that_a_server_at_a_url_has_forgotten_is_begun_anew() -> None:
         [session] = asyncio.run(play(settings, said, before_turn={2: restart}))
     told = answers(session)
     assert told[0] == "a" and told[1].startswith("error: ") and "so" in told[1]
-    assert told[2] == "error: mcp_servers.s0 has died; the next call begins anew with another"
+    assert told[2] == "error: mcp_servers.s0 has died; the next call starts another"
     assert told[3] == "c"
     assert session.tool_counts["failed/server"] == 1 and session.tool_counts["failed/raised"] == 1
 
@@ -222,9 +226,9 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
         ([{**STDIO, "tools": ["ad"]}], r"s0.tools: it has no tool 'ad'. Did you mean 'add'\? Tools there: add, note"),
         ([{"command": sys.executable, "args": ["-c", NO_TOOLS]}], "s0: it has no tools"),
         ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
-        ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not name its tools within 0.5 s"),
+        ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not list its tools within 0.5 s"),
         ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
-        ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: its tool 'note' is there already: .* mcp_servers.s1.tools"),
+        ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: there is another tool 'note': .* mcp_servers.s1.tools"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_told_before_sampling(servers: list[dict[str, Any]], said: str) -> None:

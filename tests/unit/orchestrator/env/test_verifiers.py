@@ -13,9 +13,9 @@ import pytest
 from holdfast import Endpoint, Score, TaskSeed
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
-from holdfast.orchestrator.env import packages
-from holdfast.orchestrator.env.packages import PlayerDied, Row, Verifiers
+from holdfast.orchestrator.env import verifiers
 from holdfast.orchestrator.env.registry import load_environment
+from holdfast.orchestrator.env.verifiers import PlayerDied, Row, Verifiers
 from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
@@ -84,7 +84,7 @@ def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Pat
     details = sorted(one.detail.partition(": run() raised ")[2] for batch in batches for one in batch.dropped)
     assert len(details) == 3 and all(one.reason == "environment_error" for batch in batches for one in batch.dropped)
     assert details[0].startswith("RuntimeError: the episode failed: HarnessError: ") and "'no'" in details[0]
-    assert "temperature is the run's" in details[1]
+    assert "temperature is set by the run" in details[1]
     assert details[2].startswith("RuntimeError: the process that played it has ended 3 times")
     full = [one for batch in batches for one in batch.rollouts if one.metrics["requests/refused/full"]]
     assert [(one.truncated, one.reward) for one in full] == [(True, 0.0)] * 2
@@ -94,7 +94,7 @@ def test_what_goes_wrong_in_an_episode_costs_its_group_and_is_told(tmp_path: Pat
 
 def plain(directory: Path, monkeypatch: pytest.MonkeyPatch, *starts: str) -> Verifiers:
     """Return an environment that `tests/servers/plain_player.py` plays."""
-    monkeypatch.setattr(packages, "_PLAYER", ROOT / "tests" / "servers" / "plain_player.py")
+    monkeypatch.setattr(verifiers, "_PLAYER", ROOT / "tests" / "servers" / "plain_player.py")
     for name in ("began", "go", "asked", "cancelled"):
         os.mkfifo(directory / name)
     return Verifiers("x", {"python": sys.executable, "directory": str(directory), "starts": list(starts)})
@@ -118,7 +118,7 @@ NOBODY = Endpoint("http://127.0.0.1:9/v1", "key", None)  # pyright: ignore[repor
 def test_a_killed_player_is_started_again_and_nobody_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["killed", *["falls"] * 4, "killed", "plays"]
     assert scored(plain(tmp_path, monkeypatch, *words), 1) == Score(float(len(words)), {"length": 1.0})
-    monkeypatch.setattr(packages, "MOST_KILLED", 1)
+    monkeypatch.setattr(verifiers, "MOST_KILLED", 1)
     (tmp_path / "again").mkdir()
     with pytest.raises(ConfigError, match="the process that was to play it was killed 1 times in a row"):
         plain(tmp_path / "again", monkeypatch, "killed")

@@ -94,7 +94,7 @@ def asked(engine: FakeEngine) -> list[tuple[tuple[int, ...], int]]:
 
 
 def tasks_in(config: EvaluateConfig) -> dict[Any, Any]:
-    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task).tasks
+    return read_tasks(config.output_dir / "rollouts.jsonl", samples_per_task=config.samples_per_task)[0]
 
 
 def engine_with_weights(digest: str = "weights") -> FakeEngine:
@@ -268,7 +268,7 @@ def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
         compare(tmp_path / "a", tmp_path)
     lines = Path(shutil.copytree(tmp_path / "a", tmp_path / "changed")) / "rollouts.jsonl"
     prompt = json.loads(lines.read_bytes().splitlines()[0])["prompt"]
-    found = read_tasks(lines, samples_per_task=4).tasks.values()
+    found = read_tasks(lines, samples_per_task=4)[0].values()
     changed = [
         msgspec.structs.replace(one, prompt=one.prompt.replace(prompt, "0" * 32)) for group in found for one in group
     ]
@@ -334,7 +334,7 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     others = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "others.jsonl")})
     refuse_training_tasks(environments, sections, [others], key="environments")
     pools = CurriculumConfig(levels=[{}, section.args], advance_reward=0.5)
-    with pytest.raises(ConfigError, match="nothing of it is held out"):
+    with pytest.raises(ConfigError, match="none is held out"):
         leveled = others.model_copy(update={"curriculum": pools})
         refuse_training_tasks(environments, sections, [leveled], key="environments")
     run_dir = RunDir(tmp_path / "run")
@@ -342,7 +342,7 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     run_dir.configs(1).mkdir(parents=True)
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig(environments=[section])))
     config = EvaluateConfig(run=run_dir.path, environments=[section], output_dir=tmp_path / "evaluation")
-    with pytest.raises(ConfigError, match="nothing of it is held out"):
+    with pytest.raises(ConfigError, match="none is held out"):
         main.load_tasks(config, {})
 
 
@@ -371,7 +371,7 @@ def test_an_environment_of_an_evaluation_is_sampled_as_it_says(tmp_path: Path) -
 
 
 def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_answers_may_be() -> None:
-    pools = CurriculumConfig(levels=[{}, {}], choice="variance")
+    pools = CurriculumConfig(levels=[{}, {}], advance_reward=1.0)
     plain = EnvironmentConfig(
         id="a", curriculum=pools, group_size=3, seq_len=90, sampling=EnvironmentSamplingConfig(temperature=0.5)
     )
@@ -394,11 +394,11 @@ def test_a_task_that_found_no_room_leaves_nothing_for_others_to_follow(tmp_path:
         size = path.stat().st_size
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, size + 60))
-        with pytest.raises(RunDirError, match=r"cannot be written.* goes on behind the tasks that are done"):
+        with pytest.raises(RunDirError, match=r"cannot be written.* continues after the finished tasks"):
             append(1, "long" * 100)
         assert path.stat().st_size == size
         append(2)  # for whose fewer bytes there is room
-        assert list(read_tasks(path, samples_per_task=1).tasks) == [("e", 0), ("e", 2)]
+        assert list(read_tasks(path, samples_per_task=1)[0]) == [("e", 0), ("e", 2)]
 
     assert os.waitstatus_to_exitcode(os.waitpid(in_a_child(check), 0)[1]) == 0
 

@@ -1,8 +1,8 @@
-"""Environments of other packages: `id = "verifiers:ID"` and `id = "reasoning_gym:NAME"`, with settings as `args`.
+"""Environments of the package verifiers: `id = "verifiers:ID"`, with its settings as `args`.
 
-A process of its own plays those of verifiers (`verifiers_player.py`), in an interpreter that has the package: its
-hundred dependencies take seconds to import, and conflict with those of the inference server. A rollout is an episode
-there, whose harness asks the endpoint that it is given.
+A process of its own (`verifiers_player.py`) plays them, in an interpreter that has verifiers: its hundred dependencies
+take seconds to import, and conflict with those of the inference server. A rollout is an episode of verifiers, whose
+harness asks our endpoint.
 """
 
 from __future__ import annotations
@@ -10,24 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import dataclasses
 import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, nearest, printable
+from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, printable
 from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
-from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
+from holdfast.orchestrator.env.interface import Score, Task, TaskSeed
 from holdfast.process.child import was_killed
-from holdfast.process.imports import import_extra
 
 VERIFIERS = "verifiers:"
 _HINT = (
@@ -45,7 +41,7 @@ class Row(Task):
 
 
 class PlayerDied(Exception):
-    """The process that played has ended; `is_killed`: from outside."""
+    """The process that played has ended; `is_killed`: by a signal from outside."""
 
     def __init__(self, *, is_killed: bool) -> None:
         super().__init__("it was killed from outside" if is_killed else "it has ended")
@@ -53,7 +49,7 @@ class PlayerDied(Exception):
 
 
 class Verifiers(HarnessEnvironment):
-    """Reward: that of the agent that the policy plays; its parts are metrics."""
+    """Reward: that of the policy's agent, with its parts as metrics."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         """Start the process that plays, and load the tasks there.
@@ -61,8 +57,9 @@ class Verifiers(HarnessEnvironment):
         Args:
             name: the id of the taskset, as verifiers has it.
             settings: of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers selects
-                tasks; and `python`, the interpreter that has verifiers (unset: this one).  Raises ConfigError if there
-                is no such interpreter, or verifiers refuses name or settings.
+                tasks; and `python`, the interpreter that has verifiers (unset: this one).
+
+        Raises ConfigError if there is no such interpreter, or verifiers refuses name or settings.
         """
         own = {key: settings[key] for key in ("python", "select") if key in settings}
         env = {key: value for key, value in settings.items() if key not in own}
@@ -140,7 +137,7 @@ class _Player:
             self._loop, self._link, self._starting = loop, None, None
             self._alone = asyncio.Lock()
         if self._starting is None or self._starting.done():
-            # In a context of its own, and not cancelled with the first rollout: it serves all.
+            # In a context of its own, and not cancelled with one rollout: it serves all.
             self._starting = contextvars.Context().run(asyncio.create_task, self._start_again())
         return await asyncio.shield(self._starting)
 
@@ -179,8 +176,7 @@ class _Player:
             theirs.close()
 
     def _load(self, connection: socket.socket) -> int:
-        """Have the environment loaded; return how many tasks it has. Raises ConfigError, or PlayerDied if it was
-        killed."""
+        """Load the environment; return its number of tasks. Raises ConfigError, or PlayerDied if it was killed."""
         process = self._process
         with contextlib.suppress(ConnectionError), connection.makefile("rb") as answers:
             connection.sendall(self._start)
@@ -260,82 +256,3 @@ class _Link:
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(PlayerDied(is_killed=self._is_killed))
-
-
-REASONING_GYM = "reasoning_gym:"
-_OURS = ("system_prompt",)
-_NOT_SET = ("seed", "size")
-"""Settings of every generator that are not to choose: tasks come from the run's seed, and never end."""
-
-
-def _seed_of(number: int) -> int:  # untested: needs reasoning-gym
-    """Return 32 bits, as NumPy takes no more, which some generators draw from; held-out numbers keep their highest."""
-    return (number >> 63) << 31 | number % 2**31
-
-
-@dataclass(frozen=True)
-class GeneratedTask(Task):
-    """A task with the entry of the generator, which its scorer reads."""
-
-    entry: Mapping[str, Any] = field(default_factory=dict)
-
-
-class ReasoningGym(Environment):  # untested: needs reasoning-gym
-    """Reward: what the generator's own scorer gives, from 0 to 1, for the text in the last <answer>, or for all."""
-
-    def __init__(self, generator: str, settings: dict[str, Any]) -> None:
-        """Make the generator; `settings` are its own, and `system_prompt`, a message before each question.
-
-        Raises ConfigError if reasoning-gym is not installed, has no such generator, or refuses the settings.
-        """
-        library = import_extra(
-            "reasoning_gym", extra="reasoning-gym", needed_by=f"environment '{REASONING_GYM}{generator}'"
-        )
-        factory = library.factory
-        if generator not in factory.DATASETS:
-            raise ConfigError(
-                f"there is no environment '{REASONING_GYM}{generator}'.{nearest(generator, factory.DATASETS)} "
-                f"reasoning-gym has: {', '.join(sorted(factory.DATASETS))}"
-            )
-        own = {name: value for name, value in settings.items() if name not in _OURS}
-        allowed = [one.name for one in dataclasses.fields(factory.DATASETS[generator][1]) if one.name not in _NOT_SET]
-        for name in own:
-            if name not in allowed:
-                raise ConfigError(
-                    f"{REASONING_GYM}{generator} has no argument '{name}'.{nearest(name, [*allowed, *_OURS])} "
-                    f"Allowed: {', '.join([*allowed, *_OURS])}."
-                )
-        self._system_prompt = settings.get("system_prompt")
-        if not isinstance(self._system_prompt, str | None):
-            raise ConfigError(f"{REASONING_GYM}{generator}: system_prompt = {self._system_prompt!r}; expected text")
-        self._make = partial(library.create_dataset, generator, size=1, **own)
-        try:
-            self._scorer = self._make(seed=0)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise ConfigError(f"{REASONING_GYM}{generator} refuses {own}: {error or type(error).__name__}") from None
-        self._extract = library.utils.extract_answer
-
-    def make_task(self, seed: TaskSeed) -> GeneratedTask:
-        """Return the only entry of the generator that the seed's number seeds."""
-        # A data set for each task: some make all entries at once, or allow no index beyond their size.
-        entry = self._make(seed=_seed_of(seed.number))[0]
-        messages = [Message("user", entry["question"])]
-        if self._system_prompt is not None:
-            messages.insert(0, Message("system", self._system_prompt))
-        answer = entry["answer"]  # some have none, but many right ones
-        return GeneratedTask(prompt=messages, answer="" if answer is None else str(answer), entry=entry)
-
-    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        """Score each completion for itself, in a thread: some scorers compute for a while."""
-        assert isinstance(task, GeneratedTask)
-        return [await asyncio.to_thread(self._score, session.completion, task.entry) for session in sessions]
-
-    def _score(self, completion: str, entry: Mapping[str, Any]) -> Score:
-        answer = self._extract(completion)
-        if answer is None:
-            answer = completion.strip()
-        try:
-            reward = float(self._scorer.score_answer(answer=answer, entry=entry))
-        except Exception:  # noqa: BLE001 - of others' code, which fails on answers that it does not expect
-            return Score(0.0, {"exact": 0.0, "unreadable": 1.0})
-        return Score(reward, {"exact": float(reward == 1.0), "unreadable": 0.0})
