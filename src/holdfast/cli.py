@@ -51,7 +51,7 @@ COMMANDS = {
         "commands.evaluate:main",
         None,
     ),
-    "ckpt": ("Checkpoints: list, verify, show, export, promote, thin out.", "commands.ckpt:main", None),
+    "ckpt": ("Checkpoints: list, verify, show, export, thin out.", "commands.ckpt:main", None),
     "environments": (
         "Environments: list, begin one, check one.",
         "commands.environments:main",

@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import pytest
 
+from holdfast.commands.ckpt import prune
 from holdfast.commands.ckpt_dirs import CheckpointDirs
-from holdfast.commands.ckpt_export import prune
 from holdfast.commands.evaluate_follow import _clear_leftovers, _clear_other_evaluation
 from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.evaluation import EvaluateConfig
@@ -54,8 +54,7 @@ ONE_CALL = "one call of the system removes one file, or gives it its name"
 OWN = "names that begin with .tmp-, or places of a living process: nobody reads them"
 CALLS = "only calls others that are named here"
 REMOVALS: dict[str, str] = {
-    "commands/ckpt_export.py _prune": "pruned checkpoints",
-    "commands/ckpt_export.py _remove": "pruned checkpoints",
+    "commands/ckpt.py _remove": "pruned checkpoints",
     "commands/evaluate_follow.py _clear_leftovers": "evaluations that are followed",
     "commands/evaluate_follow.py _clear_other_evaluation": "evaluations that are followed",
     "commands/evaluate_follow.py _evaluate_step": "test_sft_evaluated.py",
@@ -333,7 +332,7 @@ DRIVES: dict[str, Drive] = {
     "pruned checkpoints": Drive(
         lambda case: [
             *(write_checkpoint(RunDir(case), step) for step in (1, 2)),
-            _write(case, "checkpoints/.tmp-step_4/a/b", "exports/.tmp-best-1/c", "exports/best/d"),
+            _write(case, "checkpoints/.tmp-step_4/a/b"),
         ],
         lambda case: prune(CheckpointDirs(case), keep=1, keep_interval=None, keep_best=None, dry_run=False),
     ),

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.commands.ckpt_dirs import CheckpointDirs
-from holdfast.commands.ckpt_export import export
+from holdfast.commands.ckpt_dirs import CheckpointDirs, export
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
@@ -134,7 +133,7 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
     resolve_resume_step(run_dir, step)
     model = read_settings(run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).get("model", {})
     base = model.get("name") if model.get("lora") else None
-    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, max_shard_size=None, base=base)
+    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, base=base)
     return target
 
 

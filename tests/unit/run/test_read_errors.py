@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from holdfast.commands.ckpt import ls
+from holdfast.commands.ckpt import verify as ckpt_verify
 from holdfast.commands.ckpt_dirs import CheckpointDirs
-from holdfast.commands.ckpt_dirs import verify as ckpt_verify
 from holdfast.errors import ReadError, RunDirError, is_storage_failure
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged

@@ -64,7 +64,7 @@ def test_nobody_begins_to_save_while_prune_removes(
         begun.append(subprocess.run(another, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False))
         atomic.remove_directory(entry.path)
 
-    monkeypatch.setattr("holdfast.commands.ckpt_export._remove", remove)
+    monkeypatch.setattr("holdfast.commands.ckpt._remove", remove)
     code, _, err = run_command("ckpt", "prune", "--output-dir", tmp_path, "--keep", "1")
     assert code == 0, err
     assert "another process saves into" in begun[0].stderr and not begun[0].stdout
