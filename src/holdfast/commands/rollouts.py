@@ -1,15 +1,15 @@
-"""The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines or Parquet.
+"""The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines.
 
 `show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies every batch against
-its manifest before it shows or writes anything. An export has one rollout per line or row, with the step and the policy
-version of its batch.
+its manifest before it shows or writes anything. An export has one rollout per line, with the step and
+the policy version of its batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,6 @@ from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_b
 from holdfast.view.tables import Grid, Report, number, working
 
 
-def check_target(path: Path) -> None:
-    """Refuse a file that exists or that has no known format.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    if path.suffix not in _WRITERS:
-        raise ConfigError(f"--to {path}: the name must end in {' or '.join(_WRITERS)}, which says the format.")
-    if path.exists():
-        raise ConfigError(f"--to {path} exists already; nothing is written over. Name a new file.")
-
-
 def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
     """Write `batches` to the new file `path`, one in memory at a time; return how many rollouts they hold.
 
@@ -47,7 +35,11 @@ def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
     temporary = atomic.temporary_sibling(path)
     try:
         atomic.make_directory(path.parent.absolute())
-        count = _WRITERS[path.suffix](temporary, batches)
+        count = 0
+        with open(temporary, "wb") as file:
+            for row in (row for batch in batches for row in _rows(batch)):
+                file.write(msgspec.json.encode(row) + b"\n")
+                count += 1
         atomic.fsync_file(temporary)
         os.rename(temporary, path)
         atomic.fsync_directory(path.parent)
@@ -63,58 +55,6 @@ def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
     for rollout in batch.rollouts:
         row = msgspec.to_builtins(rollout, enc_hook=list_packed)
         yield head | row.pop("sampling") | row
-
-
-def _write_lines(path: Path, batches: Iterable[Batch]) -> int:
-    count = 0
-    with open(path, "wb") as file:
-        for batch in batches:
-            for row in _rows(batch):
-                file.write(msgspec.json.encode(row) + b"\n")
-                count += 1
-    return count
-
-
-def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
-    import pyarrow
-    from pyarrow import parquet
-
-    span = pyarrow.struct([(name, pyarrow.int64()) for name in ("version", "start", "end")])
-    steps = pyarrow.struct([("places", pyarrow.list_(pyarrow.int32())), ("rewards", pyarrow.list_(pyarrow.float64()))])
-    schema = pyarrow.schema(
-        [
-            ("step", pyarrow.int64()),
-            ("policy_version", pyarrow.int64()),
-            ("temperature", pyarrow.float64()),
-            ("top_p", pyarrow.float64()),
-            ("top_k", pyarrow.int64()),
-            ("min_p", pyarrow.float64()),
-            ("environment", pyarrow.string()),
-            ("task_id", pyarrow.int64()),
-            ("sample_index", pyarrow.int64()),
-            ("level", pyarrow.int64()),
-            ("token_ids", pyarrow.list_(pyarrow.int32())),
-            ("loss_mask", pyarrow.list_(pyarrow.bool_())),
-            ("logprobs", pyarrow.list_(pyarrow.float32())),
-            ("versions", pyarrow.list_(span)),
-            ("reward", pyarrow.float64()),
-            ("truncated", pyarrow.bool_()),
-            ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
-            ("reference_logprobs", pyarrow.list_(pyarrow.float32())),
-            ("step_rewards", steps),
-            ("branch_starts", pyarrow.list_(pyarrow.int64())),
-        ]
-    )
-    count = 0
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for batch in batches:
-            rows = [row | {"metrics": list(row["metrics"].items())} for row in _rows(batch)]
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-            count += len(rows)
-    return count
-
-
-_WRITERS: dict[str, Callable[[Path, Iterable[Batch]], int]] = {".jsonl": _write_lines, ".parquet": _write_parquet}
 
 
 _EPILOG = (
@@ -159,7 +99,7 @@ def _subcommands() -> Subcommands:
     stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
     export_parser.add_argument("steps", nargs="+", metavar="STEP")
-    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new .jsonl or .parquet file")
+    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new file of JSON lines")
     return subcommands
 
 
@@ -375,10 +315,11 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
 
     Raises:
         CheckpointError: naming the damaged file; or there are no batches.
-        ConfigError: the file exists, or ends neither in .jsonl nor in .parquet.
+        ConfigError: the file exists.
         RunDirError: it cannot be written.
     """
-    check_target(to)
+    if to.exists():
+        raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
     directories = find_batches(run_dir, steps)
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")

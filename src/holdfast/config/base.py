@@ -28,6 +28,34 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Defaults for one kind of device.
+
+    On CUDA the fast dtype is bfloat16. TensorFloat-32 (products with ten bits of mantissa) stays off: trainer and
+    engine would disagree by more than `trainer.mismatch_limit` allows for float32.
+
+    Attributes:
+        dtype: `model.dtype` of trainer and engine.
+        activation_checkpointing: `model.activation_checkpointing`. Memory is what GPUs run out of first.
+        logits_chunk_tokens: `model.logits_chunk_tokens`. With 150,000 words, 4096 tokens take 10 GiB in float32.
+        eager: `engine.eager`. On CPU compiling costs 15-30 s at the start and brings little; without CUDA graphs a GPU
+            waits for the launches of its kernels.
+    """
+
+    dtype: DType
+    activation_checkpointing: bool
+    logits_chunk_tokens: int
+    eager: bool
+
+
+BY_DEVICE: dict[DeviceType, DeviceDefaults] = {
+    "cpu": DeviceDefaults(dtype="float32", activation_checkpointing=False, logits_chunk_tokens=4096, eager=True),
+    "cuda": DeviceDefaults(dtype="bfloat16", activation_checkpointing=True, logits_chunk_tokens=1024, eager=False),
+}
 
 
 def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:

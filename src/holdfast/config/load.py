@@ -6,9 +6,7 @@
 Files compose from left to right; `--section @ file` fills one section; flags win over files. Every error is one message
 that names the file or flag, the dotted key, the value and what is allowed.
 
-An unknown flag gets a suggestion: by its name in another system, by its last part, or by spelling. If a whole file
-belongs to another section (trainer and orchestrator swapped), pydantic reports one error per key. `misplaced` reports
-the swap instead.
+An unknown flag gets a suggestion: by its name in another system, by its last part, or by spelling.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import json
 import re
 import stat
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,59 +26,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import Command
-from holdfast.config.elsewhere import hint
+from holdfast.config.help import hint
 from holdfast.errors import ConfigError, nearest
-
-_MOST_KEYS = 5
-
-
-@dataclass(frozen=True)
-class GivenFile:
-    """A file as it was given.
-
-    Attributes:
-        path: of the file.
-        section: that it was given to; empty: the whole.
-        keys: at its top level.
-    """
-
-    path: str
-    section: str
-    keys: tuple[str, ...]
-
-
-def misplaced(parts: Iterable[GivenFile], whole: Collection[str], sections: Mapping[str, Collection[str]]) -> list[str]:
-    """Return a line for each file whose keys belong to another section, by most of them.
-
-    Sections that know the same keys of a file are all named; where each knows others of them, there is no line.
-
-    Args:
-        whole: keys of the whole configuration.
-        sections: keys of its sections.
-    """
-    lines = []
-    for part in parts:
-        if part.section and part.section not in sections:  # there is none of that name
-            continue
-        own = sections[part.section] if part.section else whole
-        foreign = [key for key in part.keys if key not in own]
-        known = {name: sum(key in keys for key in part.keys) for name, keys in sections.items() if name != part.section}
-        most = max(known.values(), default=0)
-        others = [name for name, number in known.items() if number == most]
-        alike = {tuple(key for key in foreign if key in sections[name]) for name in others}
-        belongs = alike.pop() if len(alike) == 1 else ()
-        if not belongs or most <= len(part.keys) - len(foreign):
-            continue
-        shown = ", ".join(belongs[:_MOST_KEYS]) + (", ..." if len(belongs) > _MOST_KEYS else "")
-        given = f"--{part.section.replace('_', '-')} @ {part.path}" if part.section else f"@ {part.path}"
-        lines.append(
-            f"{part.path} looks like a file for the section {' or '.join(others)}: {shown} "
-            f"{'belongs' if len(belongs) == 1 else 'belong'} there. It was given as '{given}': give it as "
-            + " or ".join(f"'--{name.replace('_', '-')} @ {part.path}'" for name in others)
-            + "."
-        )
-    return lines
-
 
 C = TypeVar("C", bound=Command)
 
@@ -95,15 +42,13 @@ _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
 @dataclass
 class _Files:
-    """The merged content of the TOML files, which file each dotted key came from, and what each was given to."""
+    """The merged content of the TOML files, and which file each dotted key came from."""
 
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
-    parts: list[GivenFile] = field(default_factory=list)
 
     def add(self, path: str, section: tuple[str, ...] = (), *, shown: str) -> None:
         content: Any = _read(path, shown)
-        self.parts.append(GivenFile(path, ".".join(section), tuple(content)))
         for name in reversed(section):
             content = {name: content}
         try:
@@ -354,11 +299,8 @@ def _is_value(path: list[str], command: type[BaseModel]) -> bool:
 
 
 def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
-    """Turn pydantic's findings into one line per key, or into one for each file of another section."""
-    if elsewhere := misplaced(files.parts, command.model_fields, _keys_of_sections(command)):
-        return "\n       ".join(elsewhere)
+    """Turn pydantic's findings into one line per key."""
     lines: dict[str, list[str]] = {}
-    sections: set[str] = set()
     keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():
         location, model = _resolve(finding["loc"], command)
@@ -380,20 +322,11 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
                 if any(isinstance(part, int) for part in location):
                     reason = 'is an object of settings, {"NAME": VALUE, ...}'
             text = f"'{key}' {reason}{shown}" if key else reason
-            if key and not shown and finding["type"] == "value_error":
-                sections.add(key)
         lines.setdefault(key, []).append(text)
-    shown = [
-        _with_origin(key, _joined(key, texts), files, given, is_section=key in sections) for key, texts in lines.items()
-    ][:_MOST_LINES]
+    shown = [_with_origin(key, _joined(key, texts), files, given) for key, texts in lines.items()][:_MOST_LINES]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more like these")
     return "\n       ".join(shown)
-
-
-def _keys_of_sections(command: type[BaseModel]) -> dict[str, set[str]]:
-    models = {name: _model_in(info.annotation) for name, info in command.model_fields.items()}
-    return {name: set(model.model_fields) for name, model in models.items() if model is not None}
 
 
 def _joined(key: str, texts: list[str]) -> str:
@@ -459,25 +392,10 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _with_origin(key: str, text: str, files: _Files, given: dict[str, str], *, is_section: bool) -> str:
-    """Put the file or flag that gave a dotted key before a finding, by the longest part of the key that was given.
-
-    Args:
-        is_section: settings of this section do not fit together: the flags that the finding names gave them.
-    """
-    told = text.removeprefix(f"'{key}' ")
+def _with_origin(key: str, text: str, files: _Files, given: dict[str, str]) -> str:
+    """Put the file or flag that gave a dotted key before a finding, by the longest part of the key that was given."""
     if key in given:  # the flag says the key
-        return f"flag {given[key]} {told}"
-    if is_section:
-        words = re.findall(r"\w+", told)
-        named = {
-            name.rpartition(".")[2]: flag
-            for name, flag in given.items()
-            if name.startswith(f"{key}.") and name.rpartition(".")[2] in words
-        }
-        if named:
-            said = told if words[0] in named else text
-            return f"flag{'s' if len(named) > 1 else ''} {', '.join(named.values())}: {said}"
+        return f"flag {given[key]} " + text.removeprefix(f"'{key}' ")
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from holdfast.config.base import Command, DType
-from holdfast.config.devices import BY_DEVICE, DeviceType
+from holdfast.config.base import BY_DEVICE, Command, DeviceType, DType
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig

@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.base import CkptConfig, Command, DType, LogFormat, ModelConfig, Section
+from holdfast.config.base import BY_DEVICE, CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.config.cluster import SlurmConfig
-from holdfast.config.devices import BY_DEVICE
 from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.view import (
     DashboardConfig,

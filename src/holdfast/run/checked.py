@@ -1,6 +1,6 @@
 """Small files with a checksum of their content in them: a flipped bit is damage, and not another number.
 
-Files without a checksum are taken as they are: older versions wrote none, and people write such files by hand.
+Files without a checksum are taken as they are: people write such files by hand.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import xxhash
 
 _CHECK = "check"
 _FIRST_LINE = re.compile(rb"# check ([0-9a-f]{16})\n")
-_FIRST_LINE_BYTES = 25
-_LAST_LINE = re.compile(rb"^# check ([0-9a-f]{16})\n\Z", re.MULTILINE)
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
@@ -49,16 +47,13 @@ def with_first_line(text: str) -> bytes:
 
 
 def check_toml(data: bytes) -> None:
-    """Compare lines of TOML with their checksum, which older versions wrote behind them.
+    """Compare lines of TOML with the checksum before them.
 
     Raises:
         ValueError: they are damaged.
     """
-    if data.startswith(b"# check "):
-        found, checked = _FIRST_LINE.match(data), data[_FIRST_LINE_BYTES:]
-    elif found := _LAST_LINE.search(data):
-        checked = data[: found.start()]
-    else:
+    if not data.startswith(b"# check "):
         return
-    if found is None or xxhash.xxh3_64_hexdigest(checked).encode() != found[1]:
+    found = _FIRST_LINE.match(data)
+    if found is None or xxhash.xxh3_64_hexdigest(data[found.end() :]).encode() != found[1]:
         raise ValueError("its checksum is wrong")

@@ -3,9 +3,6 @@
 The launcher checks before it starts a process, and each loader checks again; hub ids pass. In files, the checks only
 read what identifies them: first and last bytes, and the headers of weights. When the trainer fills the model, it
 compares every tensor again (`holdfast.trainer.checkpoint.init_from`).
-
-`check_max_len`: vLLM serves no longer sequences than its model has positions. Where config.json says their number
-plainly, it is compared before vLLM is imported; all else vLLM refuses itself when it loads the model.
 """
 
 from __future__ import annotations
@@ -19,17 +16,15 @@ from typing import Any
 
 import msgspec
 
-from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import SupervisedCommand, TrainedModelConfig
-from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, is_storage_failure
+from holdfast.errors import CheckpointError, DataError, ReadError, is_storage_failure
 from holdfast.process.events import report
 from holdfast.run import manifest
-from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, verify_checkpoint
+from holdfast.run.checkpoints import Kind, kind_of, require_weights, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Verification
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
-_TABLES = {".csv": "read_csv('{}')", ".tsv": "read_csv('{}', sep='\\t')"}
 _KINDS = {".jsonl": "JSON", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "CSV", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # nor are they to `datasets`
@@ -207,22 +202,12 @@ def check_data_path(name: str, *, key: str) -> None:
         if path.is_file() and not lower.endswith(_DATA_FILES):
             raise DataError(
                 f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id."
-                f"{_conversion(path)}"
             )
         wrong = _wrong_with_file(path) if path.is_file() else _wrong_with_directory(path) if path.is_dir() else None
     except OSError as error:
         raise ReadError.of(path, error) from error
     if wrong:
         raise DataError(f"{key} = '{name}' {wrong}")
-
-
-def _conversion(path: Path) -> str:
-    """Say how a table of text becomes one that is read."""
-    reading = _TABLES.get(path.suffix.lower())
-    if reading is None:
-        return ""
-    target = path.with_suffix(".parquet")
-    return f" Convert it: python -c \"import pandas; pandas.{reading.format(path)}.to_parquet('{target}')\""
 
 
 def _wrong_with_file(path: Path) -> str | None:
@@ -290,75 +275,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def check_cache_directory(name: str | None, *, key: str) -> None:
-    """Refuse a directory for tokenised data that can neither be written to nor holds any; unset or empty passes.
-
-    Raises:
-        ConfigError: it is no directory, cannot be made, or is empty and cannot be written to.
-    """
-    if not name:
-        return
-    advice = f'Name a directory that can be written to, leave {key} out, or set it to "" to keep nothing.'
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{key} = '{name}': there is no home directory. {advice}") from None
-    # os.path: what is below a file, or below what may not be looked into, is not there.
-    existing = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))  # noqa: PTH110
-    if not existing.is_dir():
-        raise ConfigError(f"{key} = '{name}': {existing} is no directory. {advice}")
-    if not os.access(existing, os.W_OK | os.X_OK) and not (existing == path and _holds_something(path)):
-        raise ConfigError(f"{key} = '{name}': {existing} cannot be written to. {advice}")
-
-
-def _holds_something(directory: Path) -> bool:
-    return os.access(directory, os.R_OK | os.X_OK) and any(directory.iterdir())
-
-
-_INTERPRETED = (b'"factor"', b'"model_max_length"')
-_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-_REPLACE_THE_CONFIG = ("hf-", "config-format")  # arguments of vLLM, by their beginning
-
-
-def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> None:
-    """Refuse a server for longer sessions than its model has positions for; names of a hub pass.
-
-    Args:
-        model: its directory.
-        key: of the section of the served model, such as `inference.model`.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if os.environ.get(_ALLOWS_LONGER, "0").strip().lower() in ("1", "true"):
-        return
-    if any(name.replace("_", "-").startswith(_REPLACE_THE_CONFIG) for name in config.engine.args):
-        return
-    path = Path(model) / "config.json"
-    try:
-        text = path.read_bytes()
-        fields = json.loads(text)
-    except (OSError, ValueError):  # whoever checks the model itself says so
-        return
-    # Scaled embeddings, and models of several parts, are for vLLM to interpret.
-    is_plain = text.count(b'"max_position_embeddings"') == 1 and not any(word in text for word in _INTERPRETED)
-    longest = fields.get("max_position_embeddings") if isinstance(fields, dict) and is_plain else None
-    if not isinstance(longest, int) or config.model.max_len <= longest:
-        return
-    raise ConfigError(
-        f"{key}.max_len = {config.model.max_len} is more than the {longest} positions that the model has "
-        f"(max_position_embeddings in {path}). Set --{key.replace('_', '-')}.max-len {longest}, or less, and any "
-        f"seq_len to no more than that. Where the model is known to take more, set {_ALLOWS_LONGER}=1 in the "
-        "environment."
-    )
-
-
-# Keys of config.json that are a dimension of some tensor, or decide how many layers have tensors.
-_SIZES = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size")
-
-
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
-    """Refuse weights that are damaged, or that their config.json says are of another model.
+    """Refuse weights that are damaged.
 
     What has a manifest is verified as `how` says; of other safetensors files none may be cut. The names and shapes of
     tensors are compared by the trainer, which fills its model with them.
@@ -378,10 +296,6 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
         )
     if model.lora is not None:
         return  # the adapter's tensors follow from rank and targets, which only the trainer knows
-    own = Path(model.name).expanduser()
-    config_of = {Kind.CHECKPOINT: path / MODEL_DIR, Kind.WEIGHTS: path, Kind.HUGGING_FACE: path}
-    if kind in config_of:
-        _compare_configs(config_of[kind] / "config.json", own / "config.json", path, model.name)
     for file in [path] if kind is Kind.TENSORS else _read_by_the_trainer(path):
         if wrong := _wrong_with_weights(file):
             raise CheckpointError(f"{file} (ckpt.weights_only) {wrong}")
@@ -393,22 +307,6 @@ def _read_by_the_trainer(directory: Path) -> list[Path]:
     if index.is_file():
         return [directory / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
     return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-
-
-def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> None:
-    if not (saved.is_file() and wanted.is_file()):
-        return
-    old, new = _read_json(saved), _read_json(wanted)
-    changed = [
-        f"{key} is {old[key]} there, {new[key]} here"
-        for key in _SIZES
-        if key in old and key in new and old[key] != new[key]
-    ]
-    if changed:
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) is of another model than model.name = '{model_name}': {'; '.join(changed)}. "
-            "The model is built as --model.name says, and all tensors must fit."
-        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
