@@ -28,9 +28,9 @@ from holdfast.chat.messages import (
 )
 from holdfast.chat.template import ChatTemplate
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import DataError
 
-TrainOn = Literal["all", "last", "template"]
+TrainOn = Literal["all", "last"]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _EMPTY = "an answer that is trained is empty, so that the model learns to end at once"
 _MOST_OF_NOTHING = 32
@@ -114,18 +114,13 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
     """Return the chat up to its last trained turn.
 
     Args:
-        train_on: all turns of the assistant, the last, or what `{% generation %}` of the template marks.
+        train_on: all turns of the assistant, or the last.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or one that marks nothing though it should.
+        ConfigError: the tokenizer has no chat template.
         DataError: the chat cannot be trained; says why.
     """
     template = tokenizer.template(chat.tools)
-    if train_on == "template" and not template.marks_turns:
-        raise ConfigError(
-            f"data.train_on = template: the chat template of '{tokenizer.name}' marks no turns with "
-            "{% generation %}. Use `all` or `last`."
-        )
     template.check_options(chat.options)
     messages = check_messages(chat.messages)
     turns = [
@@ -140,13 +135,10 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
         )
     messages = tokenizer.forms(chat.tools).adapt(messages[: turns[-1] + 1])
     rendering = _Rendering(chat, messages, tokenizer, template)
-    if train_on == "template":
-        mask = rendering.marked()
-    else:
-        mask = [False] * len(rendering.ids)
-        for number in turns if train_on == "all" else turns[-1:]:
-            start, end = rendering.turn(number)
-            mask[start:end] = [True] * (end - start)
+    mask = [False] * len(rendering.ids)
+    for number in turns if train_on == "all" else turns[-1:]:
+        start, end = rendering.turn(number)
+        mask[start:end] = [True] * (end - start)
     return Encoded(rendering.ids, mask, rendering.remarks(mask))
 
 
@@ -160,11 +152,7 @@ class _Rendering:
         self._messages = messages
         self._tokenizer = tokenizer
         self._template = template
-        self._spans: list[tuple[int, int]] = []
-        if template.marks_turns:
-            self.text, self._spans = template.render_marked(messages, **self._given)
-        else:
-            self.text = template.render(messages, **self._given)
+        self.text = template.render(messages, **self._given)
         self._encoding = tokenizer.encode_with_places(self.text)
         self.ids: list[int] = self._encoding.ids
         self._refuse_ignored()
@@ -182,29 +170,6 @@ class _Rendering:
     def _render(self, number: int, *, open_turn: bool) -> str:
         """Render the first `number` messages."""
         return self._template.render(self._messages[:number], open_turn=open_turn, **self._given)
-
-    def marked(self) -> list[bool]:
-        """Return which tokens the template marks, of the turns that may be trained."""
-        first = self._chat.first_trained
-        border = 0
-        if first:
-            before = self._render(first, open_turn=False)
-            border = len(before)
-            if not self.text.startswith(before):
-                raise DataError(
-                    "the chat template renders the prompt in another way before the answer than alone, so the marks "
-                    "of the answer cannot be told from those of the prompt. Set data.train_on = all or last."
-                )
-        mask = [False] * len(self.ids)
-        for start, end in self._spans:
-            if start < border:
-                continue
-            for place, (left, right) in enumerate(self._encoding.offsets):
-                if left < end and right > start:
-                    mask[place] = True
-        if not any(mask):
-            raise DataError("the chat template marks nothing in this chat with {% generation %}")
-        return mask
 
     def turn(self, number: int) -> tuple[int, int]:
         """Return the first token that is trained of the turn that is message `number`, and the one after the last."""
