@@ -14,11 +14,7 @@ class Parser(argparse.ArgumentParser):
     """Raises errors instead of exiting, so that they look like all others of the project."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Say what is wrong. Raise ConfigError always."""
         raise ConfigError(f"{message}. {self.prog} --help shows what is allowed.")
 
 
@@ -50,8 +46,7 @@ class Subcommands:
         Returns:
             `command` (name of the subcommand), what is shared, and what the subcommand takes.
 
-        Raises:
-            ConfigError: an unknown subcommand or flag, with the nearest spelling, or a value that cannot be used.
+        Raise ConfigError for an unknown subcommand or flag (with the nearest spelling) or a bad value.
         """
         program, commands = self._parser.prog, self._commands
         first = argv[0] if argv else "--help"

@@ -78,11 +78,8 @@ def __getattr__(name: str) -> Callable[[], NoReturn]:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Run the command that the first word names, or list the commands; return the exit code.
-
-    Raises:
-        ConfigError: there is no such command; with the nearest spelling.
-    """
+    """Run the command that the first word names, or list the commands; return the exit code. Raise ConfigError, with
+    the nearest spelling, if there is no such command."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(_help())
@@ -100,11 +97,8 @@ def dispatch(argv: list[str]) -> int:
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Run one command; return its exit code.
-
-    Raises:
-        HoldfastError: a mistake on the command line, or what stopped the command.
-    """
+    """Run one command; return its exit code. Raise HoldfastError for a mistake on the command line, or what stopped the
+    command."""
     from importlib import import_module
 
     summary, function, configuration = COMMANDS[name]

@@ -205,10 +205,8 @@ class ProcessDied(HoldfastError):
 
 
 def is_storage_failure(error: BaseException | None) -> bool:
-    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is.
-
-    What a network did to a server or an environment is no failure of the storage.
-    """
+    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is. What a network
+    did to a server or an environment is no failure of the storage."""
     numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
     for one in causes(error):
         if isinstance(one, InferenceError | EnvironmentFailure) or _library_of(one) in _NETWORK_LIBRARIES:

@@ -71,23 +71,16 @@ class Encoded:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
-    """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS.
-
-    Neither is added to a text that has it already.
-    """
+    """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS. Neither is added
+    to a text that has it already."""
     ids = _ended(tokenizer.text_prompt(text), tokenizer)
     return Encoded(ids, [True] * len(ids), () if text.strip() else (_EMPTY,))
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
-    """Return a prompt and its completion, which is trained with the EOS behind it.
-
-    The prompt has the ids that `rl` gives to a prompt that is text. The ids of the completion are those that it
-    has behind the prompt, or where the tokenizer would join the two, those that it has alone.
-
-    Raises:
-        DataError: neither gives back the text.
-    """
+    """Return a prompt and its completion, which is trained with the EOS behind it. The prompt has the ids that `rl`
+    gives to a prompt that is text. The ids of the completion are those that it has behind the prompt, or where the
+    tokenizer would join the two, those that it has alone. Raise DataError if neither gives back the text."""
     prompt_ids = tokenizer.text_prompt(prompt)
     whole_ids = tokenizer.text_prompt(prompt + completion)
     if whole_ids[: len(prompt_ids)] != prompt_ids:
@@ -116,9 +109,7 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
     Args:
         train_on: all turns of the assistant, or the last.
 
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-        DataError: the chat cannot be trained; says why.
+    Raise ConfigError if the tokenizer has no chat template; DataError if the chat cannot be trained.
     """
     template = tokenizer.template(chat.tools)
     template.check_options(chat.options)
@@ -242,11 +233,9 @@ class _Rendering:
         )
 
     def _length_of_answer(self, number: int, before: str) -> int:
-        """Return how many characters after `before` an earlier turn takes, its end included.
-
-        A template may end the last turn in another way than an earlier one, or write empty thoughts before the
-        last one alone. It must not take away anything that the turn says.
-        """
+        """Return how many characters after `before` an earlier turn takes, its end included. A template may end the
+        last turn in another way than an earlier one, or write empty thoughts before the last one alone. It must not
+        take away anything that the turn says."""
         after = self._render(number + 1, open_turn=False)
         rest = self.text[len(before) :]
         if after.startswith(before):
@@ -358,11 +347,8 @@ def _nth(number: int) -> str:
 
 
 def options_of(value: object) -> dict[str, Any]:
-    """Return a column of variables for the template as a map, without those that are null.
-
-    Raises:
-        DataError: it is no map.
-    """
+    """Return a column of variables for the template as a map, without those that are null. Raise DataError if it is not
+    a map."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

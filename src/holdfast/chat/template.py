@@ -56,8 +56,7 @@ class ChatTemplate:
             name: of the tokenizer, for messages.
             special: special tokens by role, such as `bos_token`.
 
-        Raises:
-            DataError: it is not valid.
+        Raise DataError if the template is not valid.
         """
         self.source = source
         self._name = name
@@ -85,8 +84,7 @@ class ChatTemplate:
             open_turn: write the beginning of the assistant's next turn as well (the generation prompt).
             options: further variables of the template, such as `enable_thinking`.
 
-        Raises:
-            DataError: the template refuses the messages.
+        Raise DataError if the template refuses the messages.
         """
         given = {
             **self._special,
@@ -103,11 +101,8 @@ class ChatTemplate:
             raise DataError(f"the chat template of '{self._name}' refuses a chat of [{roles}]: {error}") from None
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Check that the template reads every one of these variables.
-
-        Raises:
-            DataError: it does not read one, or one is set by other means.
-        """
+        """Check that the template reads every one of these variables. Raise DataError if it does not read one, or one
+        is set by other means."""
         for name in options:
             if name in _GIVEN:
                 raise DataError(f"chat_template_kwargs must not hold `{name}`: it has a column of its own")

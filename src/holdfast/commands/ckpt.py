@@ -46,11 +46,8 @@ _SUMMARY = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return `command`, `output_dir`, `json`, and what the subcommand takes; print help and exit on -h.
-
-    Raises:
-        ConfigError: an unknown subcommand or flag, with the nearest spelling, or a value that cannot be used.
-    """
+    """Return `command`, `output_dir`, `json`, and what the subcommand takes; print help and exit on -h. Raise
+    ConfigError for an unknown subcommand or flag (with the nearest spelling) or a bad value."""
     subcommands = Subcommands("ckpt", "Look into the checkpoints of a run.", _EPILOG)
     add = subcommands.add
     add("ls", "List the steps.").add_argument(
@@ -80,11 +77,8 @@ def _positive(text: str) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand; return 0, 1 when something is wrong with a checkpoint, or a failure's code.
-
-    Raises:
-        HoldfastError: a mistake in the command, or something that is missing or damaged.
-    """
+    """Run one subcommand; return 0, 1 when something is wrong with a checkpoint, or a failure's code. Raise
+    HoldfastError for a mistake in the command, or something that is missing or damaged."""
     arguments = vars(parse(argv))
     actions: dict[str, Callable[..., Report]] = {
         "ls": ls,
@@ -288,13 +282,8 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
 def prune(
     dirs: CheckpointDirs, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
 ) -> Report:
-    """Remove superseded steps and torn saves. A run that goes on is refused; the newest step stays.
-
-    A step counts as kept only if it is whole: what stays is verified before anything goes.
-
-    Raises:
-        RunDirError: the run goes on.
-    """
+    """Remove superseded steps and torn saves. A run that goes on is refused; the newest step stays. A step counts as
+    kept only if it is whole: what stays is verified before anything goes. Raise RunDirError if the run goes on."""
     if keep is None and (keep_interval is not None or keep_best is not None):
         raise ConfigError("--keep-interval and --keep-best keep steps besides the newest: say how many with --keep.")
     dirs.check()
@@ -351,10 +340,8 @@ def _remove(entry: Entry) -> None:
 
 
 def _superseded(entries: list[Entry], retention: Retention) -> tuple[set[int], list[str]]:
-    """Return the steps to remove, and what is wrong with steps that would have been kept.
-
-    Damaged and unreadable steps are neither removed nor counted.
-    """
+    """Return the steps to remove, and what is wrong with steps that would have been kept. Damaged and unreadable steps
+    are neither removed nor counted."""
     problems = [
         f"step {entry.step} is {entry.status} and stays: {entry.reason}"
         for entry in entries

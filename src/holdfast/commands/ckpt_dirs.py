@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 
 class CheckpointDirs:
-    """The directories that one `--output-dir` stands for.
-
-    A directory that holds `step_N` itself, as a training loop of one's own may have it, is taken for the
-    directory of checkpoints.
-    """
+    """The directories that one `--output-dir` stands for. A directory that holds `step_N` itself, as a training loop of
+    one's own may have it, is taken for the directory of checkpoints."""
 
     def __init__(self, output_dir: Path) -> None:
         self.run_dir = RunDir(output_dir)
@@ -42,11 +39,8 @@ class CheckpointDirs:
         self.checkpoints = output_dir if is_bare else output_dir / "checkpoints"
 
     def check(self) -> None:
-        """Refuse a directory that is not there or that holds nothing of a run.
-
-        Raises:
-            RunDirError: naming the directory.
-        """
+        """Refuse a directory that is not there or that holds nothing of a run. Raise RunDirError, naming the
+        directory."""
         if not self.output_dir.is_dir():
             raise RunDirError(f"there is no directory {self.output_dir}. Name the run with --output-dir.")
         if not (self.run_dir.holds_run() or self.checkpoints.is_dir()):
@@ -58,11 +52,8 @@ class CheckpointDirs:
         return [_checked(entry) for entry in list_entries(self.checkpoints)]
 
     def step_directory(self, text: str) -> Path:
-        """Return the directory of a step: a number, `latest` (-1 is the same), or a path.
-
-        Raises:
-            CheckpointError: it is not there, naming the steps that are.
-        """
+        """Return the directory of a step: a number, `latest` (-1 is the same), or a path. Raise CheckpointError, with
+        the steps that there are, if it is not there."""
         if not (text.isdecimal() or text in ("latest", "-1")):
             path = Path(text)
             if kind_of(path) != Kind.CHECKPOINT:
@@ -103,11 +94,8 @@ class TensorWorkFailed(Exception):
 
 @contextlib.contextmanager
 def tensor_work(what: str) -> Iterator[None]:
-    """Show on a terminal that `what` takes its time, and keep stdout for the report.
-
-    Raises:
-        TensorWorkFailed: the block raised, which is reported as in the processes of a run: storage that failed as such.
-    """
+    """Show on a terminal that `what` takes its time, and keep stdout for the report. Raise TensorWorkFailed if the
+    block raised, which is reported as in the processes of a run: storage that failed as such."""
     try:
         with working(what), _stdout_on_stderr():
             yield
@@ -131,11 +119,7 @@ def _stdout_on_stderr() -> Iterator[None]:
 
 
 def verified(directory: Path, *, how: Verification = "full") -> Manifest:
-    """Check a directory before it is used, and return its manifest.
-
-    Raises:
-        CheckpointError: naming the damaged file.
-    """
+    """Check a directory before it is used, and return its manifest. Raise CheckpointError, naming the damaged file."""
     step = directory.name.removeprefix("step_")
     is_step = directory.name.startswith("step_") and step.isdecimal() and (directory / TRAINER_DIR).exists()
     with working(f"verifying {directory}"):

@@ -26,11 +26,8 @@ _EPILOG = "ID is a built-in environment, one of a package, `reasoning_gym:NAME`,
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand; return 0, or 1 where `check` has found something.
-
-    Raises:
-        HoldfastError: a mistake in the command, or an environment that cannot be loaded.
-    """
+    """Run one subcommand; return 0, or 1 where `check` has found something. Raise HoldfastError for a mistake in the
+    command, or an environment that cannot be loaded."""
     arguments = parse(argv)
     if arguments.command == "ls":
         listing().print(as_json=arguments.json)
@@ -51,11 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command` and what the subcommand takes.
-
-    Raises:
-        ConfigError: one that cannot be used.
-    """
+    """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for one that cannot be used."""
     return _subcommands().parse(argv)
 
 
@@ -150,12 +143,9 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def create(name: str, directory: Path) -> Report:
-    """Write `NAME.py`, `test_NAME.py` and `NAME.toml` into `directory`, and say what to do with them.
-
-    Raises:
-        ConfigError: the name cannot be that of a module, or is taken; or one of the files is there. Nothing is written.
-        RunDirError: they cannot be written.
-    """
+    """Write `NAME.py`, `test_NAME.py` and `NAME.toml` into `directory`, and say what to do with them. Raise
+    ConfigError, before anything is written, if the name cannot be that of a module or is taken, or one of the files is
+    there; RunDirError if they cannot be written."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name[0] == "_":
         raise ConfigError(
             f"'{name}' cannot be the name of a module: letters, digits and _ are allowed, a letter first, no word of "

@@ -30,12 +30,8 @@ _KEY = "environments[0]"
 
 
 def load(settings: EnvironmentConfig) -> Environment:
-    """Return the environment that `settings` describe.
-
-    Raises:
-        ConfigError: there is none, its arguments do not fit, or it lacks a method.
-        EnvironmentFailure: its module or its constructor raised; with exit code 2, since nothing was running.
-    """
+    """Return the environment that `settings` describe. Raise ConfigError if there is none, its arguments do not fit, or
+    it lacks a method; EnvironmentFailure, with exit code 2, if its module or its constructor raised."""
     try:
         environment = load_environment(settings, key=_KEY)
     except EnvironmentFailure as failure:
@@ -61,9 +57,8 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
         num_tasks: tasks to make; the first eight are played.
         model: a model directory for its tokenizer and chat template; None: one token for each byte, no limits.
 
-    Raises:
-        ConfigError, DataError: the environment or the tokenizer cannot be used.
-        EnvironmentFailure: its module or its constructor raised.
+    Raise ConfigError or DataError if the environment or the tokenizer cannot be used; EnvironmentFailure if its module
+    or its constructor raised.
     """
     if model is not None:
         load_tokenizer(model)  # a wrong name is not a fault of the environment

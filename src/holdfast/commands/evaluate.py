@@ -16,11 +16,8 @@ _COMPARE = "--compare"
 
 
 def main(argv: list[str]) -> int:
-    """Run `evaluate`; return its exit code.
-
-    Raises:
-        HoldfastError: a mistake on the command line, or what ended the evaluation.
-    """
+    """Run `evaluate`; return its exit code. Raise HoldfastError for a mistake on the command line, or what ended the
+    evaluation."""
     if any(word.split("=")[0] == _COMPARE for word in argv):
         return _compare(argv)
     if help.is_asked(argv):
@@ -69,11 +66,8 @@ def _compare(argv: list[str]) -> int:
 
 
 def launch(config: EvaluateConfig) -> int:
-    """Evaluate as `config` says; return the exit code.
-
-    Raises:
-        HoldfastError: what cannot be used, or what ended the evaluation.
-    """
+    """Evaluate as `config` says; return the exit code. Raise HoldfastError for settings that cannot be used, or what
+    ended the evaluation."""
     # Not at the top: `--help` would wait for them.
     from holdfast.commands.ckpt_dirs import TensorWorkFailed
     from holdfast.commands.evaluate_follow import follow

@@ -64,11 +64,8 @@ class FollowedRun:
 
     @classmethod
     def read(cls, run: Path) -> FollowedRun:
-        """Return what the settings of the newest attempt say.
-
-        Raises:
-            DataError: `run` holds no run, or none that trains a policy.
-        """
+        """Return what the settings of the newest attempt say. Raise DataError if `run` holds no run, or none that
+        trains a policy."""
         run_dir = RunDir(run)
         if not run_dir.holds_run():
             raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
@@ -91,11 +88,7 @@ class FollowedRun:
 
 
 def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the trainer, of the newest attempt first.
-
-    Raises:
-        DataError: it trains no policy.
-    """
+    """Yield the settings of the trainer, of the newest attempt first. Raise DataError if it trains no policy."""
     for attempt in range(run_dir.next_attempt() - 1, 0, -1):
         for program in PROGRAMS:
             path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
@@ -115,14 +108,9 @@ def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
 
 
 def follow(config: EvaluateConfig) -> int:
-    """Evaluate every due step of the run that `config` names, until the run is over; return the exit code.
-
-    Each has a directory of its own. What is finished there is never begun again, what was cut off goes on.
-
-    Raises:
-        ConfigError: the run evaluates itself, or what is asked cannot be.
-        HoldfastError: what else cannot be used, or what ended an evaluation.
-    """
+    """Evaluate every due step of the run that `config` names, until the run is over; return the exit code. Each has a
+    directory of its own. What is finished there is never begun again, what was cut off goes on. Raise ConfigError if
+    the run evaluates itself; HoldfastError for settings that cannot be used, or what ended an evaluation."""
     directory = config.run
     assert directory is not None, "a run is followed"
     run = FollowedRun.read(directory)
@@ -166,11 +154,8 @@ def _missing(config: EvaluateConfig, run: FollowedRun) -> list[int]:
 
 
 def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
-    """Whether the weights that `step` has now are evaluated.
-
-    A run that is resumed sets evaluations of later steps aside in its own directory; elsewhere they may be of weights
-    that were discarded.
-    """
+    """Whether the weights that `step` has now are evaluated. A run that is resumed sets evaluations of later steps
+    aside in its own directory; elsewhere they may be of weights that were discarded."""
     path = _directory(config, step)
     if not (path / SUMMARY_NAME).exists():
         return False

@@ -60,12 +60,8 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
 
 
 def step_of_run(run: Path, wanted: int | str) -> int:
-    """Return the step that is meant, which has a checkpoint that is whole, or weights that are published.
-
-    Raises:
-        DataError: there is no run.
-        CheckpointError: the step is not there or damaged, listing those that are.
-    """
+    """Return the step that is meant, which has a checkpoint that is whole, or weights that are published. Raise
+    DataError if there is no run; CheckpointError if the step is not there or damaged, listing those that are."""
     run_dir = RunDir(run)
     if not run_dir.holds_run():
         raise DataError(
@@ -112,9 +108,8 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
     Args:
         takes_published: False: a checkpoint is exported in any case.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or gone.
-        TensorWorkFailed: it could not be exported, which has been said.
+    Raise CheckpointError if the checkpoint is damaged, or gone; TensorWorkFailed if the export failed, which is
+    reported.
     """
     run_dir = RunDir(run)
     has_checkpoint = step in run_dir.committed_steps()
@@ -138,11 +133,8 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
 
 
 def name_of_export(run_dir: RunDir, step: int) -> str:
-    """Return the name of what is exported of the checkpoint that `step` has now.
-
-    Raises:
-        FileNotFoundError: it has none.
-    """
+    """Return the name of what is exported of the checkpoint that `step` has now. Raise FileNotFoundError if it has
+    none."""
     # By what it is made of: another run has this step as well, and this one may train it again.
     return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
 
@@ -271,11 +263,7 @@ _OURS = (SUMMARY_NAME, ROLLOUTS_NAME, "rollouts", IDENTITY_NAME, JUDGEMENTS_NAME
 
 
 def check_servable(config: EvaluateConfig) -> None:
-    """Check what can be before anything is started.
-
-    Raises:
-        ConfigError, DataError: what cannot be used.
-    """
+    """Check what can be before anything is started. Raise ConfigError or DataError for what cannot be used."""
     if not config.environments:
         raise ConfigError(
             f"environments is needed: run = {config.run} is no run of rl, which has some. Give [[environments]] with "
@@ -293,11 +281,7 @@ def check_servable(config: EvaluateConfig) -> None:
 
 
 def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
-    """Make the directory one of an evaluation.
-
-    Raises:
-        RunDirError: it holds a run.
-    """
+    """Make the directory one of an evaluation. Raise RunDirError if it holds a run."""
     path = directory.path
     if directory.holds_run() and not (path / "config" / "evaluate.toml").exists():
         raise RunDirError(
@@ -333,11 +317,8 @@ def remove_exports(path: Path) -> None:
 
 
 def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
-    """Run server and evaluation to the end; return the exit code. Nothing of them runs on.
-
-    Raises:
-        ProcessDied: one of them failed.
-    """
+    """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if one of
+    them failed."""
     path = directory.path
     server = config.inference.server
     held = reserve_first_free(server.host, server.port)

@@ -27,11 +27,8 @@ from holdfast.view.tables import Grid, Report, number, working
 
 
 def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
-    """Write `batches` to the new file `path`, one in memory at a time; return how many rollouts they hold.
-
-    Raises:
-        RunDirError: it cannot be written; then nothing is left.
-    """
+    """Write `batches` to the new file `path`, one in memory at a time; return how many rollouts they hold. Raise
+    RunDirError, and leave nothing, if it cannot be written."""
     temporary = atomic.temporary_sibling(path)
     try:
         atomic.make_directory(path.parent.absolute())
@@ -64,11 +61,8 @@ _EPILOG = (
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand; return 0, or 1 when a batch is damaged.
-
-    Raises:
-        HoldfastError: a mistake in the command, or something that is missing or damaged.
-    """
+    """Run one subcommand; return 0, or 1 when a batch is damaged. Raise HoldfastError for a mistake in the command, or
+    something that is missing or damaged."""
     arguments = parse(argv)
     run_dir = RunDir(arguments.output_dir)
     if arguments.command == "show":
@@ -82,11 +76,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes.
-
-    Raises:
-        ConfigError: one that cannot be used.
-    """
+    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes. Raise ConfigError for one
+    that cannot be used."""
     return _subcommands().parse(argv)
 
 
@@ -104,12 +95,8 @@ def _subcommands() -> Subcommands:
 
 
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
-    """Show the problems of one batch, or every turn of one of its problems.
-
-    Raises:
-        CheckpointError: the batch is not there, or damaged.
-        ConfigError: there is no such problem, or STEP means several batches.
-    """
+    """Show the problems of one batch, or every turn of one of its problems. Raise CheckpointError if the batch is not
+    there, or damaged; ConfigError if there is no such problem, or STEP means several batches."""
     directories = find_batches(run_dir, [step])
     if len(directories) != 1:
         raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")
@@ -311,13 +298,9 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
 
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
-    """Write the rollouts of some batches to a new file; nothing is written if one of them is damaged.
-
-    Raises:
-        CheckpointError: naming the damaged file; or there are no batches.
-        ConfigError: the file exists.
-        RunDirError: it cannot be written.
-    """
+    """Write the rollouts of some batches to a new file; nothing is written if one of them is damaged. Raise
+    CheckpointError if a batch is damaged or there are none; ConfigError if the file exists; RunDirError if it cannot be
+    written."""
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
     directories = find_batches(run_dir, steps)

@@ -78,11 +78,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<plain>\d+
 
 
 def _seconds(time: str) -> int:
-    """Return the seconds of a time as sbatch reads it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the seconds of a time as sbatch reads it. Raise ValueError if it is not a time."""
     match = _TIME.fullmatch(time)
     if match is None:
         raise ValueError("must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00")

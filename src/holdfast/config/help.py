@@ -46,8 +46,7 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
     Args:
         summary: what the command does, in a sentence.
 
-    Raises:
-        ConfigError: there is no section of that name.
+    Raise ConfigError if there is no section of that name.
     """
     sections = _sections(command)
     width = min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)

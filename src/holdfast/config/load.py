@@ -87,11 +87,8 @@ def _read(path: str, shown: str) -> dict[str, Any]:
 
 
 def parse_command_line(command: type[C], argv: list[str]) -> C:
-    """Return the validated configuration of `command`.
-
-    Raises:
-        ConfigError: a file, key, type or value cannot be used.
-    """
+    """Return the validated configuration of `command`. Raise ConfigError if a file, key, type or value cannot be
+    used."""
     files, words = _split_files(argv, command)
     given: dict[str, str] = {}
     try:
@@ -353,10 +350,8 @@ def _cut(text: str) -> str:
 def _resolve(
     location: tuple[int | str, ...], command: type[BaseModel]
 ) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
-    """Return the part of a pydantic location that names keys, and the model that has the last of them.
-
-    The rest of a location names alternatives of a union, which a user never wrote.
-    """
+    """Return the part of a pydantic location that names keys, and the model that has the last of them. The rest of a
+    location names alternatives of a union, which a user never wrote."""
     model: type[BaseModel] | None = command
     parent: type[BaseModel] | None = command
     entries: type[BaseModel] | None = None
@@ -419,11 +414,8 @@ def without_none(value: Any) -> Any:
 
 
 def read_toml(command: type[C], path: str | Path) -> C:
-    """Return the configuration of `command` that `to_toml` wrote to `path`.
-
-    Raises:
-        ConfigError: the file is missing or does not hold a valid configuration.
-    """
+    """Return the configuration of `command` that `to_toml` wrote to `path`. Raise ConfigError if the file is missing or
+    does not hold a valid configuration."""
     files = _Files()
     files.add(str(path), shown=str(path))
     try:

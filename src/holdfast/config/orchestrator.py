@@ -102,11 +102,7 @@ class EvaluationSamplingConfig(SamplingConfig):
 
 
 def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
-    """Refuse several samples that are all the same.
-
-    Raises:
-        ValueError: they would be.
-    """
+    """Refuse several samples that are all the same. Raise ValueError if temperature 0 makes them so."""
     if sampling.temperature == 0 and samples_per_task > 1:
         raise ValueError(
             f"samples_per_task = {samples_per_task} at sampling.temperature = 0 are {samples_per_task} times the same "
@@ -115,11 +111,8 @@ def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
 
 
 def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | None = None) -> None:
-    """Refuse environments that cannot be told apart, and longer rollouts of one than the `seq_len` of all.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse environments that cannot be told apart, and longer rollouts of one than the `seq_len` of all. Raise
+    ValueError with the name of the environment."""
     labels = [section.label for section in environments]
     if len(set(labels)) != len(labels):
         raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
@@ -132,11 +125,7 @@ def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | 
 
 
 def check_held_out(environments: Sequence[EnvironmentConfig]) -> None:
-    """Refuse what an evaluation has settings of its own for.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse what an evaluation has settings of its own for. Raise ValueError with the name of the environment."""
     for section in environments:
         if section.group_size is not None:
             raise ValueError(

@@ -37,10 +37,8 @@ long it waits for what."""
 
 
 def fingerprint(config: TrainingCommand) -> str:
-    """Return the xxh3-128 of the settings that decide what a training step computes.
-
-    `max_steps` does not count, but where the learning-rate schedules end does.
-    """
+    """Return the xxh3-128 of the settings that decide what a training step computes. `max_steps` does not count, but
+    where the learning-rate schedules end does."""
     settings = _computing(config)
     settings["optim"]["schedule_steps"] = schedule_end(config.optim, config.max_steps)
     if isinstance(config, TrainerConfig) and config.critic is not None:

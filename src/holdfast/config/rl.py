@@ -165,15 +165,9 @@ SHARED = {
 
 
 def hand_down_shared(config: RlConfig) -> RlConfig:
-    """Return `config` with every shared setting equal in all processes that have it.
-
-    What is set on `rl` itself wins. Otherwise a setting that exactly one process, or several with
-    equal values, was given goes to the others.
-
-    Raises:
-        ConfigError: two processes were given different values and `rl` itself none; or what they were given does
-            not fit together.
-    """
+    """Return `config` with every shared setting equal in all processes that have it. What is set on `rl` itself wins.
+    Otherwise a setting that exactly one process, or several with equal values, was given goes to the others. Raise
+    ConfigError if two processes were given different values and `rl` none, or if settings do not fit together."""
     config = config.model_copy(deep=True)
     _check_teacher(config)
     _check_truncation(config)

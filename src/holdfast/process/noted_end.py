@@ -26,10 +26,8 @@ class Ending:
         return module_command("holdfast.process.noted_end", str(os.getpid()), str(self._memory), program, *arguments)
 
     def is_from_outside(self) -> bool:
-        """Whether the program, which is over, was killed; True also if the process between was.
-
-        Shells and other programs that run the server say 128 + the signal that it was killed by.
-        """
+        """Whether the program, which is over, was killed; True also if the process between was. Shells and other
+        programs that run the server say 128 + the signal that it was killed by."""
         noted = os.pread(self._memory, 16, 0)
         return not noted or killed_by(int(noted)) is not None or killed_by(128 - int(noted)) is not None
 

@@ -24,10 +24,8 @@ _held: dict[Path, int] = {}  # of this process: looking at one of them would let
 
 
 def scratch_name() -> str:
-    """Return what the names of all directories of this user on this host begin with.
-
-    Of this host, as some filesystems that several have in common keep their locks to each.
-    """
+    """Return what the names of all directories of this user on this host begin with. Of this host, as some filesystems
+    that several have in common keep their locks to each."""
     return f"holdfast-{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -51,10 +49,8 @@ def make_scratch(home: Path) -> Path:
 
 
 def hold(path: Path) -> bool:
-    """Mark the directory as one in use until `drop`, or the end of this process; False where it was just removed.
-
-    Where the filesystem has no locks nothing is marked, and nothing is removed by others.
-    """
+    """Mark the directory as one in use until `drop`, or the end of this process; False where it was just removed. Where
+    the filesystem has no locks nothing is marked, and nothing is removed by others."""
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:

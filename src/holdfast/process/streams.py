@@ -33,11 +33,9 @@ class _Output(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Have stdin, stdout and stderr lead to /dev/null where they are closed (`>&-`).
-
-    Otherwise the next file that is opened gets their number, and whatever a library or a child prints goes into it;
-    and Python has None for them, which nobody can write to.
-    """
+    """Have stdin, stdout and stderr lead to /dev/null where they are closed (`>&-`). Otherwise the next file that is
+    opened gets their number, and whatever a library or a child prints goes into it; and Python has None for them, which
+    nobody can write to."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -68,11 +66,8 @@ def mark_output() -> None:
 
 
 def raise_swallowed_failure() -> None:
-    """Raise the first failure of stdout that there was: argparse passes over those of a long `--help`.
-
-    Raises:
-        OutputFailed: there was one.
-    """
+    """Raise the first failure of stdout that there was: argparse passes over those of a long `--help`. Raise
+    OutputFailed if there was one."""
     if _failures:
         raise _failures[0]
 

@@ -262,9 +262,7 @@ def largest_request(max_len: int) -> int:
 
 def largest_answer(request: GenerateRequest) -> int:
     """Return how many bytes the answer to `request` can have at most, with much to spare for how numbers are written.
-
-    Were every token sampled by weights of its own, it would come with a span of them.
-    """
+    Were every token sampled by weights of its own, it would come with a span of them."""
     per_choice = _CHOICE_BYTES + _SAMPLED_TOKEN_BYTES * request.max_tokens
     if request.prompt_logprobs:
         per_choice += _PROMPT_TOKEN_BYTES * len(request.token_ids)
@@ -303,10 +301,8 @@ class Canary(msgspec.Struct):
 
 
 def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
-    """Return the mean absolute difference of an engine's `logprobs`, in nats.
-
-    Infinite where their number differs; 0 of a single token, before which there is none.
-    """
+    """Return the mean absolute difference of an engine's `logprobs`, in nats. Infinite where their number differs; 0 of
+    a single token, before which there is none."""
     if len(logprobs) != len(canary.logprobs):
         return float("inf")
     differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
@@ -319,8 +315,7 @@ def read_key(name: str, *, what: str = "key") -> str | None:
     Args:
         what: it is called in the message.
 
-    Raises:
-        ConfigError: it cannot stand in a header. The message does not repeat it.
+    Raise ConfigError, without the key, if it cannot stand in a header.
     """
     key = os.environ.get(name, "")
     if not key:
@@ -334,11 +329,8 @@ def read_key(name: str, *, what: str = "key") -> str | None:
 
 
 def read_admin_token(name: str) -> str | None:
-    """Return the token in the environment variable `name`; None where it is not set or empty.
-
-    Raises:
-        ConfigError: it cannot stand in a header. The message does not repeat it.
-    """
+    """Return the token in the environment variable `name`; None where it is not set or empty. Raise ConfigError,
+    without the token, if it cannot stand in a header."""
     return read_key(name, what="admin token")
 
 

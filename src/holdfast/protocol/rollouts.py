@@ -39,11 +39,8 @@ class _Packed(array):
     item: ClassVar[str]
 
     def __new__(cls, values: bytes | Sequence[float] = b"") -> Self:
-        """Return an array of numbers, or of the bytes of their items.
-
-        Raises:
-            ValueError: a value does not fit the item type, or the bytes are no whole number of items.
-        """
+        """Return an array of numbers, or of the bytes of their items. Raise ValueError if a value does not fit the item
+        type, or the bytes hold part of an item."""
         if not isinstance(values, bytes):
             try:
                 values = struct.pack(f"{len(values)}{cls.item}", *values)  # half the time of array(item, values)
@@ -94,11 +91,8 @@ def encode_packed(value: Any) -> memoryview:
 
 
 def decode_packed(kind: type[Any], value: Any) -> Any:
-    """Return a packed array from its bytes, or from the list of numbers that JSON has: `dec_hook` for msgspec.
-
-    Raises:
-        ValueError: `value` is neither, or does not fit.
-    """
+    """Return a packed array from its bytes, or from the list of numbers that JSON has: `dec_hook` for msgspec. Raise
+    ValueError if `value` is neither, or does not fit."""
     if issubclass(kind, _Packed) and isinstance(value, bytes | list):
         return kind(value)
     raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
@@ -310,11 +304,8 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Return the batch in the bytes of its file.
-
-    Raises:
-        ValueError: it is damaged, or has another format than `BATCH_FORMAT`; says which.
-    """
+    """Return the batch in the bytes of its file. Raise ValueError if it is damaged, or has another format than
+    `BATCH_FORMAT`."""
     found = msgspec.msgpack.decode(data, type=_Versioned).format
     if found != BATCH_FORMAT:
         raise ValueError(f"it has format {found}; this version reads format {BATCH_FORMAT}")
@@ -326,11 +317,7 @@ _HIGHEST_LOGPROB = 1e-4
 
 
 def vocab_size_in(path: Path) -> int:
-    """Return how many token ids the model with this config.json has.
-
-    Raises:
-        DataError: it does not say.
-    """
+    """Return how many token ids the model with this config.json has. Raise DataError if it does not say."""
     try:
         config = json.loads(path.read_bytes())
         sizes = [section["vocab_size"] for section in (config, *_sections(config)) if "vocab_size" in section]

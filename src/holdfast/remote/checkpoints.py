@@ -32,11 +32,8 @@ _log = logging.getLogger("holdfast.remote")
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run below `url`. Every method may raise `StorageError`.
-
-    Raises:
-        ConfigError: the URL cannot be used, or its driver is not installed.
-    """
+    """The checkpoints of one run below `url`. Every method may raise `StorageError`. Raise ConfigError if the URL
+    cannot be used, or its driver is not installed."""
 
     def __init__(self, url: str) -> None:
         self._store = ObjectStore(url)
@@ -47,11 +44,8 @@ class RemoteCheckpoints:
         return [step for step in self._numbers("") if self._store.read(f"step_{step}/{MANIFEST_NAME}") is not None]
 
     def read_manifest(self, step: int) -> Manifest:
-        """Return the manifest of `step`.
-
-        Raises:
-            CheckpointError: the step is not committed, or its manifest is damaged.
-        """
+        """Return the manifest of `step`. Raise CheckpointError if the step is not committed, or its manifest is
+        damaged."""
         return self._committed(f"step_{step}", "checkpoint", step)[0]
 
     def upload(self, directory: Path, step: int, *, weights: Sequence[Path] = ()) -> bool:
@@ -64,8 +58,7 @@ class RemoteCheckpoints:
             directory: the checkpoint on this machine; checked against its manifest, byte for byte.
             weights: published weights that a resume from it needs; copied first.
 
-        Raises:
-            CheckpointError: it is not the intact checkpoint of `step`; nothing is committed then.
+        Raise CheckpointError if it is not the intact checkpoint of `step`; nothing is committed then.
         """
         listing = manifest.read_manifest(directory)
         if listing.step != step:
@@ -136,18 +129,14 @@ class RemoteCheckpoints:
         Args:
             make_room: what becomes of the directory that is there already, once the other is whole.
 
-        Raises:
-            CheckpointError: the step is not there or damaged, naming the file.
-            RunDirError: `to` cannot be written, which is no fault of the step.
+        Raise CheckpointError if the step is not there or damaged, naming the file; RunDirError if `to` cannot be
+        written, which is no fault of the step.
         """
         self._download(f"step_{step}", "checkpoint", step, to, make_room)
 
     def download_weights(self, version: int, to: Path) -> bool:
-        """Copy the weights of a version to `to`; return whether they are there.
-
-        Raises:
-            CheckpointError: they are damaged, naming the file.
-        """
+        """Copy the weights of a version to `to`; return whether they are there. Raise CheckpointError if they are
+        damaged, naming the file."""
         name = f"{WEIGHTS_DIR}/step_{version}"
         if self._store.read(f"{name}/{MANIFEST_NAME}") is None:
             return False
@@ -217,10 +206,8 @@ class RemoteCheckpoints:
         return removed
 
     def set_aside_after(self, step: int) -> list[int]:
-        """Make later steps not exist, as a resume from `step` rewrites them; return which.
-
-        Their files stay until the same step is uploaded again, with the manifest as `discarded.json`.
-        """
+        """Make later steps not exist, as a resume from `step` rewrites them; return which. Their files stay until the
+        same step is uploaded again, with the manifest as `discarded.json`."""
         later = []
         for number in reversed(self._numbers("")):
             if number > step and (data := self._store.read(f"step_{number}/{MANIFEST_NAME}")) is not None:

@@ -88,9 +88,8 @@ class ObjectStore:
     Credentials and endpoint come from the environment of the driver: AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_PROFILE and so on.
 
-    Raises:
-        ConfigError: the URL cannot be used, or its driver is not installed.
-        StorageError: from every method, naming URL, operation and reason.
+    Raise ConfigError if the URL cannot be used, or its driver is not installed. Every method may raise StorageError
+    with URL, operation and reason.
     """
 
     def __init__(self, url: str) -> None:
@@ -149,11 +148,8 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def put(self, path: Path, name: str) -> None:
-        """Copy the local file `path` to `name`.
-
-        Raises:
-            OSError: `path` cannot be read, which is no fault of the store.
-        """
+        """Copy the local file `path` to `name`. Raise OSError if `path` cannot be read, which is no fault of the
+        store."""
         operation = f"writing {name}"
         try:
             self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_TransferProgress())
@@ -163,11 +159,8 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def get(self, name: str, path: Path) -> bool:
-        """Copy `name` to the local file `path`; return whether there is such a file.
-
-        Raises:
-            OSError: `path` cannot be written, which is no fault of the store.
-        """
+        """Copy `name` to the local file `path`; return whether there is such a file. Raise OSError if `path` cannot be
+        written, which is no fault of the store."""
         try:
             self._call(
                 f"reading {name}", "get_file", self._path(name), str(path), local=path, callback=_TransferProgress()
@@ -224,10 +217,7 @@ class ObjectStore:
         Args:
             local: the file of this machine that it reads or writes.
 
-        Raises:
-            FileNotFoundError: what it is about is not there, but the place that it would be in.
-            OSError: of `local`.
-            StorageError: anything else.
+        Raise FileNotFoundError if the object is missing and its bucket exists; OSError of `local`; else StorageError.
         """
         pauses = _pauses()
         while True:

@@ -102,35 +102,25 @@ class Uploader:
             return True
 
     def poll(self) -> None:
-        """Raise the first failure since the last call that will not be tried again; all are logged.
-
-        That is a checkpoint that is damaged, and a store that refuses what is to be its very first upload.
-
-        Raises:
-            CheckpointError: with URL, operation and reason.
-        """
+        """Raise the first failure since the last call that will not be tried again; all are logged. That is a
+        checkpoint that is damaged, and a store that refuses what is to be its very first upload. Raise CheckpointError,
+        with URL, operation and reason."""
         with self._changed:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything submitted is uploaded or has failed for good; return whether that came in time.
-
-        Raises:
-            CheckpointError: an upload failed.
-        """
+        """Wait until everything submitted is uploaded or has failed for good; return whether that came in time. Raise
+        CheckpointError if an upload failed."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._jobs and self._current is None, timeout_s)
         self.poll()
         return done
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for the uploads, tried again meanwhile, and end the thread; what is not done in time is given up.
-
-        Raises:
-            CheckpointError: an upload failed, or was given up: which steps are on this machine only.
-        """
+        """Wait for the uploads, tried again meanwhile, and end the thread; what is not done in time is given up. Raise
+        CheckpointError, with the steps that are on this machine only, if an upload failed or was given up."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

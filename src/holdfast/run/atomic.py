@@ -51,11 +51,8 @@ def make_directory(path: Path) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` (and `path` itself) to the disk.
-
-    Raises:
-        OSError: one of them could not be flushed, or not even listed.
-    """
+    """Flush every file and directory below `path` (and `path` itself) to the disk. Raise OSError if one of them could
+    not be flushed, or not even listed."""
 
     def fail(error: OSError) -> None:  # os.walk itself passes over what it cannot list
         raise error
@@ -104,11 +101,8 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def publish_directory(temporary: Path, final: Path) -> None:
-    """Give a complete directory its final name, durably. `final` must not exist.
-
-    Raises:
-        FileExistsError: `final` exists; published directories are never written over.
-    """
+    """Give a complete directory its final name, durably. `final` must not exist. Raise FileExistsError if `final`
+    exists; published directories are never written over."""
     # rename would quietly replace an empty directory.
     if final.exists():
         raise FileExistsError(f"{final} exists already; published directories are never overwritten")
@@ -153,10 +147,8 @@ def is_gone(path: Path) -> bool:
 
 
 def is_visible(path: Path) -> bool:
-    """Return whether `path` is there, asked of who has the disk where that is another machine.
-
-    NFS remembers for up to a minute that there was nothing of a name, until the directory that holds it is opened.
-    """
+    """Return whether `path` is there, asked of who has the disk where that is another machine. NFS remembers for up to
+    a minute that there was nothing of a name, until the directory that holds it is opened."""
     try:
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:  # which may be remembered as well

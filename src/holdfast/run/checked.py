@@ -22,11 +22,7 @@ def encode(values: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return what `encode` was given.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return what `encode` was given. Raise ValueError if it is damaged."""
     found = json.loads(data)
     if not isinstance(found, dict):
         raise ValueError("it is no object")
@@ -47,11 +43,7 @@ def with_first_line(text: str) -> bytes:
 
 
 def check_toml(data: bytes) -> None:
-    """Compare lines of TOML with the checksum before them.
-
-    Raises:
-        ValueError: they are damaged.
-    """
+    """Compare lines of TOML with the checksum before them. Raise ValueError if they are damaged."""
     if not data.startswith(b"# check "):
         return
     found = _FIRST_LINE.match(data)

@@ -126,10 +126,8 @@ def _file_size(path: Path) -> int:
 
 
 def list_entries(directory: Path) -> list[Entry]:
-    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not.
-
-    Names other than `step_N` and those of unfinished saves are somebody else's and left out.
-    """
+    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
+    than `step_N` and those of unfinished saves are somebody else's and left out."""
     if not directory.is_dir():
         return []
     return sorted(
@@ -171,9 +169,8 @@ def verify_checkpoint(
         step: the step that it must be of; unset: any.
         to_resume: a file that the trainer makes anew if it is damaged may be so.
 
-    Raises:
-        CheckpointError: naming the first file that is missing or damaged, or what the directory is instead.
-        ReadError: naming the first file that cannot be read.
+    Raise CheckpointError for the first file that is missing or damaged, or another kind of directory; ReadError for the
+    first file that cannot be read.
     """
     spared = []
     if to_resume and f"{TRAINER_DIR}/{REFERENCE_MODEL_NAME}" in manifest.read_manifest(directory).files:
@@ -243,11 +240,8 @@ def to_safetensors(path: Path) -> str:
 
 
 def require_weights(path: Path) -> Kind:
-    """Return what kind of weights `path` holds, by the names of its files.
-
-    Raises:
-        CheckpointError: none: says what was found, what is needed and what to give.
-    """
+    """Return what kind of weights `path` holds, by the names of its files. Raise CheckpointError, with what was found
+    and what is needed, if there are none."""
     kind = kind_of(path)
     if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS, Kind.PICKLED):
         return kind

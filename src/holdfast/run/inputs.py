@@ -36,10 +36,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def check_model_path(name: str, *, key: str) -> None:
     """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
-
-    Raises:
-        DataError: there is no such directory, or it holds no model.
-    """
+    Raise DataError if there is no such directory, or it holds no model."""
     path = Path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
     if not looks_local:
@@ -56,11 +53,8 @@ def check_model_path(name: str, *, key: str) -> None:
 
 
 def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
-    """Ask the hub for a small file of a model that no directory holds, and say so: a hub may be slow, or silent.
-
-    Raises:
-        DataError: it has no such model, or cannot be reached and its cache has none.
-    """
+    """Ask the hub for a small file of a model that no directory holds, and say so: a hub may be slow, or silent. Raise
+    DataError if it has no such model, or cannot be reached and its cache has none."""
     if os.path.isdir(name):  # noqa: PTH112 - whatever the text is
         return
     report(f"asking the hub for {name}")
@@ -110,9 +104,8 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
     Args:
         needs_index: for transformers, which reads several files by their index; vLLM reads all that are there.
 
-    Raises:
-        DataError: it has none that can be read, or a file is missing, cut or something else.
-        ReadError: a file could not be read.
+    Raise DataError if it has none that can be read, or a file is missing, cut or something else; ReadError if a file
+    cannot be read.
     """
     path = Path(name)
     if not path.is_dir():
@@ -173,11 +166,7 @@ def _wrong_with_weights(path: Path) -> str | None:
 
 
 def check_tokenizer_path(name: str, *, key: str) -> None:
-    """Refuse a local directory without any file of a tokenizer; hub ids pass.
-
-    Raises:
-        DataError: it has none.
-    """
+    """Refuse a local directory without any file of a tokenizer; hub ids pass. Raise DataError if it has none."""
     path = Path(name)
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise DataError(
@@ -188,11 +177,7 @@ def check_tokenizer_path(name: str, *, key: str) -> None:
 
 def check_data_path(name: str, *, key: str) -> None:
     """Refuse a local file or directory that is not there, or whose files are of another kind; names of a hub pass.
-
-    Raises:
-        DataError: there is no such file or directory, or it cannot hold rows.
-        ReadError: it could not be read.
-    """
+    Raise DataError if there is no such file or directory, or it cannot hold rows; ReadError if it cannot be read."""
     path = Path(name)
     lower = name.lower()
     looks_local = name.startswith((".", "/", "~")) or lower.endswith((*_DATA_FILES, *_OTHER_FILES))
@@ -229,10 +214,8 @@ def _wrong_with_file(path: Path) -> str | None:
 
 
 def _wrong_with_directory(path: Path) -> str | None:
-    """Return why the files of a directory cannot be read as rows; None where they may.
-
-    `datasets` reads those of one kind and leaves out the others without a word.
-    """
+    """Return why the files of a directory cannot be read as rows; None where they may. `datasets` reads those of one
+    kind and leaves out the others without a word."""
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by `save_to_disk`
         return None
     card = path / "README.md"
@@ -276,14 +259,9 @@ def _some(names: list[str]) -> str:
 
 
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
-    """Refuse weights that are damaged.
-
-    What has a manifest is verified as `how` says; of other safetensors files none may be cut. The names and shapes of
-    tensors are compared by the trainer, which fills its model with them.
-
-    Raises:
-        CheckpointError: saying what was found and what is needed.
-    """
+    """Refuse weights that are damaged. What has a manifest is verified as `how` says; of other safetensors files none
+    may be cut. The names and shapes of tensors are compared by the trainer, which fills its model with them. Raise
+    CheckpointError, saying what was found and what is needed."""
     kind = require_weights(path)
     if kind is Kind.CHECKPOINT:
         verify_checkpoint(path, how=how)

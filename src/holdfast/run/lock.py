@@ -86,9 +86,8 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
     Returns:
         None, or who has it
 
-    Raises:
-        OSError: the file cannot be opened.
-        RunDirError: it lies where nothing can be locked, or the processes of a holder that was killed do not end.
+    Raise OSError if the file cannot be opened; RunDirError if nothing can be locked there, or the processes of a holder
+    that was killed do not end.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     os.set_inheritable(descriptor, over_exec)
@@ -155,10 +154,8 @@ def _without_locks(path: Path, error: OSError) -> RunDirError:
 
 
 def living_holder(path: Path) -> Holder | None:
-    """Return who has written itself into the lock `path` and is not known to have ended; touches no lock.
-
-    Asking the kernel for the lock, as `is_held` does, would have somebody who takes it at the same moment refused.
-    """
+    """Return who has written itself into the lock `path` and is not known to have ended; touches no lock. Asking the
+    kernel for the lock, as `is_held` does, would have somebody who takes it at the same moment refused."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -184,19 +181,13 @@ def living_holder(path: Path) -> Holder | None:
 
 
 class DirectoryLock:
-    """A lock on a directory itself, without a file of its own, for who writes into it.
-
-    All locks of one process on a directory are one.
-    """
+    """A lock on a directory itself, without a file of its own, for who writes into it. All locks of one process on a
+    directory are one."""
 
     _held: ClassVar[dict[Path, tuple[int, int]]] = {}
 
     def __init__(self, path: Path) -> None:
-        """Take it; wait for a holder that is about to end.
-
-        Raises:
-            RunDirError: another process has it.
-        """
+        """Take it; wait for a holder that is about to end. Raise RunDirError if another process has it."""
         self._path = path.resolve()
         # flock is of the open file: a second one of the same process would wait for the first.
         descriptor, holders = self._held.get(self._path, (-1, 0))

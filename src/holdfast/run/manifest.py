@@ -119,10 +119,7 @@ def file_digest(path: Path) -> str:
 
 def content_digest(path: Path) -> str:
     """Return a digest of a file: of all its bytes, or of 256 MB of a file of over 1 GB, evenly spread, and its size.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    Raise OSError if it cannot be read."""
     size = path.stat().st_size
     digest = xxhash.xxh3_64(str(size).encode())
     step = _BLOCK_BYTES if size <= _WHOLE_BYTES else (size - _BLOCK_BYTES) // (_BLOCKS - 1)
@@ -181,11 +178,8 @@ def _fill_checksum(data: bytes, old: str, new: str) -> bytes:
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest in `data`.
-
-    Raises:
-        CheckpointError: naming `where` it lies: damaged, of another format, or about files outside of its directory.
-    """
+    """Return the manifest in `data`. Raise CheckpointError, with `where`, if it is damaged, of another format, or names
+    files outside of its directory."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -219,12 +213,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of `directory`.
-
-    Raises:
-        CheckpointError: there is none, or its checksum is wrong.
-        ReadError: it cannot be read.
-    """
+    """Return the manifest of `directory`. Raise CheckpointError if there is none, or its checksum is wrong; ReadError
+    if it cannot be read."""
     path = directory / MANIFEST_NAME
     try:
         data = path.read_bytes()
@@ -236,11 +226,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def is_committed(directory: Path) -> bool:
-    """Return whether `directory` has a valid manifest.
-
-    Raises:
-        ReadError: that cannot be told now.
-    """
+    """Return whether `directory` has a valid manifest. Raise ReadError if the manifest cannot be read."""
     try:
         read_manifest(directory)
     except CheckpointError:
@@ -258,9 +244,8 @@ def verify(
         step: the step that the directory must be of; unset: any.
         spared: files that are not looked at.
 
-    Raises:
-        CheckpointError: naming the first file that is missing, of another size, or damaged.
-        ReadError: naming the first file that cannot be read.
+    Raise CheckpointError for the first file that is missing, of another size, or damaged; ReadError for the first that
+    cannot be read.
     """
     manifest = read_manifest(directory)
     if step is not None and manifest.step != step:
@@ -280,9 +265,7 @@ def check_file(path: Path, entry: FileEntry, *, how: Verification = "full", wher
     Args:
         where: what errors call it; unset: `path`.
 
-    Raises:
-        CheckpointError: it is missing, of another size, or damaged.
-        ReadError: it cannot be read.
+    Raise CheckpointError if it is missing, of another size, or damaged; ReadError if it cannot be read.
     """
     where = where or str(path)
     try:

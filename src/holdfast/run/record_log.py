@@ -111,11 +111,8 @@ class RecordLog:
         return self._durable_bytes
 
     def append(self, payload: bytes) -> None:
-        """Write one record into the page cache. Never waits for the disk to have it.
-
-        Raises:
-            OSError: it cannot be written, or an earlier record could not be made durable.
-        """
+        """Write one record into the page cache. Never waits for the disk to have it. Raise OSError if it cannot be
+        written, or an earlier record could not be made durable."""
         if self._failure is not None:
             raise self._failure
         head = MARKER + len(payload).to_bytes(_LENGTH_BYTES, "little") + xxhash.xxh3_64_digest(payload)
@@ -131,11 +128,8 @@ class RecordLog:
             self._changed.notify()
 
     def close(self, *, wait: bool = False) -> None:
-        """End the log. Its thread makes the rest durable and closes the file; `wait` waits until it has.
-
-        Raises:
-            OSError: after waiting: it could not be made durable.
-        """
+        """End the log. Its thread makes the rest durable and closes the file; `wait` waits until it has. Raise OSError,
+        after waiting, if it could not be made durable."""
         self._closing.set()
         with self._changed:
             self._changed.notify()

@@ -156,11 +156,7 @@ class RunDir:
         return self.evaluations / "given_up"
 
     def give_up_evaluations(self) -> None:
-        """Have nobody wait for evaluations, until the next attempt.
-
-        Raises:
-            OSError: the storage does not take it.
-        """
+        """Have nobody wait for evaluations, until the next attempt. Raise OSError if the storage does not take it."""
         self.evaluations.mkdir(exist_ok=True)
         self.given_up.touch()
 
@@ -177,20 +173,14 @@ class RunDir:
         return self.logs(max(1, self.next_attempt() - 1))
 
     def profiles(self) -> list[Path]:
-        """The directories of the profiles of the newest attempt that has any, each with a trace of each rank.
-
-        Raises:
-            OSError: a directory cannot be read.
-        """
+        """The directories of the profiles of the newest attempt that has any, each with a trace of each rank. Raise
+        OSError if a directory cannot be read."""
         found = self.logged("profile_steps_*/rank_*.json.gz")
         return sorted({path.parent for attempt, path in found if attempt == found[-1][0]})
 
     def logged(self, pattern: str) -> list[tuple[int, Path]]:
-        """The logs that match `pattern`, behind the numbers of their attempts, ascending.
-
-        Raises:
-            OSError: a directory cannot be read.
-        """
+        """The logs that match `pattern`, behind the numbers of their attempts, ascending. Raise OSError if a directory
+        cannot be read."""
         found: list[tuple[int, Path]] = []
         for attempt in _numbered(self.path / "logs", _ATTEMPT):
             with contextlib.suppress(FileNotFoundError):  # a resume has just removed an old attempt
@@ -210,11 +200,8 @@ class RunDir:
         return (self.path / "run.json").exists()
 
     def has_work(self) -> bool:
-        """Whether the directory holds a trained step, a checkpoint, weights, or anything that was generated.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Whether the directory holds a trained step, a checkpoint, weights, or anything that was generated. Raise
+        OSError if a file cannot be read."""
         has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         return has_metrics or any(
             numbered_paths(parent) for parent in (self.checkpoints, self.rollouts, self.weights, self.evaluations)
@@ -225,12 +212,7 @@ class RunDir:
         return self.identity()["run_id"]
 
     def identity(self) -> dict[str, Any]:
-        """Return what `run.json` says.
-
-        Raises:
-            RunDirError: it is damaged.
-            OSError: it cannot be read.
-        """
+        """Return what `run.json` says. Raise RunDirError if it is damaged; OSError if it cannot be read."""
         path = self.path / "run.json"
         try:
             identity = checked.decode(path.read_bytes())
@@ -268,10 +250,8 @@ class RunDir:
         return self.identity().get("rewinds", [])
 
     def note_rewind(self, step: int, *, by_attempt: int) -> None:
-        """Note that the run goes back to `step` in attempt `by_attempt`, and takes another way from there.
-
-        Noted before anything moves; a start that failed behind it and is given again has the same number.
-        """
+        """Note that the run goes back to `step` in attempt `by_attempt`, and takes another way from there. Noted before
+        anything moves; a start that failed behind it and is given again has the same number."""
         path = self.path / "run.json"
         identity = self.identity()
         earlier = identity.get("rewinds", [])
@@ -285,11 +265,7 @@ class RunDir:
         return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
 
     def committed_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, ascending.
-
-        Raises:
-            ReadError: of one this cannot be told now.
-        """
+        """Steps with a committed checkpoint, ascending. Raise ReadError if a manifest cannot be read."""
         entries = self.entries()
         for entry in entries:
             if entry.status == "unreadable":
@@ -313,20 +289,15 @@ class RunDir:
         return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
 
     def noted_inputs(self) -> Path | None:
-        """The file in which the newest attempt noted its inputs; before the first, that of another machine.
-
-        Nothing where none has noted any.
-        """
+        """The file in which the newest attempt noted its inputs; before the first, that of another machine. Nothing
+        where none has noted any."""
         attempts = reversed(_numbered(self.path / "configs", _ATTEMPT))
         places = [*(self.configs(attempt) for attempt in attempts), self.path]
         return next((path for place in places if (path := place / INPUTS_NAME).exists()), None)
 
     def lock(self) -> None:
-        """Take the directory for this process; the kernel frees it when the process ends.
-
-        Raises:
-            RunDirError: another process holds it, or it cannot be written.
-        """
+        """Take the directory for this process; the kernel frees it when the process ends. Raise RunDirError if another
+        process holds it, or it cannot be written."""
         holder = self._take("run.lock")
         if holder is not None:
             raise RunDirError(
@@ -340,8 +311,7 @@ class RunDir:
         Args:
             over_exec: this process becomes the orchestrator.
 
-        Raises:
-            RunDirError: another one makes them.
+        Raise RunDirError if another process makes them.
         """
         holder = self._take("orchestrator.lock", over_exec=over_exec)
         if holder is not None:
@@ -372,11 +342,8 @@ class RunDir:
         return lock.is_held(self.path / "run.lock")
 
     def require_writable(self) -> None:
-        """Refuse a directory that cannot be written now, rather than at the first save.
-
-        Raises:
-            RunDirError: naming the directory in it, and the reason.
-        """
+        """Refuse a directory that cannot be written now, rather than at the first save. Raise RunDirError with the
+        directory and the reason."""
         for directory in (self.path, self.checkpoints, self.rollouts, self.weights):
             if not directory.exists():
                 continue
@@ -413,13 +380,8 @@ class RunDir:
         return self._removal.exists()
 
     def remove_run(self) -> None:
-        """Remove everything that a run made here; other files stay.
-
-        A mark is written first. While it is there, every start removes the rest before it looks at anything.
-
-        Raises:
-            OSError: the storage fails.
-        """
+        """Remove everything that a run made here; other files stay. A mark is written first. While it is there, every
+        start removes the rest before it looks at anything. Raise OSError if the storage fails."""
         atomic.write_file(self._removal, b"")
         for name in _OF_RUN:
             path = self.path / name

@@ -26,11 +26,7 @@ _ABOUT_MODELS = ("config.json", "adapter_config.json")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the resolved configuration that was written to `path`.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the resolved configuration that was written to `path`. Raise CheckpointError if it is damaged."""
     data = path.read_bytes()
     try:
         checked.check_toml(data)
@@ -94,10 +90,8 @@ def _without_passwords(value: Any) -> Any:
 
 
 def files_of_environment(section: EnvironmentConfig) -> dict[str, Path]:
-    """Return the files that an environment's settings name: data, programs of MCP servers, modules with its code.
-
-    Of a module it is the file of its own, not those that it imports.
-    """
+    """Return the files that an environment's settings name: data, programs of MCP servers, modules with its code. Of a
+    module it is the file of its own, not those that it imports."""
     servers = {name: {"command": server.command, "args": server.args} for name, server in section.mcp_servers.items()}
     levels = section.curriculum.levels if section.curriculum is not None else []
     found = dict(files_named_in(section.args))

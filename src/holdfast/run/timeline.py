@@ -114,9 +114,7 @@ def record(
     count: int = 1,
 ) -> None:
     """Append one span, as the fields of `Span` say; does nothing in a process that was never started. For any thread.
-
-    Never raises for the storage.
-    """
+    Never raises for the storage."""
     if _own is not None:
         begin, end = round(begin, 6), round(end, 6)
         _own.write(Span(_own.process, name, begin, end, step=step, version=version, lane=lane, count=count))
@@ -137,13 +135,9 @@ _DECODER = msgspec.json.Decoder(Span)
 
 
 def read_timeline(run_dir: RunDir) -> list[Span]:
-    """Return the spans of all processes and attempts whose logs are still there, by their begin.
-
-    Lines that are not whole, of a process that was killed or is writing, are left out.
-
-    Raises:
-        OSError: a file is there and cannot be read.
-    """
+    """Return the spans of all processes and attempts whose logs are still there, by their begin. Lines that are not
+    whole, of a process that was killed or is writing, are left out. Raise OSError if a file is there and cannot be
+    read."""
     spans: list[Span] = []
     for attempt, path in run_dir.logged("timeline_*.jsonl"):
         with contextlib.suppress(FileNotFoundError):  # a resume has just removed an old attempt
@@ -152,11 +146,7 @@ def read_timeline(run_dir: RunDir) -> list[Span]:
 
 
 def read_spans(path: Path, *, attempt: int) -> list[Span]:
-    """Return the whole lines of one file, as those of `attempt`.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the whole lines of one file, as those of `attempt`. Raise OSError if it cannot be read."""
     spans: list[Span] = []
     for line in path.read_bytes().splitlines():
         try:
