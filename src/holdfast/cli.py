@@ -10,13 +10,7 @@ from __future__ import annotations
 import sys
 
 from holdfast.process.run_module import put_users_last
-from holdfast.process.streams import (
-    OutputFailed,
-    drop_output,
-    mark_output,
-    open_closed_streams,
-    raise_swallowed_failure,
-)
+from holdfast.process.streams import end_output, open_closed_streams
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -145,28 +139,26 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or that of its error."""
     put_users_last()
     open_closed_streams()
-    mark_output()
+    import io
     import signal
 
-    from holdfast.errors import STORAGE_FAILED, HoldfastError
+    from holdfast.errors import HoldfastError
     from holdfast.process.child import make_output_lossy
 
     make_output_lossy("stderr")  # an error that nobody can read has the exit code that it has
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         try:
             code = run()
         except SystemExit as end:  # `--help`
             code = end.code
-            raise_swallowed_failure()
         sys.stdout.flush()
     except HoldfastError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:  # `... | head`: whoever read has had enough
         code = 128 + signal.SIGPIPE
-    except OutputFailed as error:
-        print(f"error: what it prints cannot be written: {error.strerror}", file=sys.stderr)
-        code = STORAGE_FAILED
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(
@@ -177,13 +169,5 @@ def _exit(run: Callable[[], int]) -> NoReturn:
         code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    _end_output()
+    end_output()
     sys.exit(code)
-
-
-def _end_output() -> None:
-    """Write what was printed; where that fails, Python would say so again at its end, by an exit code of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        drop_output()
