@@ -225,34 +225,35 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
 
 
 def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
-    """Remove what was begun there with other tasks, sampling or weights: nobody goes on with it."""
-    path = directory.path / "config" / "evaluate.toml"
-    if not path.exists():
-        return
-    try:
-        before = read_toml(EvaluateConfig, path)
-        differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
-        if _is_of_others(before.inference.model, config.inference.model, directory.path):
-            differing.append("weights")
-        if before.inference.engine.args != config.inference.engine.args:
-            differing.append("inference.engine.args")
-    except ConfigError:  # of another version, or damaged
-        differing = ["settings"]
-    if differing:
-        pass
-    elif (directory.path / IDENTITY_NAME).exists():
-        try:
-            noted = read_identity(directory.path)
-            files = {one.label: noted["environments"][one.label]["files"] for one in config.environments}
-            differing += ["files"] if any(files[one.label] != files_of(one) for one in config.environments) else []
-            differing += ["libraries"] if noted["libraries"] != library_versions() else []
-        except (DataError, LookupError):  # of another version, or damaged
-            differing.append(IDENTITY_NAME)
-    elif (directory.path / ROLLOUTS_NAME).exists():  # of who knows which policy
-        differing.append(IDENTITY_NAME)
-    if differing:
+    """Remove what was begun there with other tasks, sampling or weights: nobody continues it."""
+    if (directory.path / "config" / "evaluate.toml").exists() and (differing := _differing(config, directory.path)):
         print(f"{directory.path} was begun with other {', '.join(differing)}: evaluating it again", flush=True)
         atomic.remove_directory(directory.path)
+
+
+def _differing(config: EvaluateConfig, directory: Path) -> list[str]:
+    """Return what of the evaluation in `directory` differs from `config`."""
+    try:
+        before = read_toml(EvaluateConfig, directory / "config" / "evaluate.toml")
+    except ConfigError:  # of another version, or damaged
+        return ["settings"]
+    differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    if _is_of_others(before.inference.model, config.inference.model, directory):
+        differing.append("weights")
+    if before.inference.engine.args != config.inference.engine.args:
+        differing.append("inference.engine.args")
+    if differing:
+        return differing
+    if not (directory / IDENTITY_NAME).exists():
+        return [IDENTITY_NAME] if (directory / ROLLOUTS_NAME).exists() else []  # rollouts of an unknown policy
+    try:
+        noted = read_identity(directory)
+        files = {one.label: noted["environments"][one.label]["files"] for one in config.environments}
+        differing += ["files"] if any(files[one.label] != files_of(one) for one in config.environments) else []
+        differing += ["libraries"] if noted["libraries"] != library_versions() else []
+    except (DataError, LookupError):  # of another version, or damaged
+        return [IDENTITY_NAME]
+    return differing
 
 
 def _is_of_others(before: ServedModelConfig, now: ServedModelConfig, directory: Path) -> bool:

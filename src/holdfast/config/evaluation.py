@@ -76,38 +76,22 @@ class EvaluateConfig(Command):
     """Remove the evaluation that the output directory already holds, then start from scratch."""
 
     @model_validator(mode="after")
-    def _one_policy(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.model is not None and self.run is not None:
-            raise ValueError(
-                "evaluate takes one policy, and was given both of model.name and run: set model.name (a directory "
-                "or a model of the hub), or run (a run directory, with step)"
-            )
-        if self.step != "latest" and self.run is None:
-            raise ValueError(f"step = {self.step} is a step of a run: set run = DIRECTORY as well")
-        if self.step != "latest" and self.step < 0:
-            raise ValueError(f"step = {self.step}: steps are counted from 0; `latest` is the newest")
+            raise ValueError("evaluate takes one policy: set model.name, or run (a run directory, with step)")
+        if self.step != "latest" and (self.run is None or self.step < 0):
+            raise ValueError(f"step = {self.step} must be a step of a run, counted from 0: set run = DIRECTORY as well")
         if self.follow and (self.run is None or self.step != "latest"):
             raise ValueError("follow evaluates every step of a run that comes: set run, and leave step out")
-        return self
-
-    @model_validator(mode="after")
-    def _follows(self) -> Self:
         if self.interval is not None and not self.follow:
             raise ValueError(f"interval = {self.interval} is of steps that are followed: set follow as well")
         if self.follow and self.clean:
-            raise ValueError(
-                "follow goes on behind the steps that are evaluated, and clean removes them: leave one of them out, "
-                "or remove the directories of the steps that are to be evaluated again"
-            )
+            raise ValueError("follow continues after the evaluated steps, and clean removes them: leave one out")
         return self
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
+    def _can_be_asked(self) -> Self:
         check_samples(self.samples_per_task, self.sampling)
-        return self
-
-    @model_validator(mode="after")
-    def _check_environments(self) -> Self:
         check_sections(self.environments, seq_len=self.seq_len)
         check_held_out(self.environments)
         return self

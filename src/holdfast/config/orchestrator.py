@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, ModelConfig, Section, check_url
 from holdfast.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
 from holdfast.protocol.rollouts import PLAIN_SAMPLING
-
-# Spellings of this machine, where one port is one server's in practice.
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class DynamicSamplingConfig(Section):
@@ -23,14 +19,6 @@ class DynamicSamplingConfig(Section):
     signal: Literal["sum", "parts"] | None = None
     """What must differ in a group: the sums of all rewards of its rollouts (`sum`), or those of wholes, turns or tokens
     (`parts`). Unset: `rl` takes what `trainer.advantage` learns from, an orchestrator by itself `parts`."""
-
-
-def _server_of(url: str) -> tuple[str, int, str]:
-    """Return what two spellings of one server's URL have alike: host, port and path."""
-    parts = urlsplit(url)
-    host = (parts.hostname or "").rstrip(".")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return ("localhost" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))
 
 
 class ServersConfig(Section):
@@ -53,13 +41,8 @@ class ServersConfig(Section):
     def _are_servers(cls, urls: list[str]) -> list[str]:
         for url in urls:
             check_url(url)
-        named: dict[tuple[str, int, str], str] = {}
-        for url in urls:
-            server = _server_of(url)
-            if (other := named.get(server)) is not None:
-                same = f" ('{other}' and '{url}' are one)" if other != url else ""
-                raise ValueError(f"must name each server once{same}: more requests for one are max_concurrency")
-            named[server] = url
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("must name each server once: more requests for one are max_concurrency")
         return urls
 
 

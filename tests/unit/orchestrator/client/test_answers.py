@@ -295,10 +295,10 @@ def test_what_a_server_says_is_one_harmless_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("127.0.0.1:8000", "must begin with http"),
-        ("http://", "must name a server"),
-        ("http://[::1", "must be URLs such as"),
-        ("http://host/ x", "must be URLs such as"),
+        ("127.0.0.1:8000", "must be the URL of a server"),
+        ("http://", "must be the URL of a server"),
+        ("http://[::1", "must be the URL of a server"),
+        ("http://host/ x", "must be the URL of a server"),
         ("http://host/?a=b", "without '[?]'"),
         ("http://user:S3CRET@host", "must not hold a user name or password"),
     ],
