@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.process.run_module import put_users_last
-from holdfast.process.streams import end_output, open_closed_streams
+from holdfast.process.run_module import end_output, open_closed_streams, put_users_last
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ COMMANDS = {
     ),
     "evaluate": (
         "How good a policy is on held-out tasks; `--compare A B`: two side by side.",
-        "commands.evaluate:main",
-        None,
+        "commands.evaluate:launch",
+        "EvaluateConfig",
     ),
     "ckpt": ("Checkpoints: list, verify, show, export, thin out.", "commands.ckpt:main", None),
     "environments": (
@@ -96,6 +95,8 @@ def run(name: str, argv: list[str]) -> int:
     from importlib import import_module
 
     summary, function, configuration = COMMANDS[name]
+    if name == "evaluate" and any(word.partition("=")[0] == "--compare" for word in argv):
+        function, configuration = "commands.evaluate:compare", None
     module, _, attribute = function.partition(":")
     if configuration is None:
         return getattr(import_module(f"holdfast.{module}"), attribute)(argv)

@@ -291,7 +291,7 @@ def test_help_to_a_reader_that_has_gone_is_no_error(started: Started) -> None:
 def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
     """What a library prints would go into the first file that is opened."""
     code = (
-        "import json, os, sys; from holdfast.process.streams import open_closed_streams\n"
+        "import json, os, sys; from holdfast.process.run_module import open_closed_streams\n"
         "open_closed_streams(); opened = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)\n"
         "os.write(1, b'of a library'); print('out'); print('err', file=sys.stderr)\n"
         "assert sys.stdin.read() == '' and opened > 2\n"

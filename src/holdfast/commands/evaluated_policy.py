@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.commands.ckpt_dirs import CheckpointDirs, export
+from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
@@ -23,7 +23,7 @@ from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout
-from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation
+from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation, summary_in
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
@@ -38,6 +38,60 @@ from holdfast.view.console import code_of_error, event_line, json_lines
 from holdfast.view.follow import Tail
 from holdfast.view.state import LAUNCHER, RunState
 from holdfast.view.tables import Grid, Report, number
+
+
+def evaluate(config: EvaluateConfig) -> int:
+    """Evaluate one policy as `config` says; return the exit code. Raise HoldfastError for settings that cannot be used,
+    or what ended the evaluation."""
+    config = with_settings_of_run(config)
+    directory = RunDir(config.output_dir)
+    step = None
+    if config.run is not None:
+        step = unfinished_step(config, directory)
+        step = step_of_run(config.run, config.step) if step is None else step
+        config.step = step  # noted in the settings: `latest` is another step by the time that this is given again
+    check_servable(config)
+    if config.dry_run:
+        print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
+        print(f"would evaluate {_named(config, step)} in {directory.path}")
+        return 0
+    # Before it is locked, too: nothing of a refused one is left behind, and who follows the run waits for no lock.
+    _refuse_followed(directory.path.parent)
+    directory.lock()
+    _refuse_followed(directory.path.parent)
+    prepare_directory(config, directory)
+    if config.run is not None and step is not None:
+        try:
+            weights = weights_of_step(config.run, step, directory.path)
+        except TensorWorkFailed as failure:
+            return failure.exit_code
+        config.inference.model = config.inference.model.model_copy(update={"name": str(weights)})
+    elif config.model is not None:
+        model = served_model(config, config.model.name)
+        config.inference.model = config.inference.model.model_copy(update=model.model_dump())
+    print(f"evaluating {_named(config, step)}", flush=True)
+    with Supervisor() as supervisor:
+        code = run_evaluation(config, directory, supervisor)
+    if code == 0:
+        tell_result(summary_in(directory.path), directory.path, step=step)
+    return code
+
+
+def _refuse_followed(place: Path) -> None:
+    """Refuse a step's directory of evaluations that follow a run, which are made by one process."""
+    directory = RunDir(place)
+    if directory.is_under_way() and not directory.holds_run():
+        raise RunDirError(
+            f"{place} is written by `evaluate --follow`, or by a run that evaluates its steps (eval). Choose another "
+            "--output-dir, or wait for it."
+        )
+
+
+def _named(config: EvaluateConfig, step: int | None) -> str:
+    if config.run is not None:
+        return f"step {step} of {config.run}"
+    assert config.model is not None, "an evaluation has a policy"
+    return config.model.name
 
 
 def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:

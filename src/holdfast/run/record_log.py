@@ -9,9 +9,8 @@ A record is
 
 and a log is one record after another, nothing else. docs/files.md reads one in plain Python.
 
-Appending writes to the page cache, so a record survives its process from then on. A thread makes
-the records durable: one fdatasync for all that came since the last one, so the disk never limits
-how many are appended, and nobody waits for it.
+Appending writes to the page cache, so a record survives its process. A thread makes records durable: one fdatasync for
+all that came since the last one, so nobody waits for the disk.
 """
 
 from __future__ import annotations

@@ -1,29 +1,4 @@
-"""The run directory: every path of a run, and which process may touch it.
-
-run.json                 run id, creation time, the checkpoint of another run that it began with, and the steps that it
-                         went back to in order to take another way
-run.lock                 held by the launcher while the run is going, or by a trainer started by hand
-removal.mark             there while `--clean` removes the run: the next start removes the rest
-orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
-configs/attempt_K/       the resolved TOML of every process, and inputs.json: libraries and files by content
-checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
-rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
-rollouts/generations_N.log  finished generations of batch N while it is being made
-evaluations/step_N/      what policy version N did on held-out tasks
-evaluations/given_up     exists while the attempt continues without evaluations
-weights/step_N/          what inference serves (Hugging Face layout)
-metrics.jsonl            one JSON object per step
-tensorboard/             what TensorBoard shows
-tracking/                how far each tracker has come, and what it keeps on this machine
-judgements.log           every reply of a judge, by its request
-reference_logprobs.npz   what the reference of a preference run says about each pair
-logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
-                         timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B/ of profiled steps
-discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints; below `checkpoints`,
-                         `weights`, `rollouts` or `evaluations` if that is a link to another filesystem
-
-`owner_of` says who a run is to the inference servers that it uses: see `holdfast.inference.access`.
-"""
+"""The run directory: every path of a run (docs/files.md lists them), and which process may touch it."""
 
 from __future__ import annotations
 

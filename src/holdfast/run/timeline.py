@@ -57,31 +57,28 @@ class _Writer:
         self.process = process
         self._path = path
         self._descriptor: int | None = None
-        self._is_torn = False
         self._has_warned = False
 
     def write(self, span: Span) -> None:
         line = msgspec.json.encode(span) + b"\n"
-        if self._is_torn:
-            line = b"\n" + line  # a part of a line is none, and must not spoil this one
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-                size = os.fstat(self._descriptor).st_size
-                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # of one that was killed here
-                    line = b"\n" + line
-            self._is_torn = os.write(self._descriptor, line) < len(line)
-            failure = "the storage took a part of a line" if self._is_torn else ""
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                if os.fstat(self._descriptor).st_size:
+                    line = b"\n" + line  # a process that was killed here, or a full disk, may have left a part of one
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError("the storage took a part of a line")
         except OSError as error:
-            self._is_torn, failure = True, str(error)
-        if failure and not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, failure)
+            self.close()
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, error)
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
+            self._descriptor = None
 
 
 _own: _Writer | None = None
