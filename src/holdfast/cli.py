@@ -113,8 +113,8 @@ def run(name: str, argv: list[str]) -> int:
     if not parsed.dry_run:
         from holdfast.process.child import make_output_lossy
 
-        make_output_lossy()  # a run goes on, whatever becomes of what it prints
-    # After the command line: what it imports takes a second, and a mistake is told without that.
+        make_output_lossy()  # a run continues if its output cannot be written
+    # After parsing: this import takes a second, and a mistake on the command line needs none of it.
     action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
     if getattr(parsed, "log_format", "text") == "text":
         return action(parsed)

@@ -21,7 +21,7 @@
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
     ├── RankLost                another rank of the trainer ended                  exit 1
     ├── NodeLost                another node did not come, or come back, in time   exit 3
-    ├── TrackerFailed           a tracker, or the way to it, failed                exit 3 of `track`; a run goes on
+    ├── TrackerFailed           a tracker, or the way to it, failed                exit 3 of `track`; a run continues
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
     ├── SaveError               a checkpoint could not be written                  exit 3
     │   └── GraceOver           not within the time that a stop leaves             exit 3
@@ -92,7 +92,7 @@ STUCK = 6
 MOST_KILLED = 20
 """Times in a row that the processes which play for an environment may be killed from outside."""
 GO_ON_OR_BEGIN_AGAIN = "continue with --ckpt.resume-step latest, or start again with --clean if there is no checkpoint"
-"""What a run is advised whose process does not know what was saved."""
+"""Advice of a process that does not know what was saved."""
 _STORAGE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
     *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
@@ -173,7 +173,7 @@ class InferenceError(HoldfastError):
 
 
 class TrainingError(HoldfastError):
-    """Training cannot go on: the numbers went wrong."""
+    """Training cannot continue: the numbers went wrong."""
 
 
 class WaitedInVain(InferenceError):
@@ -205,8 +205,8 @@ class ProcessDied(HoldfastError):
 
 
 def is_storage_failure(error: BaseException | None) -> bool:
-    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is. What a network
-    did to a server or an environment is no failure of the storage."""
+    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is. A network
+    that failed a server or an environment is not a failure of the storage."""
     numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
     for one in causes(error):
         if isinstance(one, InferenceError | EnvironmentFailure) or _library_of(one) in _NETWORK_LIBRARIES:

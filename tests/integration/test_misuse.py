@@ -139,7 +139,7 @@ FLAGS = [
     _sft("a step that never was", "--ckpt.resume-step", "999", said=("999", "/run/checkpoints", "Leave --ckpt")),
 ]  # fmt: skip
 DATA = [
-    _data("a table of text", "mine.csv", "prompt,completion\na,b\n", ".jsonl", "pandas.read_csv(", "mine.parquet"),
+    _data("a table of text", "mine.csv", "prompt,completion\na,b\n", ".jsonl"),
     _data("a directory of texts", "texts/a.txt", "hello\n", "no .jsonl, .json or .parquet file", "1 of text"),
     _data("an empty directory", "none/.hidden", "", "no .jsonl, .json or .parquet file", "Name a directory"),
     _data("an empty file", "mine.jsonl", "", "holds no rows", "empty", "name another"),

@@ -78,9 +78,9 @@ def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
-    """Return a prompt and its completion, which is trained with the EOS behind it. The prompt has the ids that `rl`
-    gives to a prompt that is text. The ids of the completion are those that it has behind the prompt, or where the
-    tokenizer would join the two, those that it has alone. Raise DataError if neither gives back the text."""
+    """Return a prompt and its completion, which is trained with the EOS after it. The prompt has the ids that `rl`
+    gives to a prompt that is text. The ids of the completion come from tokenizing both together; if the tokenizer joins
+    tokens across the border, from the completion alone. Raise DataError if neither gives back the text."""
     prompt_ids = tokenizer.text_prompt(prompt)
     whole_ids = tokenizer.text_prompt(prompt + completion)
     if whole_ids[: len(prompt_ids)] != prompt_ids:
@@ -159,7 +159,6 @@ class _Rendering:
         return {"tools": chat.tools, "documents": chat.documents, "options": chat.options}
 
     def _render(self, number: int, *, open_turn: bool) -> str:
-        """Render the first `number` messages."""
         return self._template.render(self._messages[:number], open_turn=open_turn, **self._given)
 
     def turn(self, number: int) -> tuple[int, int]:
@@ -214,7 +213,7 @@ class _Rendering:
             line = before[before.rfind("\n", 0, common) + 1 :]
             return (
                 f"{_nth(number)}: the generation prompt of the chat template ends with {line[-40:]!r}, which the "
-                f"answer as the template renders it does not have (it goes on with "
+                f"answer as the template renders it does not have (it continues with "
                 f"{self.text[common : common + 16]!r}). The row may need its thoughts, or the template another "
                 "generation prompt." + (f" {self._remedy(number)}" if number < len(self._messages) - 1 else "")
             )
@@ -256,7 +255,7 @@ class _Rendering:
         raise DataError(f"{_nth(number)}: {self._what_changes(after)}. {self._remedy(number)}")
 
     def _end_of_words(self, answer: str) -> int:
-        """Return where an answer ends but for white space and tokens that end a turn or a text."""
+        """Return where an answer ends, without white space and tokens that end a turn or a text."""
         stops = [self._tokenizer.decode([stop], skip_special_tokens=False) for stop in self._tokenizer.stop_token_ids]
         closing = "|".join([r"\s", *(re.escape(stop) for stop in stops if stop)])
         while match := re.search(rf"(?:{closing})\Z", answer):
@@ -325,7 +324,6 @@ class _Rendering:
         return tuple(found)
 
     def _trained(self, mask: Sequence[bool]) -> list[list[int]]:
-        """Return the ids of each stretch that is trained."""
         found, trained_to = list[list[int]](), 0
         while True in mask[trained_to:]:
             start = mask.index(True, trained_to)

@@ -206,7 +206,7 @@ def holds(text: str, parts: Sequence[str]) -> bool:
 
 
 def roles_left_out(messages: Iterable[ChatMessage], text: str) -> list[str]:
-    """Return the roles, but for the assistant's, of messages of which `text` does not have all that they say."""
+    """Return the roles, without the assistant's, of messages that `text` does not hold whole."""
     text = squeezed(text)
     return sorted(
         {

@@ -37,7 +37,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        # A scope, as transformers has it: what is set within is not set behind it.
+        # A scope, as in transformers: variables that are set within end with it.
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 

@@ -38,7 +38,7 @@ _SHRINKING = 8
 
 
 class Around(NamedTuple):
-    """Text up to the end of an assistant's turn, and behind it."""
+    """Text up to the end of an assistant's turn, and after it."""
 
     before: str
     after: str
@@ -287,8 +287,8 @@ class Tokenizer:
         return 0 if self.decode(token_ids[:place], skip_special_tokens=False).strip() else place + 1
 
     def _ids_after(self, around: Around) -> list[int]:
-        """Return the ids of what follows an assistant's turn, tokenised behind that turn."""
-        # What stands before a border of the text, such as all tools, has no part in the tokens behind it.
+        """Return the ids of what follows an assistant's turn, tokenised after that turn."""
+        # Text before a border, such as all tools, does not change the tokens after it.
         start = self._last_border(around.before)
         border = len(around.before) - start
         encoding = self.encode_with_places(around.before[start:] + around.after)

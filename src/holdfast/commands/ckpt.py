@@ -123,7 +123,7 @@ def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
         _step_grid(lines, name or "metric") if lines else f"no checkpoints in {dirs.checkpoints}"
     ]
     if any(line["status"] == "torn" for line in lines):
-        parts.append("torn: a save that goes on right now, or that was cut off; it counts for nothing")
+        parts.append("torn: a save in progress, or one that was cut off; it counts for nothing")
     return Report(document, parts, problems)
 
 
@@ -246,7 +246,6 @@ def show(dirs: CheckpointDirs, *, step: str) -> Report:
 
 
 def _details(directory: Path, listing: Manifest, counters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a manifest says, a line each."""
     details = {
         "path": str(directory),
         "kind": kind_of(directory).value,
@@ -282,8 +281,8 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
 def prune(
     dirs: CheckpointDirs, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
 ) -> Report:
-    """Remove superseded steps and torn saves. A run that goes on is refused; the newest step stays. A step counts as
-    kept only if it is whole: what stays is verified before anything goes. Raise RunDirError if the run goes on."""
+    """Remove superseded steps and torn saves. The newest step stays. A step counts as kept only if it is whole: steps
+    that stay are verified before others are removed. Raise RunDirError if the run is alive."""
     if keep is None and (keep_interval is not None or keep_best is not None):
         raise ConfigError("--keep-interval and --keep-best keep steps besides the newest: say how many with --keep.")
     dirs.check()

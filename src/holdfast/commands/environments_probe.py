@@ -242,8 +242,6 @@ async def probe(environment: Environment, request: Request) -> Findings:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """One task of a probe."""
-
     problem: Problem
     tokenizer: Tokenizer
     seq_len: int

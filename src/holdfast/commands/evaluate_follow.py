@@ -109,7 +109,7 @@ def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
 
 def follow(config: EvaluateConfig) -> int:
     """Evaluate every due step of the run that `config` names, until the run is over; return the exit code. Each has a
-    directory of its own. What is finished there is never begun again, what was cut off goes on. Raise ConfigError if
+    directory of its own. Finished evaluations are kept, unfinished ones continued. Raise ConfigError if
     the run evaluates itself; HoldfastError for settings that cannot be used, or what ended an evaluation."""
     directory = config.run
     assert directory is not None, "a run is followed"
@@ -177,7 +177,6 @@ def _directory(config: EvaluateConfig, step: int) -> Path:
 
 
 def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
-    """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
     if (directory.path / SUMMARY_NAME).exists():
         what = f"not of the weights that step {step} has now, or damaged"
@@ -232,7 +231,6 @@ def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
 
 
 def _differing(config: EvaluateConfig, directory: Path) -> list[str]:
-    """Return what of the evaluation in `directory` differs from `config`."""
     try:
         before = read_toml(EvaluateConfig, directory / "config" / "evaluate.toml")
     except ConfigError:  # of another version, or damaged

@@ -55,7 +55,7 @@ def evaluate(config: EvaluateConfig) -> int:
         print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
         print(f"would evaluate {_named(config, step)} in {directory.path}")
         return 0
-    # Before it is locked, too: nothing of a refused one is left behind, and who follows the run waits for no lock.
+    # Also before the lock: a refused command leaves no file, and `evaluate --follow` does not wait for its lock.
     _refuse_followed(directory.path.parent)
     directory.lock()
     _refuse_followed(directory.path.parent)
@@ -443,8 +443,6 @@ def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
 
 
 class _PhasePrinter:
-    """Prints the phases of the processes as they come."""
-
     def __init__(self, events: Path) -> None:
         self._events = Tail(events)
         list(self._events)  # those of an earlier attempt

@@ -115,10 +115,10 @@ class CkptConfig(Section):
     """Save when this many minutes have passed since the last save; goes together with `interval`."""
 
     save_async: bool = True
-    """Copy the state and write it behind the training; off: training waits until it is committed."""
+    """Copy the state and write it in the background; off: training waits until it is committed."""
 
     on_failure: Literal["stop", "warn"] = "stop"
-    """What follows a save that failed (disk full, I/O error): end the run, or say so and train on."""
+    """After a save that failed (disk full, I/O error): end the run, or warn and continue."""
 
     keep: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset: all stay, whatever the next two say."""
@@ -206,7 +206,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(header: str) -> bool:
-    """Whether a Host header names this machine, for this machine alone. One without it is no browser's."""
+    """Whether a Host header names this machine, for this machine alone. A request without it is not of a browser."""
     if not header:
         return True
     try:

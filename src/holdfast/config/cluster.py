@@ -11,8 +11,8 @@ class SlurmConfig(Section):
     """A SLURM job. A bare ``--slurm`` submits one for one node to the default partition."""
 
     nodes: int = Field(default=1, ge=1)
-    """Nodes of the job. Of `rl` those of the trainer, and of the engines where they shall have their own; of others
-    those of the trainer, which is what `parallel.nodes` says where this is unset."""
+    """Nodes of the job. `rl`: those of the trainer, plus those of engines with nodes of their own. Others: those of the
+    trainer; unset: `parallel.nodes`."""
 
     gpus_per_node: int | None = Field(default=None, ge=1)
     """GPUs of each node; unset: none are asked for."""
@@ -58,7 +58,7 @@ class SlurmConfig(Section):
         return value
 
 
-# Minutes, minutes:seconds or hours:minutes:seconds; behind days: hours, hours:minutes or hours:minutes:seconds.
+# Minutes, minutes:seconds or hours:minutes:seconds; after days: hours, hours:minutes or hours:minutes:seconds.
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))", re.ASCII)
 
 

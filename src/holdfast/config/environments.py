@@ -284,7 +284,7 @@ class EnvironmentConfig(Section):
     """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
 
     tool_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one call of a tool; the policy is told when it is over, and the session goes on."""
+    """Deadline of one call of a tool; the policy reads when it is over, and the session continues."""
 
     tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
     """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
@@ -294,9 +294,9 @@ class EnvironmentConfig(Section):
     environment."""
 
     history: Literal["split", "keep"] = "split"
-    """When messages follow behind which the chat template would write earlier turns otherwise than they were sampled
-    (without their thoughts): split the session, which goes on in a new branch with the prompt that the template makes
-    of the chat, or keep what was sampled and go on behind it."""
+    """If the chat template would rewrite earlier turns when messages follow (without their thoughts): `split` continues
+    the session in a new branch, with the prompt that the template makes of the chat; `keep` continues after what was
+    sampled."""
 
     max_branches: int = Field(default=8, ge=1)
     """Most branches of a session with `history = "split"`; one that needs another ends there and counts as truncated.

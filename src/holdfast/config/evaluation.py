@@ -21,7 +21,7 @@ class EvaluateConfig(Command):
     """How good a policy is on tasks that training never draws: `uv run evaluate --model.name DIRECTORY`."""
 
     output_dir: Path = Path("evaluation")
-    """The directory of this one evaluation: every rollout, the summary, logs. The same command again goes on in it."""
+    """The directory of this one evaluation: every rollout, the summary, logs. The same command again resumes it."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the held-out tasks and the samples; two policies are compared on the same tasks."""
@@ -113,7 +113,7 @@ def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
 
 
 class CheckpointEvalConfig(EvalConfig):
-    """Evaluations of checkpoints while training goes on, on held-out tasks, every 10 steps unless it says otherwise.
+    """Evaluations of checkpoints during training, on held-out tasks, by default every 10 steps.
 
     A process beside the trainer makes them, one after the other, with an inference server of its own."""
 

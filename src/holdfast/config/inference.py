@@ -105,7 +105,7 @@ class InferenceConfig(Command):
     newer. On CPU that holds already, and this changes nothing."""
 
     engines: int = Field(default=1, ge=1)
-    """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports behind it. On
+    """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports after it. On
     GPUs unset: as many as have room on what `trainer.parallel.num_ranks` leaves, or on half of all."""
 
     @model_validator(mode="after")

@@ -59,7 +59,6 @@ class _Files:
 
 
 def _dotted_keys(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a file and of its sections."""
     for key, value in content.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):
@@ -71,7 +70,7 @@ def _read(path: str, shown: str) -> dict[str, Any]:
         status = Path(path).stat()
         # A pipe without a writer would be waited for, and a device may have no end.
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"{shown} is no regular file, but a pipe or a device")
+            raise ConfigError(f"{shown} is not a regular file, but a pipe or a device")
         if status.st_size > _MOST_BYTES:
             raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
         return tomli.loads(Path(path).read_bytes().decode())
@@ -167,7 +166,7 @@ def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, st
         given: gets dotted key -> flag as it was given.
 
     Raises:
-        ConfigError: a word that is no flag, a flag without its value, or a value that is no JSON where that is needed.
+        ConfigError: a word that is not a flag, a flag without its value, or a value that is not JSON and must be.
     """
     values: dict[str, Any] = {}
     waiting = list(reversed(words))
@@ -229,7 +228,7 @@ def _value(flag: Flag, name: str, text: str) -> Any:
         except ValueError:
             others = f"by single settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)"
             raise ConfigError(
-                f"a value of {name} is no JSON: '{_cut(text)}'. Sections, tables and lists are given as JSON, "
+                f"a value of {name} is not JSON: '{_cut(text)}'. Sections, tables and lists are given as JSON, "
                 f"{others if flag.is_section else 'or in a file of the whole configuration (@ FILE.toml)'}."
             ) from None
         return [value] if is_list and not is_table and isinstance(value, dict) else value
@@ -274,7 +273,7 @@ def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, lis
         path = word[1:] or (argv[position + 1] if position + 1 < len(argv) else "")
         position += 1 if word[1:] else 2
         if not path:
-            raise ConfigError("'@' needs the path of a TOML file behind it")
+            raise ConfigError("'@' needs the path of a TOML file after it")
         section: tuple[str, ...] = ()
         if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
             name = flags[-1].removeprefix("--no-").removeprefix("--").replace("-", "_")
@@ -286,7 +285,6 @@ def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, lis
 
 
 def _is_value(path: list[str], command: type[BaseModel]) -> bool:
-    """Return whether `path` names a plain setting such as `dry_run`, which no file can fill."""
     model: type[BaseModel] | None = command
     for name in path[:-1]:
         info = model.model_fields.get(name) if model else None
@@ -296,7 +294,6 @@ def _is_value(path: list[str], command: type[BaseModel]) -> bool:
 
 
 def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
-    """Turn pydantic's findings into one line per key."""
     lines: dict[str, list[str]] = {}
     keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():

@@ -57,7 +57,7 @@ class ClientConfig(ServersConfig):
 
 
 class TeacherConfig(ServersConfig):
-    """A fixed model to learn from, behind inference servers of its own: `uv run inference --model.name TEACHER`."""
+    """A fixed model to learn from, on inference servers of its own: `uv run inference --model.name TEACHER`."""
 
     model: str
     """The model that the servers serve; it must have the tokenizer of the policy."""

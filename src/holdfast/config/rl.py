@@ -57,7 +57,7 @@ class RlConfig(Command):
     ui.perfetto.dev (docs/console.md)."""
 
     dashboard: DashboardConfig | None = None
-    """For the trainer: the report of the run while it goes on, at 127.0.0.1:9466 unless it says otherwise."""
+    """For the trainer: a live report of the run, by default at 127.0.0.1:9466."""
 
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
@@ -78,8 +78,8 @@ class RlConfig(Command):
     """A process that sends no heartbeat for this long counts as dead."""
 
     storage_timeout_s: float = Field(default=3600.0, ge=0)
-    """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
-    for this long; 0: the run ends."""
+    """How long to wait for a storage that cannot be written (full disk, quota, I/O errors), counted from the last new
+    step; 0: the run ends."""
 
     cluster: str | None = None
     """Start the processes on the nodes of a cluster: `ray` for the Ray cluster that this machine belongs to,
@@ -89,7 +89,7 @@ class RlConfig(Command):
     """On few nodes of the cluster, or on as many as there are."""
 
     cluster_timeout_s: float = Field(default=900.0, gt=0)
-    """How long nodes are waited for: at the start, while others use them, and after one was lost."""
+    """How long to wait for nodes: at the start, while others use them, and after one was lost."""
 
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
@@ -104,7 +104,7 @@ class RlConfig(Command):
     @field_validator("cluster")
     @classmethod
     def _is_a_cluster(cls, value: str | None) -> str | None:
-        """Take what is known; an address without its port would be looked for in vain."""
+        """Refuse an address without its port."""
         if value is None or value in ("ray", "slurm") or re.fullmatch(r"ray://[^/\s]+:\d+", value):
             return value
         raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
@@ -117,7 +117,7 @@ class RlConfig(Command):
 
     @model_validator(mode="after")
     def _says_it_as_its_trainer(self) -> Self:
-        """Take the form of what is said from the trainer's file, which may be one of a trainer alone."""
+        """Inherit `log_format` from the trainer's section if unset."""
         if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
             self.log_format = self.trainer.log_format
         return self

@@ -97,7 +97,6 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
 
 
 def _is_named(gpu: Gpu, number: int, name: str) -> bool:
-    """Whether `name` means `gpu`, which is the one of this number."""
     if name.isdecimal():
         return number == int(name)
     # CUDA takes the beginning of a uuid, too.

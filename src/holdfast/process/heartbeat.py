@@ -75,10 +75,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class BusyClock:
-    """Counts the seconds in which at least one of several overlapping pieces of work goes on. For one thread.
+    """Counts the seconds in which at least one of several overlapping pieces of work is in progress. For one thread.
 
     Attributes:
-        in_flight: how many go on now.
+        in_flight: how many are in progress.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 
     Args:
         pids: as they named themselves.
-        of: their common ancestor, or one of them. Who is no child of it is no longer what it was, and left alone.
+        of: their common ancestor, or one of them. A process that is not its child has another owner by now: left alone.
         log: where it lands.
     """
     import psutil  # takes 0.03 s, and few processes come here
@@ -137,7 +137,7 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
         try:
             process = psutil.Process(pid)
             is_child = of in (pid, *(parent.pid for parent in process.parents()))
-            # A stopped process writes nothing until it goes on: not worth the wait.
+            # A stopped process writes nothing: not worth the wait.
             if not is_child or process.status() == psutil.STATUS_STOPPED:
                 continue
             process.send_signal(_SIGNAL)
@@ -147,7 +147,6 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 
 
 def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
-    """Wait until a log has grown beyond `size` and grows no more."""
     last, changed = size, time.monotonic()
     while (now := time.monotonic()) < deadline:
         if (found := _size(log)) != last:
@@ -290,7 +289,7 @@ class Wait:
     """A wait for what another process of the run makes; not over while anybody gets anything done or is being healed.
 
     Args:
-        timeout_s: how long it goes on where nothing else happens.
+        timeout_s: how long to wait while nobody makes progress.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ class Ending:
         self._memory = os.memfd_create("holdfast-ending", os.MFD_CLOEXEC)
 
     def command(self, program: str, *arguments: str) -> list[str]:
-        """Return the command that runs `program` behind the process between."""
+        """Return the command that runs `program` below the process between."""
         return module_command("holdfast.process.noted_end", str(os.getpid()), str(self._memory), program, *arguments)
 
     def is_from_outside(self) -> bool:

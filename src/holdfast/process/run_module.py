@@ -10,7 +10,7 @@ import sys
 
 
 def put_users_last() -> None:
-    """Move what PYTHONPATH names behind everything else that is imported from."""
+    """Move the entries of PYTHONPATH to the end of `sys.path`."""
     users = pythonpath()
     sys.path[:] = [entry for entry in sys.path if entry not in users] + [entry for entry in sys.path if entry in users]
 

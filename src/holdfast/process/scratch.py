@@ -1,7 +1,7 @@
 """Directories of temporary files that are removed however their process ends.
 
 A process holds a lock on a file in its directory, and the kernel lets go of that when the process is over, be it by
-`kill -9`. So a directory whose lock nobody holds has been left behind, and whoever comes next removes it.
+`kill -9`. So a directory whose lock nobody holds is abandoned, and the next process removes it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def hold(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Not flock: a child that was forked would go on holding it.
+        # Not flock: a forked child would keep holding it.
         fcntl.lockf(lock, fcntl.LOCK_EX)
         is_there = os.path.samestat(os.fstat(lock), os.stat(path / LOCK_NAME))  # noqa: PTH116 - beside fstat
     except FileNotFoundError:

@@ -34,8 +34,6 @@ if sys.byteorder != "little":  # untested: needs a big-endian machine
 
 
 class _Packed(array):
-    """An array of one item type."""
-
     item: ClassVar[str]
 
     def __new__(cls, values: bytes | Sequence[float] = b"") -> Self:
@@ -193,7 +191,7 @@ class Rollout(msgspec.Struct, kw_only=True):
             None without a teacher that judges.
         step_rewards: rewards of turns or tokens, beside `reward`; None where the environment gives none.
         branch_starts: where in `token_ids` each branch begins: a sequence of its own to a model, whose first tokens are
-            a prompt. More than one where the chat template wrote the history anew.
+            a prompt. More than one if the chat template rewrote the history.
     """
 
     environment: str

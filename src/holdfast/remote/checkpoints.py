@@ -130,7 +130,7 @@ class RemoteCheckpoints:
             make_room: what becomes of the directory that is there already, once the other is whole.
 
         Raise CheckpointError if the step is not there or damaged, naming the file; RunDirError if `to` cannot be
-        written, which is no fault of the step.
+        written, which is not a fault of the step.
         """
         self._download(f"step_{step}", "checkpoint", step, to, make_room)
 
@@ -166,7 +166,6 @@ class RemoteCheckpoints:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _committed(self, name: str, kind: Kind, step: int) -> tuple[Manifest, bytes]:
-        """Return a manifest, decoded and as it lies there."""
         where = f"{self.url}/{name}/{MANIFEST_NAME}"
         data = self._store.read(f"{name}/{MANIFEST_NAME}")
         if data is None:

@@ -66,14 +66,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _pauses() -> Iterator[float]:
-    """Yield the pauses between tries."""
     for exponent in range(TRIES - 1):
         yield FIRST_DELAY_S * 2**exponent * _generator.uniform(0.5, 1.0)
 
 
 class _TransferProgress(Callback):
-    """Remembers when a transfer last moved."""
-
     def __init__(self) -> None:
         super().__init__()
         self.moved_s = time.monotonic()
@@ -148,8 +145,8 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def put(self, path: Path, name: str) -> None:
-        """Copy the local file `path` to `name`. Raise OSError if `path` cannot be read, which is no fault of the
-        store."""
+        """Copy the local file `path` to `name`. Raise OSError if `path` cannot be read, which is not a fault of
+        the store."""
         operation = f"writing {name}"
         try:
             self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_TransferProgress())
@@ -160,7 +157,7 @@ class ObjectStore:
 
     def get(self, name: str, path: Path) -> bool:
         """Copy `name` to the local file `path`; return whether there is such a file. Raise OSError if `path` cannot be
-        written, which is no fault of the store."""
+        written, which is not a fault of the store."""
         try:
             self._call(
                 f"reading {name}", "get_file", self._path(name), str(path), local=path, callback=_TransferProgress()
@@ -233,7 +230,7 @@ class ObjectStore:
                     raise self._failure(operation, error) from error
                 raise
             except Exception as error:
-                # A file of this machine that fails is no fault of the store: it goes to the caller as it is.
+                # A file of this machine that fails is not a fault of the store: raise it as it is.
                 if local is not None and _is_of(local, error, is_download=method == "get_file"):
                     raise
                 pause = next(pauses, None)
@@ -295,7 +292,7 @@ def _is_of(local: Path, error: Exception, *, is_download: bool) -> bool:
 
 
 def _code(error: BaseException | None) -> str:
-    """Return the S3 error code behind an error, empty for none."""
+    """Return the S3 error code of an error, empty for none."""
     for one in causes(error):
         response = getattr(one, "response", None)
         if isinstance(response, dict):

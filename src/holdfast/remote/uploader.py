@@ -1,4 +1,4 @@
-"""Copies committed checkpoints to a store behind the training, one at a time."""
+"""Copies committed checkpoints to a store in the background, one at a time."""
 
 from __future__ import annotations
 
@@ -151,7 +151,6 @@ class Uploader:
         self.poll()
 
     def _work(self) -> None:
-        """Take jobs until closed and empty."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._is_closed)

@@ -27,7 +27,7 @@ ORCHESTRATOR_DIR = "orchestrator"
 MODEL_DIR = "model"
 REFERENCE_NAME = "reference_logprobs.npz"
 REFERENCE_MODEL_NAME = "reference.json"
-"""By which weights the reference was computed: a resume computes it anew where the other file is damaged."""
+"""The weights that the reference was computed by: a resume computes it again if the other file is damaged."""
 # Beside its config.json: the names of the tensors in files, of a model that memory holds in another layout.
 NAMES_NAME = "tensor_names.json"
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
@@ -139,7 +139,7 @@ def list_entries(directory: Path) -> list[Entry]:
 def _entry(path: Path) -> Entry | None:
     if not path.is_dir():
         return None
-    # match, not fullmatch: removals and downloads put a random suffix behind the step.
+    # match, not fullmatch: removals and downloads add a random suffix.
     if match := _TORN_STEP.match(path.name):
         return Entry(int(match[1]), path, "torn", None, "the save never committed")
     match = _STEP.fullmatch(path.name)
@@ -167,7 +167,7 @@ def verify_checkpoint(
     Args:
         how: see `manifest.verify`.
         step: the step that it must be of; unset: any.
-        to_resume: a file that the trainer makes anew if it is damaged may be so.
+        to_resume: allow damage to a file that the trainer can compute again.
 
     Raise CheckpointError for the first file that is missing or damaged, or another kind of directory; ReadError for the
     first file that cannot be read.

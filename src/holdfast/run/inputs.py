@@ -30,7 +30,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # nor are they to `datasets`
 _PARQUET, _GZIP, _UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "encoder.json", "spiece*")
-_COPY = "Copy it anew from where the model comes from."
+_COPY = "Copy it again from where the model comes from."
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -48,7 +48,7 @@ def check_model_path(name: str, *, key: str) -> None:
     if not isinstance(config.get("model_type"), str):
         raise DataError(
             f"{key} = '{name}': its config.json names no model_type, such as \"qwen3\", so nothing says what kind of "
-            "model it is. Copy config.json anew from where the model comes from."
+            "model it is. Copy config.json again from where the model comes from."
         )
 
 
@@ -81,7 +81,6 @@ def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
 
 
 def _what_to_give(path: Path) -> str:
-    """Say what to give instead of a path that is no model."""
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
         return "GGUF files cannot be trained or served here: give the directory with safetensors that they come from."
     adapter = path / "adapter_config.json"
@@ -155,13 +154,13 @@ def _wrong_with_weights(path: Path) -> str | None:
                 return "is a pointer of Git LFS in the place of the weights: run `git lfs pull` there."
             length = int.from_bytes(beginning, "little")
             if size < 8 or size < 8 + length:
-                return f"is no safetensors file, or was cut: it has {size} bytes. {_COPY}"
+                return f"is not a safetensors file, or was cut: it has {size} bytes. {_COPY}"
             header = json.loads(file.read(length))
             wanted = 8 + length + max(one["data_offsets"][1] for one in header.values() if "data_offsets" in one)
     except OSError as error:
         raise ReadError.of(path, error) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return f"is no safetensors file: its header cannot be read. {_COPY}"
+        return f"is not a safetensors file: its header cannot be read. {_COPY}"
     return None if size >= wanted else f"was cut: it has {size} bytes, and its header says {wanted}. {_COPY}"
 
 
@@ -203,9 +202,9 @@ def _wrong_with_file(path: Path) -> str | None:
         file.seek(max(0, size - 4))
         end = file.read()
     if not size:
-        return "holds no rows: the file is empty. Write it anew, or name another."
+        return "holds no rows: the file is empty. Write it again, or name another."
     if suffix == ".parquet" and not beginning == end == _PARQUET:
-        return "is no Parquet file, or was cut: those begin and end with PAR1. Write it anew, or mend its suffix."
+        return "is not a Parquet file, or was cut: those begin and end with PAR1. Write it again, or change its suffix."
     if suffix == ".gz" and not beginning.startswith(_GZIP):
         return "is not compressed by gzip, and its name ends in .gz: rename it, or compress it."
     if beginning.startswith(_UTF_16):
@@ -242,15 +241,14 @@ def _wrong_with_directory(path: Path) -> str | None:
 
 
 def _read_object(path: Path, *, key: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise ReadError.of(path, error) from error
     except ValueError as error:
-        raise DataError(f"{key}: {path} is not JSON: {error}. Copy it anew from where it comes from.") from None
+        raise DataError(f"{key}: {path} is not JSON: {error}. Copy it again from where it comes from.") from None
     if not isinstance(value, dict):
-        raise DataError(f"{key}: {path} holds no JSON object. Copy it anew from where it comes from.")
+        raise DataError(f"{key}: {path} holds no JSON object. Copy it again from where it comes from.")
     return value
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from holdfast.errors import RunDirError
 
-# What a holder that was killed leaves behind, its ranks for instance, ends within moments; a busy machine takes longer.
+# Processes of a killed holder, such as its ranks, end within moments; on a busy machine later.
 _DYING_S = 30.0
 _LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
 _MOST_BYTES = 512

@@ -82,7 +82,7 @@ def whole_bytes(path: Path, damages: list[Damage]) -> int:
 
 
 class RecordLog:
-    """Appends records to a file and makes them durable behind the caller's back.
+    """Appends records to a file and makes them durable in a thread.
 
     Args:
         valid_bytes: how much of the file to keep; what follows is cut. 0 begins a new log.
@@ -176,7 +176,7 @@ def _payload(data: bytes, start: int) -> bytes | None:
 
 
 def _next_whole(data: bytes, start: int) -> int | None:
-    """Return where the first whole record at or behind `start` begins."""
+    """Return where the first whole record at or after `start` begins."""
     while (found := data.find(MARKER, start)) >= 0:
         if _payload(data, found) is not None:
             return found

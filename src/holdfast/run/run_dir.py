@@ -44,7 +44,7 @@ def profile_name(first: int, last: int) -> str:
     return f"profile_steps_{first}_to_{last}"
 
 
-# In the order of their removal: without its checkpoints and batches nobody takes the rest for a run to go on with.
+# In the order of their removal: without checkpoints and batches nothing looks like a run that can be resumed.
 _OF_RUN = (
     "checkpoints",
     "rollouts",
@@ -72,7 +72,6 @@ def _remove(path: Path) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a directory cannot be made, or a file in it opened."""
     if isinstance(error, FileExistsError):
         return "it is a file"
     if isinstance(error, NotADirectoryError):
@@ -127,7 +126,7 @@ class RunDir:
 
     @property
     def given_up(self) -> Path:
-        """There while the attempt goes on without evaluations: nobody waits for a checkpoint."""
+        """Exists while the attempt continues without evaluations: nobody waits for a checkpoint."""
         return self.evaluations / "given_up"
 
     def give_up_evaluations(self) -> None:
@@ -154,7 +153,7 @@ class RunDir:
         return sorted({path.parent for attempt, path in found if attempt == found[-1][0]})
 
     def logged(self, pattern: str) -> list[tuple[int, Path]]:
-        """The logs that match `pattern`, behind the numbers of their attempts, ascending. Raise OSError if a directory
+        """The logs that match `pattern`, with the numbers of their attempts, ascending. Raise OSError if a directory
         cannot be read."""
         found: list[tuple[int, Path]] = []
         for attempt in _numbered(self.path / "logs", _ATTEMPT):
@@ -192,7 +191,7 @@ class RunDir:
         try:
             identity = checked.decode(path.read_bytes())
             if not isinstance(identity["run_id"], str):
-                raise ValueError("its run_id is no text")
+                raise ValueError("its run_id is not text")
         except (ValueError, KeyError, TypeError) as error:
             raise RunDirError(
                 f"{path} is damaged: {error!r}. Bring it back from a copy, or write "
@@ -248,7 +247,7 @@ class RunDir:
         return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
 
     def steps_there(self) -> list[int]:
-        """Steps with a checkpoint, but for damaged ones, ascending; one that cannot be read now is there as well."""
+        """Steps with a checkpoint, except damaged ones, ascending; steps that cannot be read now count."""
         return [entry.step for entry in self.entries() if entry.status != "damaged"]
 
     def published_batches(self) -> list[int]:

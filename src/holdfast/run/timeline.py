@@ -28,12 +28,12 @@ class Span(msgspec.Struct, omit_defaults=True, frozen=True):
     Attributes:
         process: `trainer` (rank 0), `orchestrator`, `evaluation`.
         name: of what was done, that of the metric `time/<name>` where there is one; `start`, of no length, says
-            that the process began, behind `step`.
+            that the process began, after `step`.
         begin, end: Unix time in seconds.
         step: the optimizer step that it is for; None where it is for none.
         version: of the policy that is meant.
-        lane: of what goes on beside the main work of the process, such as writing a checkpoint; empty: the main work.
-            Within one lane spans follow one another, but for those with a `count`.
+        lane: of work beside the main work of the process, such as writing a checkpoint; empty: the main work. Spans
+            of one lane do not overlap, except those with a `count`.
         count: more than 1: how many spans of this name, the last ones of their step, are told as this one, from the
             begin of the first to the end of the last; others may lie between them.
         attempt: set by who reads, from the directory that the line is in.

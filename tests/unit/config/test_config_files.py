@@ -262,8 +262,8 @@ def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with open(sparse, "wb") as file:
         file.truncate(1 << 34)
-    assert "is no regular file" in refused("@", str(pipe))
-    assert "is no regular file" in refused("@", "/dev/zero")
+    assert "is not a regular file" in refused("@", str(pipe))
+    assert "is not a regular file" in refused("@", "/dev/zero")
     assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
 
 
