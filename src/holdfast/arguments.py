@@ -61,6 +61,20 @@ class Subcommands:
         return self._parser.parse_args(argv)
 
 
+def natural(text: str) -> int:
+    """Return the number from 0 on that an argument is."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return the number from 1 on that an argument is."""
+    if not (number := natural(text)):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return number
+
+
 def add_json(parser: Parser) -> None:
     """Add the flag `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")

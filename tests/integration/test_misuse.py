@@ -135,7 +135,7 @@ FLAGS = [
     Case("a word for a list", "rl", (*QUICK_START, "--orchestrator.environments", '["addition"]'),
          ("orchestrator.environments.0", "an object of settings", "addition")),
     Case("a list that is no JSON", "rl", (*QUICK_START, "--orchestrator.environments", "[{'id': 'addition'}]"),
-         ("--orchestrator.environments", "no JSON")),
+         ("--orchestrator.environments", "not JSON")),
     _sft("a step that never was", "--ckpt.resume-step", "999", said=("999", "/run/checkpoints", "Leave --ckpt")),
 ]  # fmt: skip
 DATA = [

@@ -44,14 +44,13 @@ class Chat:
     Attributes:
         messages: as in the data.
         first_trained: messages before this one are never trained.
-        tools, documents: what the template may render besides.
+        tools: of the row, for the template.
         options: further variables of the template.
     """
 
     messages: Sequence[Any]
     first_trained: int = 0
     tools: list[Any] | None = None
-    documents: list[Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -156,7 +155,7 @@ class _Rendering:
     @property
     def _given(self) -> dict[str, Any]:
         chat = self._chat
-        return {"tools": chat.tools, "documents": chat.documents, "options": chat.options}
+        return {"tools": chat.tools, "options": chat.options}
 
     def _render(self, number: int, *, open_turn: bool) -> str:
         return self._template.render(self._messages[:number], open_turn=open_turn, **self._given)
@@ -288,23 +287,15 @@ class _Rendering:
             raise DataError(f"{_nth(number)}: the chat template writes None for its null content: make that empty text")
 
     def _refuse_ignored(self) -> None:
-        """Refuse a chat with tools, calls or documents that the template does not write."""
-        text = self.text
+        """Refuse a chat with tools or calls that the template does not write."""
         for tool in self._chat.tools or []:
             name = function_of(tool).get("name")
-            if "tools" not in self._template.variables or (isinstance(name, str) and name not in text):
+            if "tools" not in self._template.variables or (isinstance(name, str) and name not in self.text):
                 raise DataError(
                     f"the row has `tools`, which the chat template of '{self._tokenizer.name}' does not write. Remove "
                     "the column, or use a template with tools."
                 )
-        check_calls_written(self._messages, text, name=self._tokenizer.name)
-        for document in self._chat.documents or []:
-            parts = [part for part in document.values() if isinstance(part, str)] if isinstance(document, dict) else []
-            if not parts or not all(squeezed(part) in squeezed(text) for part in parts):
-                raise DataError(
-                    f"the row has `documents`, which the chat template of '{self._tokenizer.name}' does not write "
-                    "whole. Remove the column, or use a template with documents."
-                )
+        check_calls_written(self._messages, self.text, name=self._tokenizer.name)
 
     def remarks(self, mask: Sequence[bool]) -> tuple[str, ...]:
         """Return what the messages hold and the template does not write, in words, and if a turn has no end."""

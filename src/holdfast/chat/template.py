@@ -25,7 +25,7 @@ from holdfast.errors import DataError, nearest
 from holdfast.process.child import DATE_ENV
 
 _log = logging.getLogger("holdfast")
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+_GIVEN = {"messages", "tools", "add_generation_prompt"}
 
 ChatMessage = Mapping[str, Any]
 
@@ -75,7 +75,6 @@ class ChatTemplate:
         *,
         open_turn: bool = False,
         tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a chat.
@@ -91,7 +90,7 @@ class ChatTemplate:
             **(options or {}),
             "messages": messages,
             "tools": tools,
-            "documents": documents,
+            "documents": None,
             "add_generation_prompt": open_turn,
         }
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.arguments import Subcommands
+from holdfast.arguments import Subcommands, positive
 from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
 from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports
@@ -63,17 +63,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
     prune = add("prune", "Remove steps by the rules of --ckpt.keep, and what torn saves left.")
-    prune.add_argument("--keep", type=_positive, metavar="K", help="keep the newest K; unset: all steps stay")
-    prune.add_argument("--keep-interval", type=_positive, metavar="M", help="keep every Mth step besides")
+    prune.add_argument("--keep", type=positive, metavar="K", help="keep the newest K; unset: all steps stay")
+    prune.add_argument("--keep-interval", type=positive, metavar="M", help="keep every Mth step besides")
     prune.add_argument("--keep-best", metavar="METRIC", help="keep the best besides, such as max:reward/mean")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     return subcommands.parse(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
 
 
 def main(argv: list[str]) -> int:

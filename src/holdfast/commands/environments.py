@@ -15,7 +15,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.arguments import Subcommands, add_json
+from holdfast.arguments import Subcommands, add_json, natural, positive
 from holdfast.errors import ConfigError, HoldfastError, RunDirError, printable
 from holdfast.process.imports import is_checkout
 
@@ -49,10 +49,6 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for one that cannot be used."""
-    return _subcommands().parse(argv)
-
-
-def _subcommands() -> Subcommands:
     subcommands = Subcommands("environments", "Environments of rl: list, begin, check.", _EPILOG, of_a_run=False)
     add_json(subcommands.add("ls", "List what is built in and what installed packages bring."))
     init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
@@ -60,18 +56,18 @@ def _subcommands() -> Subcommands:
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
     check.add_argument("id", metavar="ID")
     check.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
-    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="the seed of the run (0)")
-    check.add_argument("--seq-len", type=_positive, default=1024, metavar="N", help="most tokens of a session (1024)")
+    check.add_argument("--seed", type=natural, default=0, metavar="N", help="the seed of the run (0)")
+    check.add_argument("--seq-len", type=positive, default=1024, metavar="N", help="most tokens of a session (1024)")
     check.add_argument(
         "--history",
         choices=("split", "keep"),
         default="split",
         help="where the template would rewrite earlier turns: as in the settings of a run (split)",
     )
-    check.add_argument("--num-tasks", type=_positive, default=32, metavar="N", help="tasks that are made (32)")
+    check.add_argument("--num-tasks", type=positive, default=32, metavar="N", help="tasks that are made (32)")
     check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
     add_json(check)
-    return subcommands
+    return subcommands.parse(argv)
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -82,18 +78,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'must be an object such as {{"max_length": 6}}, got {text!r}')
     return value
-
-
-def _natural(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not (number := _natural(text)):
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
-    return number
 
 
 def listing() -> Report:

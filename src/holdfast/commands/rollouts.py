@@ -78,10 +78,6 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes. Raise ConfigError for one
     that cannot be used."""
-    return _subcommands().parse(argv)
-
-
-def _subcommands() -> Subcommands:
     subcommands = Subcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
     show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
     show_parser.add_argument("step", metavar="STEP")
@@ -91,7 +87,7 @@ def _subcommands() -> Subcommands:
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
     export_parser.add_argument("steps", nargs="+", metavar="STEP")
     export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new file of JSON lines")
-    return subcommands
+    return subcommands.parse(argv)
 
 
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:

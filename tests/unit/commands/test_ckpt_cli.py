@@ -77,7 +77,7 @@ def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any
         (["show"], "required: STEP"),
         (["ls", "7"], "unrecognized arguments: 7"),
         (["export", "1"], "required: --to"),
-        (["prune", "--keep", "0"], "'0' is not a whole number above 0"),
+        (["prune", "--keep", "0"], "must be a number from 1 on, got '0'"),
         (["verify", "--how", "half"], "invalid choice: 'half'"),
         (["ls", "--output-dir", "nowhere"], "there is no directory nowhere"),
         (["ls", "--output-dir", "."], "holds neither a run nor checkpoints"),

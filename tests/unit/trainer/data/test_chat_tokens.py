@@ -185,8 +185,6 @@ def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
         row[1]["content"] = None
         _, ours = tokenizers_of("byte-level", "writes None", False)
         encode_chat(Chat(row), ours)
-    with pytest.raises(DataError, match="`documents`"):
-        trained("byte-level", "chatml", Chat(THOUGHT, documents=[{"title": "t", "text": "fox"}]))
     with pytest.raises(DataError, match="does not read. Did you mean 'enable_thinking'"):
         trained("byte-level", "qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}))
     with pytest.raises(DataError, match="must not hold `tools`: it has a column of its own"):
@@ -194,17 +192,6 @@ def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
     _, ours = tokenizers_of("byte-level", "chatml", False)
     remarks = encode_chat(Chat(chat("a", "b", weight=0)), ours).remarks
     assert remarks == ("messages have `weight`, which the chat template does not read",)
-
-
-def test_documents_are_taken_where_the_template_writes_them_whole() -> None:
-    theirs, ours = tokenizers_of("byte-level", "documents", False)
-    documents = [{"title": "The fox", "text": "It is quick."}]
-    encoded = encode_chat(Chat(chat("a", "It is 12."), documents=documents), ours)
-    assert encoded.ids == theirs.apply_chat_template(chat("a", "It is 12."), documents=documents, return_dict=False)
-    assert "The fox: It is quick." in ours.decode(encoded.ids)
-    for left_out in ({"title": "The fox", "text": "t", "body": "It is 13."}, {"body": 3}, "fox"):
-        with pytest.raises(DataError, match="`documents`, which the chat template .* does not write whole"):
-            encode_chat(Chat(chat("a", "It"), documents=[left_out]), ours)
 
 
 def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
