@@ -86,11 +86,11 @@ class ChatTemplate:
         Raise DataError if the template refuses the messages.
         """
         given = {
+            "documents": None,
             **self._special,
             **(options or {}),
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": open_turn,
         }
         try:

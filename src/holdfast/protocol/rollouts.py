@@ -189,7 +189,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         metrics: further numbers of the environment, such as `exact`.
         reference_logprobs: per token, the teacher's log-probability at temperature 1; 0.0 where not sampled.
             None without a teacher that judges.
-        step_rewards: rewards of turns or tokens, beside `reward`; None where the environment gives none.
+        step_rewards: rewards of turns or tokens, beside `reward`; None without any.
         branch_starts: where in `token_ids` each branch begins: a sequence of its own to a model, whose first tokens are
             a prompt. More than one if the chat template rewrote the history.
     """
@@ -241,12 +241,7 @@ ZERO_VARIANCE = "groups/zero_variance"
 
 
 def has_signal(outcome: list[Rollout] | Dropped, signal: Signal) -> bool:
-    """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
-
-    Args:
-        signal: what counts, as in `DynamicSamplingConfig`; rewards of turns and tokens that differ within a rollout do
-            as `parts`.
-    """
+    """Whether a group has unequal rewards; `signal` says which count, as in `DynamicSamplingConfig`."""
     if isinstance(outcome, Dropped):
         return False
     of_parts = [rollout.step_rewards.rewards if rollout.step_rewards else [] for rollout in outcome]
@@ -265,10 +260,9 @@ def zero_variance(groups: Sequence[list[Rollout]], signal: Signal) -> dict[str, 
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """What optimizer step `step` trains on.
+    """The rollouts that optimizer step `step` (from 1) trains on.
 
     Attributes:
-        step: 1-based optimizer step.
         policy_version: the version that the schedule asked for.
         weights_digest: `run.weights` of the weights of that version that sampled it; empty where a
             teacher did.
@@ -354,11 +348,7 @@ def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float =
 
 
 def problem_of_batch(batch: Batch, vocab_size: int | None) -> str | None:
-    """Return what of a batch nobody can have sampled, or None: a version that checked less may have journaled it.
-
-    Args:
-        vocab_size: how many token ids the model has; None where that is not known.
-    """
+    """Return what of a batch no policy with `vocab_size` tokens (None: unknown) can have sampled, or None."""
     for rollout in batch.rollouts:
         problem = (
             problem_of_ids(rollout.token_ids, vocab_size)
