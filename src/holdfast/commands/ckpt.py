@@ -6,25 +6,20 @@ No action imports torch before it needs tensors.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.arguments import Subcommands, positive
+from holdfast.arguments import Subcommands
 from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
-from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports
-from holdfast.run import atomic
 from holdfast.run.atomic import is_gone
-from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Retention, kind_of
-from holdfast.run.lock import is_directory_locked
+from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, kind_of
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.settings import flat_settings, read_settings
 from holdfast.view.tables import Grid, Report, age, number, size
@@ -62,11 +57,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
-    prune = add("prune", "Remove steps by the rules of --ckpt.keep, and what torn saves left.")
-    prune.add_argument("--keep", type=positive, metavar="K", help="keep the newest K; unset: all steps stay")
-    prune.add_argument("--keep-interval", type=positive, metavar="M", help="keep every Mth step besides")
-    prune.add_argument("--keep-best", metavar="METRIC", help="keep the best besides, such as max:reward/mean")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     return subcommands.parse(argv)
 
 
@@ -79,7 +69,6 @@ def main(argv: list[str]) -> int:
         "verify": verify,
         "show": show,
         "export": _export,
-        "prune": prune,
     }
     action = actions[arguments.pop("command")]
     as_json = arguments.pop("json")
@@ -270,89 +259,3 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
     count = f"{written.tensors:,} tensors, {written.parameters:,} parameters, {written.dtype}"
     files = f"{size(written.bytes)} in {written.files} safetensors file{'s' if written.files != 1 else ''}"
     return Report(msgspec.to_builtins(written), [f"wrote {written.directory}: {count}, {files}"])
-
-
-def prune(
-    dirs: CheckpointDirs, *, keep: int | None, keep_interval: int | None, keep_best: str | None, dry_run: bool
-) -> Report:
-    """Remove superseded steps and torn saves. The newest step stays. A step counts as kept only if it is whole: steps
-    that stay are verified before others are removed. Raise RunDirError if the run is alive."""
-    if keep is None and (keep_interval is not None or keep_best is not None):
-        raise ConfigError("--keep-interval and --keep-best keep steps besides the newest: say how many with --keep.")
-    dirs.check()
-    retention = Retention(keep, keep_interval, BestMetric.parse(keep_best) if keep_best else None)
-    with contextlib.nullcontext() if dry_run else _sole_writer(dirs):
-        return _prune(dirs, retention, dry_run=dry_run)
-
-
-@contextlib.contextmanager
-def _sole_writer(dirs: CheckpointDirs) -> Iterator[None]:
-    dirs.run_dir.lock()
-    if not dirs.checkpoints.is_dir():
-        yield
-        return
-    descriptor = os.open(dirs.checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if is_directory_locked(descriptor, take=True):
-            raise RunDirError(f"a training loop saves into {dirs.checkpoints}. Wait for it or stop it, then prune.")
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _prune(dirs: CheckpointDirs, retention: Retention, *, dry_run: bool) -> Report:
-    entries = dirs.entries()
-    superseded, problems = _superseded(entries, retention)
-    doomed = [entry for entry in entries if entry.status == "torn" or entry.step in superseded]
-    removed = [
-        {
-            "path": str(entry.path),
-            "reason": "torn" if entry.status == "torn" else "superseded",
-            "size_bytes": entry.size_bytes,
-        }
-        for entry in doomed
-    ]
-    if not dry_run:
-        for entry in doomed:
-            _remove(entry)
-    freed = sum(entry["size_bytes"] for entry in removed)
-    rows = [(Path(line["path"]).name, line["reason"], size(line["size_bytes"])) for line in removed]
-    verb = "would remove" if dry_run else "removed"
-    stay = [entry.step for entry in entries if entry not in doomed]
-    document = {"dry_run": dry_run, "removed": removed, "freed_bytes": freed, "steps": stay, "problems": problems}
-    left = f"steps that stay: {', '.join(map(str, stay)) or 'none'}"
-    parts = [Grid((verb, "why", ">size"), rows)] if rows else []
-    return Report(document, [*parts, f"{verb} {len(removed)} directories, {size(freed)}; {left}"], problems)
-
-
-def _remove(entry: Entry) -> None:
-    if entry.status == "torn":
-        shutil.rmtree(entry.path)
-    else:
-        atomic.remove_directory(entry.path)
-
-
-def _superseded(entries: list[Entry], retention: Retention) -> tuple[set[int], list[str]]:
-    """Return the steps to remove, and what is wrong with steps that would have been kept. Damaged and unreadable steps
-    are neither removed nor counted."""
-    problems = [
-        f"step {entry.step} is {entry.status} and stays: {entry.reason}"
-        for entry in entries
-        if entry.status in ("damaged", "unreadable")
-    ]
-    whole = {entry.step: entry for entry in entries if entry.status == "committed"}
-    checked: set[int] = set()
-    while True:
-        saved = {step: entry.manifest.metrics for step, entry in whole.items() if entry.manifest}
-        superseded = set(retention.superseded(saved))
-        unchecked = sorted(whole.keys() - superseded - checked) if superseded else []
-        if not unchecked:
-            return superseded, problems
-        for step in unchecked:
-            try:
-                verified(whole[step].path)
-                checked.add(step)
-            except (CheckpointError, ReadError) as error:
-                state = "damaged" if isinstance(error, CheckpointError) else "unreadable"
-                problems.append(f"step {step} is {state} and stays: {error}")
-                del whole[step]

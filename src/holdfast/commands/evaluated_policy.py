@@ -337,11 +337,11 @@ def check_servable(config: EvaluateConfig) -> None:
 def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
     """Make the directory one of an evaluation. Raise RunDirError if it holds a run."""
     path = directory.path
-    if directory.holds_run() and not (path / "config" / "evaluate.toml").exists():
+    is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
+    if directory.holds_run() and not is_ours:
         raise RunDirError(
             f"{path} holds a run. An evaluation needs a directory of its own: choose another with --output-dir."
         )
-    is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
     if is_ours:
         atomic.clear_leftovers(path)
     if config.clean and is_ours:

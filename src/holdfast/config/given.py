@@ -74,15 +74,13 @@ def _rows(config: SupervisedCommand) -> str:
 
 
 def _first_lines(command: str) -> list[str]:
-    """Return the lines that a newcomer wants: the example that is shipped, their own, and help."""
-    examples = help.first(command)["examples"]
-    file = next((word for word in examples[0].split() if word.endswith(".toml")), None)
-    is_here = file is None or Path(file).is_file()
+    """Return lines to begin with: the examples, and help."""
+    examples = help.first(command)["examples"][:2]
     run = "uv run " if Path("pyproject.toml").is_file() else ""
-    shown = [f"{run}{example}" for example in examples[:2]]
-    if not is_here:
-        shown[0] += "   (in a checkout of holdfast, which has the examples)"
-    return [*shown, f"{run}{command} --help"]
+    file = next((word for word in examples[0].split() if word.endswith(".toml")), None)
+    if file is not None and not Path(file).is_file():
+        examples[0] += "   (in a checkout of holdfast, which has the examples)"
+    return [*(f"{run}{example}" for example in examples), f"{run}{command} --help"]
 
 
 def _listed(names: list[str]) -> str:

@@ -194,7 +194,7 @@ class DirectoryLock:
         if not holders:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             deadline = time.monotonic() + _DYING_S
-            while is_directory_locked(descriptor, take=True):
+            while _is_taken(descriptor):
                 if time.monotonic() > deadline:
                     os.close(descriptor)
                     raise RunDirError(f"another process saves into {path}. Stop it, or choose another directory.")
@@ -210,12 +210,10 @@ class DirectoryLock:
             os.close(descriptor)
 
 
-def is_directory_locked(descriptor: int, *, take: bool = False) -> bool:
-    """Whether another open file has the lock on the directory of `descriptor`; if not, this one may take it."""
+def _is_taken(descriptor: int) -> bool:
+    """Whether another open file has the lock on the directory of `descriptor`; if not, this one has it now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not take:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
     except BlockingIOError:
         return True
     except OSError as error:
