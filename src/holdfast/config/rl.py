@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section
 from holdfast.config.cluster import SlurmConfig
@@ -130,20 +130,11 @@ class RlConfig(Command):
         last = given.get("max_steps")
         if last is None and isinstance(orchestrator, Mapping):
             last = orchestrator.get("max_steps")
-        if last is None or not isinstance(trainer, Mapping) or not _is_number_of_steps(last):
-            return given
+        if not isinstance(trainer, Mapping) or not str(last).isdecimal() or int(str(last)) < 1:
+            return given  # other values are refused where they stand
         if given.get("max_steps") is None and "max_steps" in trainer:
             return given  # where they differ, `hand_down_shared` says so
         return {**given, "trainer": {**trainer, "max_steps": last}}
-
-
-def _is_number_of_steps(value: object) -> bool:
-    """Whether a value, which may be the text of a flag, is one that `max_steps` takes; others are refused there."""
-    try:
-        TypeAdapter(Annotated[int, Field(ge=1)]).validate_python(value)
-    except ValidationError:
-        return False
-    return not isinstance(value, bool)
 
 
 SHARED = {
@@ -191,24 +182,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     if sampling is not None and sampling.signal is None:
         sampling.signal = "parts" if config.trainer.tells_tokens_apart else "sum"
     if "urls" not in config.orchestrator.client.model_fields_set:
-        _check_ports(config)
         config.orchestrator.client.urls = config.inference.urls
     return config
-
-
-def _check_ports(config: RlConfig) -> None:
-    """Refuse one port for the live page and for a server that was given its own; one that picks takes another."""
-    server = config.inference.server
-    is_here = config.cluster is None and config.slurm is None
-    if not is_here or "port" not in server.model_fields_set:
-        return
-    ports = {one.server.port: name for name, one in config.inference.of_each().items()}
-    dashboard = config.trainer.dashboard
-    if dashboard is not None and dashboard.port in ports:
-        raise ConfigError(
-            f"dashboard.port = {dashboard.port} is the port of {ports[dashboard.port]} as well (inference.server.port "
-            f"= {server.port}): choose another with --dashboard.port, or 0 for any free one."
-        )
 
 
 def _check_teacher(config: RlConfig) -> None:

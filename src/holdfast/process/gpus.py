@@ -22,9 +22,8 @@ class Gpu:
     """One GPU, or one MIG instance of one, which only CUDA_VISIBLE_DEVICES can name.
 
     Attributes:
-        name: what CUDA_VISIBLE_DEVICES calls it: a number, `GPU-<uuid>` or `MIG-<uuid>`.
-        model: such as `NVIDIA H100 80GB HBM3`; empty where it is not known.
-        uuid: by which it may be named as well; empty where it is not known.
+        name: in CUDA_VISIBLE_DEVICES: a number, `GPU-<uuid>` or `MIG-<uuid>`.
+        model, uuid: such as `NVIDIA H100 80GB HBM3`; empty if unknown.
     """
 
     name: str
@@ -37,8 +36,8 @@ class Inventory:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in that order.
 
     Attributes:
-        driver: version of the driver, such as `580.65.06`; empty where it is not known.
-        cuda: newest version of CUDA, (major, minor), that the driver can run; None where it is not known.
+        driver: its version, such as `580.65.06`; empty if unknown.
+        cuda: newest version of CUDA, (major, minor), that the driver can run; None if unknown.
     """
 
     gpus: tuple[Gpu, ...] = ()

@@ -316,29 +316,6 @@ def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
     assert longest.trainer.loss.constant_tokens == 300
 
 
-SAME_PORT = ("--dashboard.port", "8100", "--inference.server.port", "8100")
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (SAME_PORT, "dashboard.port = 8100 is the port of inf"),
-        (("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
-         "dashboard.port = 8101 is the port of inference_1 as well"),
-        (("--dashboard.port", "8000"), ""),  # the server takes the next one
-        ((*SAME_PORT, "--dashboard.port", "0"), ""),
-        ((*SAME_PORT, "--cluster", "ray"), ""),
-        ((*SAME_PORT, "--orchestrator.client.urls", '["http://127.0.0.1:8000"]'), ""),  # no server is started
-    ],
-)  # fmt: skip
-def test_the_live_page_and_a_server_may_not_be_given_the_same_port(flags: tuple[str, ...], named: str) -> None:
-    if not named:
-        assert rl(*flags).trainer.dashboard is not None
-        return
-    said = disagreement(*flags)
-    assert said.startswith(named) and said.endswith(".port, or 0 for any free one."), said
-
-
 def test_a_flag_of_rl_leaves_the_rest_of_a_section_as_its_processes_have_it() -> None:
     """`--ckpt.resume-step 10` took the interval of [trainer.ckpt] away."""
     split = (
