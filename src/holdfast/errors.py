@@ -154,7 +154,7 @@ class StorageError(CheckpointError):
 
 
 class ReadError(HoldfastError):
-    """A file exists and could not be read. That does not mean that it is damaged."""
+    """A file exists and could not be read; it may be whole."""
 
     exit_code = 2
 
@@ -193,7 +193,7 @@ class RankLost(HoldfastError):
 
 
 class NodeLost(HoldfastError):
-    """Another node of the run did not come, or come back, in time."""
+    """Another node of the run did not join, or join again, in time."""
 
 
 class Stopped(HoldfastError):
@@ -222,7 +222,7 @@ def is_storage_failure(error: BaseException | None) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Give an error, its cause, the cause of that, and so on; `raise error from error` makes one its own."""
+    """Yield an error and its chain of causes; tolerates loops (`raise error from error`)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -59,8 +59,8 @@ class Encoded:
     """Token ids, and for each whether it is trained.
 
     Attributes:
-        remarks: what was in the data and is not in the tokens, in words.
-        value: a number that the row says of it; 0 where it says none.
+        remarks: warnings about data that is not in the tokens.
+        value: a number of the row, such as a label; 0 without one.
     """
 
     ids: list[int]
@@ -71,7 +71,7 @@ class Encoded:
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
     """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS. Neither is added
-    to a text that has it already."""
+    twice."""
     ids = _ended(tokenizer.text_prompt(text), tokenizer)
     return Encoded(ids, [True] * len(ids), () if text.strip() else (_EMPTY,))
 
@@ -191,8 +191,8 @@ class _Rendering:
         return place + len(last_ids)
 
     def _last_border(self, end: int) -> tuple[int, int]:
-        """Return the character and the place of the last token before character `end` that stands for itself: what
-        comes before such a token never changes how what comes after it is tokenised, nor the other way round."""
+        """Return the character and the place of the last border token before character `end`: text before it and after
+        it is tokenised independently."""
         place = self._encoding.char_to_token(end - 1) if end else None
         while place is not None and place >= 0:
             content = self._tokenizer.border_tokens.get(self.ids[place])
@@ -232,8 +232,8 @@ class _Rendering:
 
     def _length_of_answer(self, number: int, before: str) -> int:
         """Return how many characters after `before` an earlier turn takes, its end included. A template may end the
-        last turn in another way than an earlier one, or write empty thoughts before the last one alone. It must not
-        take away anything that the turn says."""
+        last turn in another way, or write empty thoughts before it only. It must not drop anything that the turn
+        says."""
         after = self._render(number + 1, open_turn=False)
         rest = self.text[len(before) :]
         if after.startswith(before):

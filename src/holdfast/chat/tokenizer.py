@@ -106,7 +106,7 @@ class Tokenizer:
 
     @cached_property
     def border_tokens(self) -> dict[int, str]:
-        """The special tokens that are cut out of a text before anything else is done with it, and nothing more."""
+        """The special tokens that split a text before anything else, without changing the text around them."""
         return {
             token_id: token.content
             for token_id, token in self._backend.get_added_tokens_decoder().items()

@@ -53,7 +53,7 @@ class CheckpointDirs:
 
     def step_directory(self, text: str) -> Path:
         """Return the directory of a step: a number, `latest` (-1 is the same), or a path. Raise CheckpointError, with
-        the steps that there are, if it is not there."""
+        the existing steps, if it is missing."""
         if not (text.isdecimal() or text in ("latest", "-1")):
             path = Path(text)
             if kind_of(path) != Kind.CHECKPOINT:

@@ -108,7 +108,7 @@ def _probe_in_process(request: Request, hash_seed: str) -> Findings:
         command = module_command("holdfast.commands.environments_probe", str(path))
 
         def ask() -> subprocess.CompletedProcess[bytes]:
-            # What it prints, it has said in this one.
+            # stdout repeats what this process already printed.
             asked, quiet = msgspec.json.encode(request), subprocess.DEVNULL
             return subprocess.run(command, input=asked, env=environment, stdout=quiet, stderr=subprocess.PIPE)
 

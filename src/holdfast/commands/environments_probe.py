@@ -46,7 +46,7 @@ from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Sampling, TokenIds
 
 _START, _END = "<|im_start|>", "<|im_end|>"
-# ChatML, with tools and their calls as Hermes and Qwen write them. Nothing that was said is left out later.
+# ChatML, with tools and calls as Hermes and Qwen write them. It never drops earlier text.
 _TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\nTools, to be called as "
     '<tool_call>{"name": "...", "arguments": {...}}</tool_call>:\' }}'
@@ -82,7 +82,7 @@ def parts_of(task: Any) -> dict[str, str]:
 
 
 def _prompt_of(task: Task) -> Any:
-    """Return the prompt with its messages as dicts: one form is as good as the other."""
+    """Return the prompt with its messages as dicts."""
     if isinstance(task.prompt, str):
         return task.prompt
     try:
@@ -211,7 +211,7 @@ class Scripted:
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return the answer, as much of it as there is room for."""
+        """Return the answer, cut to `max_tokens`."""
         ids = self._ids[:max_tokens] or [0]
         reason = "stop" if len(self._ids) <= max_tokens else "length"
         return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), reason, [])

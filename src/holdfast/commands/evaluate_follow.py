@@ -83,7 +83,7 @@ class FollowedRun:
         return [0, *wanted] if self.base is not None else wanted
 
     def is_over(self) -> bool:
-        """Whether no further checkpoint comes: the last one is there, or nobody trains."""
+        """Whether no further checkpoint comes: the last step is saved, or the run has ended."""
         return self.max_steps in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
 
 
@@ -185,7 +185,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
         one.step = step
-        # Noted before it is exported: it says of which weights the answers are.
+        # Noted before the export: the name identifies the weights of the answers.
         with contextlib.suppress(FileNotFoundError):  # told below
             one.inference.model.name = str(directory.path / name_of_export(run.run_dir, step))
     else:

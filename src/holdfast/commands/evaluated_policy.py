@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> int:
     if config.run is not None:
         step = unfinished_step(config, directory)
         step = step_of_run(config.run, config.step) if step is None else step
-        config.step = step  # noted in the settings: `latest` is another step by the time that this is given again
+        config.step = step  # noted in the settings: when the command is repeated, `latest` is another step
     check_servable(config)
     if config.dry_run:
         print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
@@ -141,7 +141,7 @@ def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
     if config.step != "latest" or config.clean or config.run is None or not path.exists():
         return None
     if (directory.path / SUMMARY_NAME).exists():
-        with contextlib.suppress(DataError):  # damaged: it is played again, and of the same step
+        with contextlib.suppress(DataError):  # damaged: the same step is evaluated again
             read_evaluation(directory.path)
             return None
     before = read_settings(path)
@@ -157,7 +157,7 @@ def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
 def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
     """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 
-    What is published may go away while the run trains on, so then a checkpoint is exported if there is one.
+    A run that trains may remove published weights, so then a checkpoint is exported if there is one.
 
     Args:
         takes_published: False: a checkpoint is exported in any case.
@@ -284,7 +284,7 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
 
 
 def _said(first: EvaluatedRollout, second: EvaluatedRollout) -> list[str]:
-    """Return the lines about one task: its prompt, and what each of the two policies made of it."""
+    """Return the lines about one task: its prompt and the answers of both policies."""
     prompt = "".join(turn.text for turn in first.turns[:1] if not turn.sampled)
     lines = ["", f"{first.environment}, task {first.task}: {printable(prompt)}"]
     for name, rollout in (("A", first), ("B", second)):
@@ -312,7 +312,7 @@ def _plain(value: Any) -> str:
 
 _MAX_RESTARTS = 3
 _RESTART_WINDOW_S = 600.0
-# In the order of their removal: what was found goes before the file that says whose it is.
+# In the order of their removal: results before the settings that they belong to.
 _OURS = (SUMMARY_NAME, ROLLOUTS_NAME, "rollouts", IDENTITY_NAME, JUDGEMENTS_NAME, "run.json", "logs", "config")
 
 
@@ -337,7 +337,7 @@ def check_servable(config: EvaluateConfig) -> None:
 def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
     """Make the directory one of an evaluation. Raise RunDirError if it holds a run."""
     path = directory.path
-    is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
+    is_ours = (path / "config" / "evaluate.toml").exists()  # else files of these names belong to somebody else
     if directory.holds_run() and not is_ours:
         raise RunDirError(
             f"{path} holds a run. An evaluation needs a directory of its own: choose another with --output-dir."
@@ -356,12 +356,12 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
     if is_ours and directory.holds_run():
         try:
             directory.identity()
-        except RunDirError as damage:  # it says who the owner of its server is, and no more
+        except RunDirError as damage:  # it only names the owner of the server
             print(f"WARNING: {str(damage).split(': ')[0]}: the evaluation gets another id", flush=True)
             (path / "run.json").unlink()
     write_settings(config, path / "config")
-    atomic.clear_leftovers(path / "config")  # from here on it is ours in any case
-    directory.create()  # so that its server is its own: nobody else can push weights to it
+    atomic.clear_leftovers(path / "config")  # with its settings written, the directory is ours
+    directory.create()  # reserves its server: no run can push weights to it
 
 
 def remove_exports(path: Path) -> None:

@@ -294,7 +294,7 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
 
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
-    """Write the rollouts of some batches to a new file; nothing is written if one of them is damaged. Raise
+    """Write the rollouts of some batches to a new file; damage in a batch prevents any writing. Raise
     CheckpointError if a batch is damaged or there are none; ConfigError if the file exists; RunDirError if it cannot be
     written."""
     if to.exists():

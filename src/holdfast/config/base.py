@@ -206,7 +206,8 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(header: str) -> bool:
-    """Whether a Host header names this machine, for this machine alone. A request without it is not of a browser."""
+    """Whether a Host header names this machine, for this machine alone. A request without one does not come from a
+    browser."""
     if not header:
         return True
     try:
@@ -271,9 +272,9 @@ class BuiltInAdvantage:
     Attributes:
         function: its name in `holdfast.trainer.rl.advantages`; None if a model beside the policy gives the advantages,
             and not the rewards of the batch.
-        takes: `rewards`: the rewards of one problem, for each rollout the sum of its whole and its parts;
-            `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
-            the batch, by problem.
+        takes: `rewards`: the rewards of one problem, for each rollout the sum of its reward and its step rewards;
+            `step_rewards`: rewards of rollouts and of steps apart; `rollouts`: `ScoredRollout` of the batch, by
+            problem.
         settings: further arguments of the function, by the setting of `trainer` that each is.
         tells_tokens_apart: whether rewards of turns and tokens give the tokens of a rollout advantages of their own.
         compares_group: whether it compares the rollouts of one problem, and so needs two of them at least.

@@ -336,7 +336,7 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the rollouts of one environment are made.
+    """The rollout settings of one environment.
 
     Attributes:
         group_size: rollouts of one problem.

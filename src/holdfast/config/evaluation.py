@@ -30,8 +30,8 @@ class EvaluateConfig(Command):
     """Evaluate a Hugging Face directory or a model on the hub."""
 
     run: Path | None = None
-    """Evaluate a step of this run directory. Of an RL run, what is not set here is as it was there: `environments`,
-    `seq_len` and `sampling.max_tokens`."""
+    """Evaluate a step of this run directory. For an RL run, `environments`, `seq_len` and `sampling.max_tokens` default
+    to those of the run."""
 
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""

@@ -1,6 +1,6 @@
 """Settings that a command cannot do without, and no default could be right for: the model, the data, the environments.
 
-Without any of them the command answers with the lines that begin a run; without one of several it names that one.
+If all are missing, the command prints lines to begin with; else it names the missing ones.
 """
 
 from __future__ import annotations

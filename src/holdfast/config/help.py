@@ -157,8 +157,8 @@ def _cut(line: str, width: int) -> str:
 
 @cache
 def names_elsewhere() -> dict[str, Any]:
-    """Return the name of a setting in another system -> `settings` here, what is `said` without any of them,
-    and in some what is said `beside` the one that is there."""
+    """Return name in another system -> `settings` here, the hint `said` if the command has none of them, and in some a
+    remark `beside` the setting."""
     return tomli.loads(_ELSEWHERE.read_text())
 
 
@@ -166,7 +166,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?``, a sentence with a space before it, or an empty string for an unknown setting.
 
     Args:
-        name: dotted, with or without dashes, as it was given.
+        name: as it was given, dotted, with or without dashes.
         known: the dotted keys of the command.
     """
     keys = list(known)

@@ -31,7 +31,7 @@ from holdfast.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Command)
 
-# No configuration is as long as this, and no message should be.
+# Limits of a configuration file and of a message.
 _MOST_BYTES = 16 << 20
 _MOST_LINES = 20
 _MOST_CHARACTERS = 300
@@ -238,7 +238,7 @@ def _value(flag: Flag, name: str, text: str) -> Any:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. A table is added to what is there, and a list that is given again is continued."""
+    """Set a dotted key. Tables are merged, and a repeated list is continued."""
     *parents, last = key.split(".")
     for name in parents:
         if not isinstance(values.get(name), dict):

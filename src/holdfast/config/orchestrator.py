@@ -25,7 +25,7 @@ class ServersConfig(Section):
     """Inference servers, and how long to wait for them."""
 
     urls: list[str] = Field(min_length=1)
-    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
+    """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """A request that has no answer after this long is waited for on, as long as its server is well."""
@@ -50,7 +50,7 @@ class ClientConfig(ServersConfig):
     """The inference servers of the policy. All get every weight update."""
 
     urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
-    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
+    """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
 
     admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
     """Environment variable with the admin token of the servers."""
@@ -220,7 +220,7 @@ class OrchestratorConfig(Command):
         return (self.dynamic_sampling and self.dynamic_sampling.signal) or "parts"
 
     def rollouts_of(self, section: EnvironmentConfig) -> "RolloutSettings":
-        """Return how the rollouts of one environment are made: by its own settings, else by those of all."""
+        """Return the rollout settings of one environment: its own, else the shared ones."""
         sampling = self.sampling if section.sampling is None else section.sampling.over(self.sampling)
         return RolloutSettings(
             group_size=section.group_size or self.group_size,

@@ -86,7 +86,7 @@ class RlConfig(Command):
     `ray://HOST:PORT` for the one with this head, `slurm` within an allocation. Unset: all on this machine."""
 
     cluster_strategy: Literal["pack", "spread"] = "pack"
-    """On few nodes of the cluster, or on as many as there are."""
+    """`pack`: use few nodes of the cluster; `spread`: use all."""
 
     cluster_timeout_s: float = Field(default=900.0, gt=0)
     """How long to wait for nodes: at the start, while others use them, and after one was lost."""

@@ -50,8 +50,7 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 
 def killed_by(return_code: int | None) -> signal.Signals | None:
     """Return the signal if a process that ended with `return_code` (of `Popen`) was ended from outside, else None.
-    People, schedulers and the kernel's OOM killer send these signals. What a program dies of by itself is another
-    one."""
+    People, schedulers and the kernel's OOM killer send these signals; crashes have others."""
     return signal.Signals(-return_code) if return_code is not None and -return_code in _FROM_OUTSIDE else None
 
 
@@ -172,8 +171,8 @@ def exit_code_of(program: Callable[[], int]) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Say on stderr what went wrong, and return the exit code. A `HoldfastError` is told by its message alone; a
-    storage that failed, as such, with `STORAGE_FAILED`; anything else by its traceback, with 1."""
+    """Say on stderr what went wrong, and return the exit code. A `HoldfastError` prints its message; a storage failure
+    returns `STORAGE_FAILED`; anything else prints its traceback and returns 1."""
     if isinstance(error, HoldfastError):
         message, code = str(error), STORAGE_FAILED if is_storage_failure(error) else error.exit_code
     elif not is_storage_failure(error):

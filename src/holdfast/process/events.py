@@ -35,7 +35,7 @@ class Counted:
     Args:
         total: how many there are.
         unit: what is counted, such as `rows`.
-        is_told: False: nothing is told, as by ranks other than the first.
+        is_told: whether to report; ranks other than the first do not.
     """
 
     def __init__(self, phase: str, total: int, *, unit: str, is_told: bool = True) -> None:

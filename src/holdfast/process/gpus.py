@@ -108,7 +108,7 @@ def _by_nvml() -> Inventory | None:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    import pynvml  # takes 60 ms, so only where its library is
+    import pynvml  # takes 60 ms
 
     try:
         pynvml.nvmlInit()

@@ -159,7 +159,7 @@ def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
 def _size(log: Path) -> int:
     try:
         return log.stat().st_size
-    except OSError:  # it may lie where the storage is away
+    except OSError:  # on a storage that is away
         return 0
 
 
@@ -178,7 +178,7 @@ class Beat(msgspec.Struct, frozen=True):
         work: how often it got something done, or heard that somebody is at it.
         doing: in words.
         bound_s: it is stuck when it has not moved for so long; None: it waits for others, which have bounds.
-        answers: its health route may be asked; False: what it does stops that for a while.
+        answers: whether its health route answers now.
         pid: of the process that beats.
     """
 
@@ -232,7 +232,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def end(self) -> None:
-        """Be no part of what is watched any more: the others may live on for a while."""
+        """Stop this process's heartbeat; other ranks may still run."""
         if self.path is not None:
             self._ended.set()
             self._thread.join()
@@ -260,7 +260,7 @@ def start_heartbeat(name: str = "") -> Heartbeat:
 
 
 def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> None:
-    """Say what this process does from now on, and after how long without `moved` it is stuck in that."""
+    """Report the phase of this process, and after how long without `moved` it counts as stuck."""
     before = _own.beat
     # A new object, never changed in place: the beating thread encodes it without a lock.
     _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
@@ -268,7 +268,7 @@ def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> N
 
 @contextmanager
 def meanwhile(doing: str, *, bound_s: float) -> Iterator[None]:
-    """Say that this process does something else within the block, then what it said before."""
+    """Report another phase during the block, then the one before."""
     before = _own.beat
     does(doing, bound_s=bound_s)
     try:
@@ -278,7 +278,7 @@ def meanwhile(doing: str, *, bound_s: float) -> Iterator[None]:
 
 
 def moved(*, works: bool = True, doing: str = "") -> None:
-    """Say that the work has moved on, to `doing` if that is given; without `works`, that it could have."""
+    """Report progress, and the phase `doing` if given; `works=False`: alive but idle."""
     before = _own.beat
     _own.beat = msgspec.structs.replace(
         before, moves=before.moves + 1, work=before.work + works, doing=doing or before.doing

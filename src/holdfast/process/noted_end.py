@@ -1,6 +1,6 @@
 """Run another program that dies with its parent, and tell the parent how it ended: `Ending`, and a process between.
 
-For programs of others that are started by a library, which neither has a hand in how nor says how they ended. The
+For programs that a library starts without reporting how they ended. The
 process between is `... noted_end PARENT_PID DESCRIPTOR PROGRAM ARGUMENT ...`. It holds the pipes of the program open
 until it has written the end down, so whoever reads their end finds it.
 """

@@ -1,5 +1,5 @@
-"""Run a module as a program, `python -P run_module.py MODULE ...`, as `python -m MODULE ...` does; and what a command
-does with its standard streams, before and after all else.
+"""Run a module as a program, `python -P run_module.py MODULE ...`, as `python -m MODULE ...` does; and open and close
+the standard streams of a command.
 
 Unlike `-m`, it imports nothing before the user's modules come after all others: see `holdfast.process.imports`.
 This file imports nothing that Python has not imported at its start.

@@ -261,7 +261,7 @@ def same_model(served: str, wanted: str) -> bool:
     """Whether two names of models are equal, or paths of one directory."""
     try:
         return served == wanted or Path(served).samefile(wanted)
-    except (OSError, ValueError):  # one is not there, or no path at all
+    except (OSError, ValueError):  # a directory is missing, or a name is not a path
         return False
 
 
@@ -289,8 +289,8 @@ class Canary(msgspec.Struct):
 
 
 def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
-    """Return the mean absolute difference of an engine's `logprobs`, in nats. Infinite where their number differs; 0 of
-    a single token, before which there is none."""
+    """Return the mean absolute difference of an engine's `logprobs`, in nats. Infinite if their number differs; 0 for a
+    single token."""
     if len(logprobs) != len(canary.logprobs):
         return float("inf")
     differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
@@ -298,7 +298,7 @@ def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
 
 
 def read_key(name: str, *, what: str = "key") -> str | None:
-    """Return the key in the environment variable `name`; None where it is not set or empty.
+    """Return the key in the environment variable `name`; None if unset or empty.
 
     Args:
         what: it is called in the message.
@@ -317,7 +317,7 @@ def read_key(name: str, *, what: str = "key") -> str | None:
 
 
 def read_admin_token(name: str) -> str | None:
-    """Return the token in the environment variable `name`; None where it is not set or empty. Raise ConfigError,
+    """Return the token in the environment variable `name`; None if unset or empty. Raise ConfigError,
     without the token, if it cannot stand in a header."""
     return read_key(name, what="admin token")
 

@@ -104,7 +104,7 @@ def list_packed(value: _Packed) -> list[int] | list[float] | list[bool]:
 class Sampling(msgspec.Struct, frozen=True):
     """softmax(logits / temperature), cut to its likelier tokens and normalised again.
 
-    The cuts follow one another in this order, each on what the one before has left. None cuts the likeliest token.
+    The cuts apply in this order, each to the remaining tokens. The likeliest token always stays.
 
     Attributes:
         temperature: softmax temperature.
@@ -217,7 +217,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
-    """A task that was drawn for a batch, and whose group is not in it.
+    """A task drawn for a batch whose group was dropped.
 
     Attributes:
         environment: name of the environment.
@@ -269,7 +269,7 @@ class Batch(msgspec.Struct, kw_only=True):
         teacher_digest: of the teacher that sampled or judged it; empty without one.
         rollouts: in a fixed order (problem, then sample), independent of timing.
         dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
-        metrics: the orchestrator's numbers about this batch; the trainer writes them out with its own.
+        metrics: the orchestrator's numbers about this batch, which the trainer logs with its own.
     """
 
     format: int = BATCH_FORMAT
@@ -338,7 +338,7 @@ def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float =
     """Return which of the log-probabilities cannot be one, or None."""
     if not logprobs or (
         math.isfinite(sum(logprobs)) and least <= min(logprobs) and max(logprobs) <= _HIGHEST_LOGPROB
-    ):  # without a step of the interpreter for each
+    ):  # without a Python loop
         return None
     for logprob in logprobs:
         if not math.isfinite(logprob) or not least <= logprob <= _HIGHEST_LOGPROB:

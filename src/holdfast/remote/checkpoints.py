@@ -51,8 +51,8 @@ class RemoteCheckpoints:
     def upload(self, directory: Path, step: int, *, weights: Sequence[Path] = ()) -> bool:
         """Copy a committed checkpoint; return whether there was anything to do.
 
-        A step that is there with the same manifest is left alone. With another one, the old step ceases
-        to exist before its first file is replaced.
+        A step with the same manifest is not uploaded again. With another manifest, the old step is uncommitted before
+        its first file is replaced.
 
         Args:
             directory: the checkpoint on this machine; checked against its manifest, byte for byte.
@@ -157,7 +157,7 @@ class RemoteCheckpoints:
                 manifest.check_file(target, entry, where=f"{self.url}/{name}/{file}")
             (temporary / MANIFEST_NAME).write_bytes(data)
             if to.exists():
-                # Only now: until the other is whole, what is there may be all that is left.
+                # Only now: until the download is whole, the old directory may be the only copy.
                 make_room(to)
             atomic.publish_directory(temporary, to)
         except OSError as error:
@@ -229,7 +229,7 @@ class RemoteCheckpoints:
         for step in self.steps():
             try:
                 saved[step] = self.read_manifest(step).metrics
-            # Before its base class: a store that is away says nothing about the manifest.
+            # Before its base class: an unreachable store is not a damaged manifest.
             except StorageError:
                 raise
             except CheckpointError as error:

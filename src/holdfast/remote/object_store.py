@@ -1,7 +1,7 @@
 """Files below one URL (S3, a shared filesystem, memory), through fsspec.
 
-Every call has a few tries and, where the filesystem is asynchronous as S3's is, a deadline. An object is there whole or
-not at all; nothing can be renamed.
+Every call has a few tries and, where the filesystem is asynchronous as S3's is, a deadline. Objects appear whole or not
+at all; they cannot be renamed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from holdfast.run.checkpoints import Retention
 from holdfast.run.run_dir import RunDir
 
 CLOSE_S = 4200.0
-"""How long the end of a run waits for uploads, unless told otherwise: a store may be away for an hour."""
+"""How long the end of a run waits for uploads, unless told otherwise: stores can fail for an hour."""
 _GIVE_UP_S = 10.0
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
@@ -89,7 +89,7 @@ class Uploader:
             self._changed.notify_all()
 
     def release(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` may be removed here: it is not being read, nor ever will be."""
+        """Return whether the checkpoint of `step` may be removed here: no upload reads it, now or later."""
         with self._changed:
             if self._current is not None and self._current.step == step:
                 return False
@@ -119,7 +119,7 @@ class Uploader:
         return done
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for the uploads, tried again meanwhile, and end the thread; what is not done in time is given up. Raise
+        """Wait for the uploads, tried again meanwhile, and end the thread; uploads that take longer are given up. Raise
         CheckpointError, with the steps that are on this machine only, if an upload failed or was given up."""
         with self._changed:
             self._is_closed = True

@@ -40,11 +40,11 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` and its missing parents, durably: what is published in it must not be lost with it."""
+    """Create `path` and its missing parents, durably, so that files published in it are not lost with it."""
     if path.is_dir():
         return
     make_directory(path.parent)
-    # exist_ok: another rank or process may make it between the look and this.
+    # exist_ok: another process may make it meanwhile.
     path.mkdir(exist_ok=True)
     # A new name is durable only when the directory that holds it is flushed.
     fsync_directory(path.parent)
@@ -106,7 +106,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
     # rename would quietly replace an empty directory.
     if final.exists():
         raise FileExistsError(f"{final} exists already; published directories are never overwritten")
-    # All content before the rename: the name is the promise that it is there.
+    # All content before the rename: the name promises the content.
     fsync_tree(temporary)
     os.rename(temporary, final)
     fsync_directory(final.parent)
@@ -122,7 +122,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file, or a link: where that leads stays, which is somebody's."""
+    """Remove a directory tree, a file, or a link (not its target)."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     turns = 0
@@ -153,7 +153,7 @@ def is_visible(path: Path) -> bool:
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:  # which may be remembered as well
         return is_visible(path.parent) and path.exists()
-    except (PermissionError, NotADirectoryError):  # it may be looked up all the same, or cannot be there
+    except (PermissionError, NotADirectoryError):  # listing failed; a direct lookup may still work
         return path.exists()
     return path.exists()
 

@@ -37,7 +37,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def with_first_line(text: str) -> bytes:
-    """Return lines of TOML, before which a comment has their checksum: so it is there if the end is cut off."""
+    """Return lines of TOML, after a comment with their checksum, which survives if the end is cut off."""
     data = text.encode()
     return b"# check %s\n" % xxhash.xxh3_64_hexdigest(data).encode() + data
 

@@ -60,7 +60,7 @@ class Kind(StrEnum):
     PICKLED = "pickle of torch.save"
     """A .bin, .pt, .pth or .ckpt file, or a directory of pytorch_model*.bin without safetensors: never read."""
     AMBIGUOUS = "directory of two kinds at once"
-    """Weights files beside the index of sharded tensors: which of them are meant is a guess."""
+    """Weights files beside the index of sharded tensors."""
     UNKNOWN = "nothing known"
     """None of these."""
 
@@ -194,8 +194,8 @@ def newest_intact(
     Args:
         steps: in any order.
         check: raises a CheckpointError for a step that is damaged; whatever else it raises passes.
-        say: is told which steps were skipped and why.
-        what: what the steps are of, in what is said.
+        say: gets a message for each skipped step.
+        what: the name of the steps in messages.
         passing: kinds of CheckpointError that are no damage and pass, too.
     """
     damaged: list[str] = []
@@ -309,7 +309,7 @@ class Retention:
         """Return the steps to remove, ascending.
 
         Args:
-            saved: every committed step with its metrics; damaged and torn ones must not be in it.
+            saved: every committed step with its metrics; without damaged and torn ones.
             protected: steps in use, such as the one that the run was resumed from.
         """
         if self.keep is None:

@@ -69,7 +69,7 @@ def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
             "the hub cannot be reached or is not to be (HF_HUB_OFFLINE). Name a directory, or try again with a "
             "connection."
         ) from None
-    except EntryNotFoundError:  # it has the model, which may do without
+    except EntryNotFoundError:  # the hub has the model, without this file
         return
     except (HFValidationError, OSError) as error:
         if is_storage_failure(error):  # of this machine's cache
@@ -129,7 +129,7 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
 
 
 def _no_weights(path: Path, *, is_trained: bool) -> str:
-    """Say what a directory without weights that are read has in their place, and what to do."""
+    """Say what a directory has in place of weights, and what to do."""
     if there := sorted(file.name for file in path.glob("*.safetensors")):
         return (
             f"has neither {_WEIGHTS} nor {_INDEX}, which says what is in {_some(there)}. Copy what is missing from "
@@ -257,9 +257,9 @@ def _some(names: list[str]) -> str:
 
 
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
-    """Refuse weights that are damaged. What has a manifest is verified as `how` says; of other safetensors files none
-    may be cut. The names and shapes of tensors are compared by the trainer, which fills its model with them. Raise
-    CheckpointError, saying what was found and what is needed."""
+    """Refuse weights that are damaged. Directories with a manifest are verified as `how` says; other safetensors files
+    are checked for their length. The names and shapes of tensors are compared by the trainer, which fills its model
+    with them. Raise CheckpointError, saying what was found and what is needed."""
     kind = require_weights(path)
     if kind is Kind.CHECKPOINT:
         verify_checkpoint(path, how=how)
@@ -278,7 +278,7 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
 
 
 def _read_by_the_trainer(directory: Path) -> list[Path]:
-    """Return the weights files of a Hugging Face directory: those of the index, or one of the usual name, or all."""
+    """Return the weights files of a Hugging Face directory: by its index, the usual name, or all."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         return [directory / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]

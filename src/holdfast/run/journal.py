@@ -99,7 +99,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
     Attributes:
         step: the batch that was made last; 0 before the first.
-        problems: problems that were drawn so far: those of all batches, and the dropped ones.
+        problems: problems drawn so far, in batches or dropped.
         rollouts: their rollouts.
         tokens: tokens of those, prompts included.
         environments: position in every environment, by name.
@@ -120,7 +120,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
     @property
     def batched(self) -> Counts:
-        """What the batches hold: all that was drawn, less what was dropped."""
+        """What the batches hold: drawn less dropped."""
         return self.drawn - sum(self.dropped.values(), Counts())
 
     def next_task(self, environment: str) -> int:

@@ -20,7 +20,7 @@ _MOST_BYTES = 512
 _CLOCK_SLACK_S = 60.0  # the start of a process is known by the time since the boot, files by the clock of their storage
 # Some network filesystems lock no directories; then nobody notices a second writer.
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-# What this process has taken, or one that it was forked from.
+# Locks of this process and of the processes that it was forked from.
 _own: set[tuple[int, Path]] = set()
 
 
@@ -67,7 +67,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process sees it, if it lives: it is of the same boot of a kernel, and of the same container."""
+        """Whether the holder belongs to the same boot and container as this process."""
         return self.pid_space == _pid_space()
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
             break
         except BlockingIOError:
             holder = Holder.read(descriptor)
-            # None: it has the lock and is about to write itself in; look again.
+            # None: the holder is about to write its name; look again.
             if holder is not None and not holder.is_dead:
                 os.close(descriptor)
                 return holder
@@ -132,7 +132,7 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Shared: two who only look must not take each other for a holder.
+        # Shared: readers must not exclude each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = Holder.read(descriptor)
@@ -176,12 +176,12 @@ def living_holder(path: Path) -> Holder | None:
         begun = psutil.Process(holder.pid).create_time()
     except psutil.Error:
         return None
-    # Another process may have its number by now. It wrote itself in after its own start.
+    # Another process may have its number by now: it would have started after the lock was taken.
     return holder if begun <= taken + _CLOCK_SLACK_S else None
 
 
 class DirectoryLock:
-    """A lock on a directory itself, without a file of its own, for who writes into it. All locks of one process on a
+    """A lock on a directory itself, for its writer. All locks of one process on a
     directory are one."""
 
     _held: ClassVar[dict[Path, tuple[int, int]]] = {}

@@ -41,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Fingerprints(msgspec.Struct, frozen=True):
-    """xxh3-128 of what a run is made of; empty where it does not apply.
+    """xxh3-128 of the parts of a run; empty if a part does not apply.
 
     Attributes:
         model: names, shapes and dtypes of the model's tensors.
@@ -143,7 +143,7 @@ def files_named_in(args: Mapping[str, Any], prefix: str = "args.") -> Iterator[t
 
 
 def describe(content: bytes) -> FileEntry:
-    """Return size and checksum of a file from its bytes in memory: read back, they are what the disk made of them."""
+    """Return size and checksum of a file from its bytes in memory, before the disk can change them."""
     return FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
@@ -241,7 +241,7 @@ def verify(
 
     Args:
         how: `full` reads every byte; `size` compares sizes only, which finds missing and cut files.
-        step: the step that the directory must be of; unset: any.
+        step: expected step; unset: any.
         spared: files that are not looked at.
 
     Raise CheckpointError for the first file that is missing, of another size, or damaged; ReadError for the first that

@@ -110,7 +110,7 @@ class RecordLog:
         return self._durable_bytes
 
     def append(self, payload: bytes) -> None:
-        """Write one record into the page cache. Never waits for the disk to have it. Raise OSError if it cannot be
+        """Write one record into the page cache, without waiting for the disk. Raise OSError if it cannot be
         written, or an earlier record could not be made durable."""
         if self._failure is not None:
             raise self._failure

@@ -201,14 +201,14 @@ class RunDir:
         return identity
 
     def created_unix_s(self) -> int | None:
-        """When the run or the one that it forks was first started; None if `run.json` is not there or does not say."""
+        """When the run or the one that it forks was first started; None if unknown."""
         try:
             return self.identity().get("created_unix_s")
         except FileNotFoundError:
             return None
 
     def forked_from(self) -> str | None:
-        """The checkpoint of another run that this one began with, or None."""
+        """The checkpoint of another run that this run started from, or None."""
         try:
             return self.identity().get("forked_from", {}).get("path")
         except FileNotFoundError:
@@ -220,12 +220,12 @@ class RunDir:
         return f"{fork['run_id']}:{fork['step']}" if fork else None
 
     def rewinds(self) -> list[int]:
-        """The steps that the run went back to on purpose: what it trained after them before is another way."""
+        """The steps from which the run was deliberately trained again, discarding the later ones."""
         return self.identity().get("rewinds", [])
 
     def note_rewind(self, step: int, *, by_attempt: int) -> None:
-        """Note that the run goes back to `step` in attempt `by_attempt`, and takes another way from there. Noted before
-        anything moves; a start that failed behind it and is given again has the same number."""
+        """Note that attempt `by_attempt` trains again from `step`. Called before anything moves; a repeated start after
+        a failure has the same attempt number."""
         path = self.path / "run.json"
         identity = self.identity()
         earlier = identity.get("rewinds", [])
@@ -280,12 +280,12 @@ class RunDir:
             )
 
     def lock_orchestrator(self, *, over_exec: bool = False) -> None:
-        """Be the one that makes batches here, by this process or what it starts.
+        """Take the orchestrator lock for this process and its children.
 
         Args:
             over_exec: this process becomes the orchestrator.
 
-        Raise RunDirError if another process makes them.
+        Raise RunDirError if another process holds it.
         """
         holder = self._take("orchestrator.lock", over_exec=over_exec)
         if holder is not None:
@@ -378,7 +378,7 @@ class RunDir:
         """Remove the published weights of versions after `step`."""
         for version in self.published_weights():
             if version > step:
-                # By rename: an engine that is told this path must find all of it or nothing.
+                # By rename: an engine must find the whole directory or nothing.
                 atomic.remove_directory(self.weights_of(version))
 
     def remove_old_attempts(self, last: int) -> None:

@@ -90,8 +90,8 @@ def _without_passwords(value: Any) -> Any:
 
 
 def files_of_environment(section: EnvironmentConfig) -> dict[str, Path]:
-    """Return the files that an environment's settings name: data, programs of MCP servers, modules with its code. Of a
-    module it is the file of its own, not those that it imports."""
+    """Return the files that an environment's settings name: data, programs of MCP servers, modules with its code. For a
+    module this is its own file, without its imports."""
     servers = {name: {"command": server.command, "args": server.args} for name, server in section.mcp_servers.items()}
     levels = section.curriculum.levels if section.curriculum is not None else []
     found = dict(files_named_in(section.args))
@@ -115,7 +115,7 @@ def _plugin(name: str) -> str:
 
 
 def file_of_object(name: str) -> Path | None:
-    """Return the file of the module of `module:name`; None for another text, and where there is no such file."""
+    """Return the file of the module of `module:name`; None if the text has another form or the file is missing."""
     from holdfast.process.imports import module_file  # who reads settings alone does not need it
 
     matched = _OBJECT.fullmatch(name)

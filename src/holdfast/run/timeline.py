@@ -27,7 +27,7 @@ class Span(msgspec.Struct, omit_defaults=True, frozen=True):
 
     Attributes:
         process: `trainer` (rank 0), `orchestrator`, `evaluation`.
-        name: of what was done, that of the metric `time/<name>` where there is one; `start`, of no length, says
+        name: of the work, as in the metric `time/<name>`; `start`, of no length, says
             that the process began, after `step`.
         begin, end: Unix time in seconds.
         step: the optimizer step that it is for; None where it is for none.
@@ -110,7 +110,7 @@ def record(
     lane: str = "",
     count: int = 1,
 ) -> None:
-    """Append one span, as the fields of `Span` say; does nothing in a process that was never started. For any thread.
+    """Append one span, as the fields of `Span` say; does nothing without `start_timeline`. For any thread.
     Never raises for the storage."""
     if _own is not None:
         begin, end = round(begin, 6), round(end, 6)
