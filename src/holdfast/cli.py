@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 # Name -> what it does; the module and the function that do it; the class in `holdfast.config` that its
-# command line is read into. Without a class, the function gets the words as they are. It returns the exit code.
+# command line is read into. Without a class, the function gets the words. It returns the exit code.
 # A line here is a command of `holdfast`; a line in [project.scripts] of pyproject.toml, one by its bare name as well.
 COMMANDS = {
     "sft": ("Supervised fine-tuning.", "launcher.launch:launch_training", "SftConfig"),
@@ -146,7 +146,7 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     from holdfast.errors import HoldfastError
     from holdfast.process.child import make_output_lossy
 
-    make_output_lossy("stderr")  # an error that nobody can read has the exit code that it has
+    make_output_lossy("stderr")  # an unreadable error keeps its exit code
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:

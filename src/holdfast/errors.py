@@ -144,7 +144,7 @@ class ProcessKilled(HoldfastError):
 
 
 class StorageError(CheckpointError):
-    """An object store did not do what it was asked to: unreachable, refused, full.
+    """An object store failed: unreachable, refused, full.
 
     Attributes:
         may_pass: whether the same call may succeed later, when nobody has changed anything here.

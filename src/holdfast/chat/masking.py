@@ -3,7 +3,7 @@
 A chat is rendered once and tokenised once, so its tokens are those of transformers'
 `apply_chat_template(tokenize=True)`. A turn is trained from where the prompt ends that `rl` would feed: the ids
 of the messages before it and of the generation prompt must be the first ids of the whole, else the chat is
-refused with the reason. It is trained to where the template ends it, with the token that does so.
+refused with the reason. It ends with the token by which the template ends the turn.
 """
 
 from __future__ import annotations

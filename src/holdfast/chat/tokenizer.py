@@ -318,7 +318,7 @@ class Tokenizer:
 
     @cached_property
     def _inner(self) -> tokenizers.Tokenizer:
-        """The tokenizer without the blank that it puts before a text, if it is of that kind."""
+        """The tokenizer, without a blank before the text if it adds one."""
         pre_tokenizer = _state(self._backend.pre_tokenizer)
         normalizer = _state(self._backend.normalizer)
         plain = _without_prefix(pre_tokenizer), _without_prefix(normalizer)

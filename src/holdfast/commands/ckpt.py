@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
-    """List the steps; a damaged or unreadable one is a problem, a torn one is not."""
+    """List the steps; damaged and unreadable ones are problems, torn ones are not."""
     entries = dirs.entries()
     saved = {entry.step: entry.manifest.metrics for entry in entries if entry.manifest and entry.status == "committed"}
     chosen = _metric(dirs, metric, saved)

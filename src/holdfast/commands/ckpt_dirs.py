@@ -39,7 +39,7 @@ class CheckpointDirs:
         self.checkpoints = output_dir if is_bare else output_dir / "checkpoints"
 
     def check(self) -> None:
-        """Refuse a directory that is not there or that holds nothing of a run. Raise RunDirError, naming the
+        """Refuse a directory that is missing or holds nothing of a run. Raise RunDirError, naming the
         directory."""
         if not self.output_dir.is_dir():
             raise RunDirError(f"there is no directory {self.output_dir}. Name the run with --output-dir.")

@@ -136,7 +136,7 @@ class Request(msgspec.Struct):
     Attributes:
         settings: its `EnvironmentConfig`, as JSON.
         num_tasks: tasks to make, from index 0 on.
-        num_played: how many of them, the first ones, to play and score.
+        num_played: how many of the first tasks to play and score.
         model: whose tokenizer and template; None: a token for each byte, and no limit.
         is_reversed: make the last task first.
     """

@@ -1,4 +1,4 @@
-"""`evaluate --follow`: the checkpoints of a run that trains, evaluated one after the other as they come.
+"""`evaluate --follow`: evaluates the checkpoints of a run one after the other, as they appear.
 
 `python -m holdfast.commands.evaluate_follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
 `--eval.interval`. See docs/decisions.md.

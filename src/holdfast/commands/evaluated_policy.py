@@ -189,7 +189,7 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
 def name_of_export(run_dir: RunDir, step: int) -> str:
     """Return the name of what is exported of the checkpoint that `step` has now. Raise FileNotFoundError if it has
     none."""
-    # By what it is made of: another run has this step as well, and this one may train it again.
+    # By its content: other runs have this step, too, and this run may train it again.
     return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
 
 
@@ -345,7 +345,7 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
     if is_ours:
         atomic.clear_leftovers(path)
     if config.clean and is_ours:
-        # Its settings last: while they are there, the same command finds the rest after a kill.
+        # Its settings last: with them, the same command removes the rest after a kill.
         remove_exports(path)
         for name in _OURS:
             entry = path / name

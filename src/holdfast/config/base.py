@@ -90,7 +90,7 @@ class Command(Section):
     """The whole configuration of one command: what every command has."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Settings that a flag takes out of a file, by the setting that is given in their place."""
+    """Pairs of settings: a flag of the first removes the second from a file."""
 
     output_dir: Path = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
@@ -177,7 +177,7 @@ class ModelConfig(Section):
 
 
 def check_url(url: str) -> None:
-    """Refuse what is not the base URL of a server; nothing of it is repeated, because it may hold a password."""
+    """Refuse text that is not the base URL of a server, without repeating it: it may hold a password."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -206,8 +206,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(header: str) -> bool:
-    """Whether a Host header names this machine, for this machine alone. A request without one does not come from a
-    browser."""
+    """Whether a Host header names this machine, for this machine alone. No browser omits it."""
     if not header:
         return True
     try:
@@ -317,9 +316,9 @@ ADVANTAGES = {
 GROUP_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.compares_group)
 """Advantages that compare the rollouts of one problem with one another, and need two of them at least."""
 SINGLE_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if not one.compares_group)
-"""Those for which one rollout of a problem is enough."""
+"""Advantages for which one rollout of a problem is enough."""
 REWARD_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is not None)
-"""All that are computed from what the rollouts of a batch earned."""
+"""Advantages computed from the rewards of a batch."""
 MODEL_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is None)
 """Advantages that need a model beside the policy."""
 

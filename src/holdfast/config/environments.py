@@ -115,8 +115,8 @@ class McpServerConfig(Section):
     settings."""
 
     url: str | None = None
-    """In the place of a command: the endpoint of a server that is there already, such as http://127.0.0.1:9000/mcp;
-    every rollout has a session of its own."""
+    """Instead of a command: the endpoint of a running server, such as http://127.0.0.1:9000/mcp; every rollout has its
+    own session."""
 
     api_key_env: str | None = None
     """With `url`: environment variable with its key; unset: none is sent."""

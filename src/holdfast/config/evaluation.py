@@ -63,7 +63,7 @@ class EvaluateConfig(Command):
     `inference.server.port` on."""
 
     follow: bool = False
-    """With `run`: evaluate one checkpoint after another as they come, and end with the run. `output_dir` is then that
+    """With `run`: evaluate checkpoints as they appear, and end with the run. `output_dir` is then that
     of the run's evaluations, `evaluations` in `run` unless it is set, with one directory for each step."""
 
     interval: int | None = Field(default=None, ge=1)
@@ -115,7 +115,7 @@ def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
 class CheckpointEvalConfig(EvalConfig):
     """Evaluations of checkpoints during training, on held-out tasks, by default every 10 steps.
 
-    A process beside the trainer makes them, one after the other, with an inference server of its own."""
+    A process beside the trainer runs them one after the other, with its own inference server."""
 
     interval: int = Field(default=10, ge=1)
     """Evaluate the model that training begins with, every step that this divides, and the last one; `ckpt.interval`

@@ -31,8 +31,7 @@ class ServerConfig(Section):
     """Address to bind. Anything other than loopback needs an admin token."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """TCP port. Unset, `rl` takes the server that is free for it at 8000, or else the first free port from there
-    on for a server of its own."""
+    """TCP port. Unset, `rl` uses an unowned server at 8000, or starts its own at the first free port from 8000 on."""
 
     model_name: str | None = Field(default=None, min_length=1)
     """What OpenAI clients give as `model`; unset: `model.name`. Runs that use the server go by `model.name` anyway."""

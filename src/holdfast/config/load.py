@@ -94,7 +94,7 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
         values = _read_flags(words, flags_of(command), given)
         for one, other in command.alternatives:
             if one in values and other not in values:
-                files.data.pop(other, None)  # a flag wins over a file, also by the other name of the same
+                files.data.pop(other, None)  # a flag wins over a file, also over an alternative setting there
         return command.model_validate(merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
@@ -121,7 +121,7 @@ class Flag:
 
     @property
     def words(self) -> set[Any]:
-        """The words that stand for themselves, such as `all-linear`."""
+        """The literal words that it allows, such as `all-linear`."""
         parts = [self.annotation, *typing.get_args(self.annotation)]
         return {word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
 

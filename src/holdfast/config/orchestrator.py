@@ -108,7 +108,7 @@ def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | 
 
 
 def check_held_out(environments: Sequence[EnvironmentConfig]) -> None:
-    """Refuse what an evaluation has settings of its own for. Raise ValueError with the name of the environment."""
+    """Refuse settings of training that an evaluation replaces. Raise ValueError with the name of the environment."""
     for section in environments:
         if section.group_size is not None:
             raise ValueError(
@@ -171,8 +171,8 @@ class OrchestratorConfig(Command):
     """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
 
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of one problem, where its environment has no number of its own; at least two where the advantage
-    compares them with one another."""
+    """Rollouts of one problem, unless its environment sets its own number; at least two if the advantage compares
+    them."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
@@ -181,7 +181,7 @@ class OrchestratorConfig(Command):
     """Most tokens of one rollout, prompt included."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    """Sampling of completions, as far as an environment has none of its own."""
+    """Sampling of completions, unless an environment sets its own."""
 
     client: ClientConfig = Field(default_factory=ClientConfig)
     """Inference servers."""
@@ -193,11 +193,11 @@ class OrchestratorConfig(Command):
     """Evaluations during the run; unset: none."""
 
     weights_timeout_s: float = Field(default=1800.0, gt=0)
-    """Give up when the trainer publishes no weights, and nobody gets anything else done, for this long."""
+    """Give up if the trainer publishes no weights, and no process makes progress, for this long."""
 
     hang_timeout_s: float = Field(default=900.0, gt=0)
-    """An event loop that something blocks for this long counts as hung. What an environment does within its `timeout_s`
-    is ended by that, if it is shorter."""
+    """An event loop that is blocked for this long counts as hung. A shorter `timeout_s` ends calls of an environment
+    before."""
 
     ckpt: CkptConfig | None = None
     """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""

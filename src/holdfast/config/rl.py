@@ -245,7 +245,7 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
         flag = setting.replace("_", "-")
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
-    if isinstance(own, Section):  # what it does not set stays as the processes have it
+    if isinstance(own, Section):  # unset keys stay as the processes have them
         below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, Section)]
         return type(own).model_validate(merged(below[0] if below else {}, own.model_dump(exclude_unset=True)))
     return values[0] if values else getattr(getattr(config, names[0]), setting)

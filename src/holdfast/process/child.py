@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 def die_with_launcher() -> None:
     """Die with the launcher that started this process; one started by hand may outlive its shell."""
-    # Popped: what this process starts has another parent, and must not take itself for an orphan.
+    # Popped: children of this process have another parent.
     launcher = os.environ.pop(LAUNCHER_ENV, None)
     if launcher is not None:
         die_with_parent(parent=int(launcher))
@@ -102,7 +102,7 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 class _LossyFile(io.FileIO):
-    """Drops what a full disk cannot take, what nobody reads any more, and what would have to wait where none may."""
+    """Drops output that a full disk, a closed pipe or a terminal without room cannot take."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -132,7 +132,7 @@ def make_output_lossy(*names: str) -> None:
             continue
         # closefd=False: the descriptor belongs to the stream that is replaced.
         lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
-        with contextlib.suppress(OSError):  # what waits there may be just what cannot be written
+        with contextlib.suppress(OSError):  # the buffer may hold what cannot be written
             stream.flush()
         text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)

@@ -30,7 +30,7 @@ _TELL_S = 2.0
 
 
 class Counted:
-    """Tells how much of a phase is done and how long the rest may take, every two seconds; short ones tell nothing.
+    """Reports the progress of a phase and the time left every two seconds; short phases report nothing.
 
     Args:
         total: how many there are.

@@ -91,7 +91,7 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
         if named[0] in found:
             raise ConfigError(f"{VISIBLE_DEVICES_ENV} = {wanted} names a GPU twice")
         found.append(named[0])
-    # By the names of the environment: a number there may not be our number of the device.
+    # By the names in the environment: numbers there may differ from ours.
     return tuple(replace(gpu, name=name) for gpu, name in zip(found, names, strict=True))
 
 
@@ -112,7 +112,7 @@ def _by_nvml() -> Inventory | None:
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, or a container without this part of it
+    except pynvml.NVMLError:  # no driver, or a container without NVML
         return None
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))

@@ -177,7 +177,7 @@ class Beat(msgspec.Struct, frozen=True):
         moves: how often its work has moved on, be it in vain: it is not stuck.
         work: how often it got something done, or heard that somebody is at it.
         doing: in words.
-        bound_s: it is stuck when it has not moved for so long; None: it waits for others, which have bounds.
+        bound_s: stuck after so long without progress; None: it waits for others, which have bounds.
         answers: whether its health route answers now.
         pid: of the process that beats.
     """
@@ -286,7 +286,7 @@ def moved(*, works: bool = True, doing: str = "") -> None:
 
 
 class Wait:
-    """A wait for what another process of the run makes; not over while anybody gets anything done or is being healed.
+    """A wait for another process of the run; it lasts while any process makes progress or is being restarted.
 
     Args:
         timeout_s: how long to wait while nobody makes progress.
@@ -335,5 +335,5 @@ def read_beat(path: Path) -> Beat:
     except (
         msgspec.DecodeError,
         UnicodeDecodeError,
-    ):  # empty, or half of it is of the beat before: the next look sees it whole
+    ):  # empty or half written: the next read sees it whole
         return Beat()

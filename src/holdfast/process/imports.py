@@ -125,7 +125,7 @@ def keep_uploads_apart() -> None:
 def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def draw(*arguments: Any, **options: Any) -> Any:
-        # By name: the threads are made by libraries, after this.
+        # By name: libraries make the threads later.
         if threading.current_thread().name not in _THREADS:
             return real(*arguments, **options)
         if not hasattr(_apart, "generator"):

@@ -50,7 +50,7 @@ def _run(parent: int, descriptor: str, command: list[str]) -> None:
         finally:
             os._exit(127)
     # It is sent to the group: the program, which dies with this process, shall have the time to clear up. Many programs
-    # end with 0 then, as if they had come to their end.
+    # end with 0 then, as if they had finished.
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])

@@ -20,7 +20,7 @@ from pathlib import Path
 LOCK_NAME = ".lock"
 SHORT_HOME = Path("/tmp")
 """For sockets, whose paths have 107 bytes at most, where the directory for temporary files has a long name."""
-_held: dict[Path, int] = {}  # of this process: looking at one of them would let go of its lock
+_held: dict[Path, int] = {}  # of this process: opening and closing one would release its lock
 
 
 def scratch_name() -> str:
@@ -40,7 +40,7 @@ def scratch_directory(home: Path | None = None) -> Iterator[Path]:
 
 
 def make_scratch(home: Path) -> Path:
-    """Make a directory in `home` for this process alone, and remove those that others have left there."""
+    """Make a directory in `home` for this process, and remove abandoned ones."""
     remove_abandoned(home)
     while True:
         path = Path(tempfile.mkdtemp(prefix=scratch_name(), dir=home))
@@ -49,8 +49,8 @@ def make_scratch(home: Path) -> Path:
 
 
 def hold(path: Path) -> bool:
-    """Mark the directory as one in use until `drop`, or the end of this process; False where it was just removed. Where
-    the filesystem has no locks nothing is marked, and nothing is removed by others."""
+    """Mark the directory as in use until `drop` or the end of this process; False if it was just removed. On a
+    filesystem without locks nothing is marked, and other processes remove nothing."""
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:

@@ -40,7 +40,7 @@ ErrorCode = Literal["owned", "other_weights", "unreadable"]
 
     owned           409: the server is another run's
     other_weights   409: the request is for other weights than those that serve
-    unreadable      507: the storage does not give the weights of a push, which may be right
+    unreadable      507: the storage failed to read the weights of a push; they may be whole
 """
 OWNED: ErrorCode = "owned"
 OTHER_WEIGHTS: ErrorCode = "other_weights"

@@ -212,7 +212,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     @property
     def branches(self) -> list[slice]:
-        """What of `token_ids`, and of all that follows the tokens, is each branch."""
+        """The slice of each branch in `token_ids` and the other arrays per token."""
         return [slice(*ends) for ends in pairwise([*self.branch_starts, len(self.token_ids)])]
 
 
@@ -268,7 +268,7 @@ class Batch(msgspec.Struct, kw_only=True):
             teacher did.
         teacher_digest: of the teacher that sampled or judged it; empty without one.
         rollouts: in a fixed order (problem, then sample), independent of timing.
-        dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
+        dropped: tasks drawn for this batch and dropped, in the order of the draw.
         metrics: the orchestrator's numbers about this batch, which the trainer logs with its own.
     """
 

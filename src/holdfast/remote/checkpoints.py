@@ -69,7 +69,8 @@ class RemoteCheckpoints:
         return self._upload(directory, f"step_{step}")
 
     def write_identity(self, run_dir: RunDir) -> None:
-        """Keep what says who the run is, as it is now: small files, which another machine needs to be the same run."""
+        """Upload the files that identify the run, as they are now: another machine needs them to continue as the same
+        run."""
         files = {"run.json": _read(run_dir.path / "run.json")}
         inputs = run_dir.noted_inputs()
         found = {INPUTS_NAME: inputs} if inputs is not None else {}
@@ -110,7 +111,7 @@ class RemoteCheckpoints:
         misfit = self._misfit(name, files)
         if misfit is not None:
             raise StorageError(f"{misfit} after it was written; the store cannot be trusted")
-        # The bytes that were checked, not the file: it is the same manifest, to the bit, on both sides.
+        # The bytes that were checked, so both sides have the same manifest.
         self._store.write(f"{name}/{MANIFEST_NAME}", data)
         return True
 
@@ -124,10 +125,10 @@ class RemoteCheckpoints:
         return None
 
     def download(self, step: int, to: Path, *, make_room: Callable[[Path], object] = atomic.remove_directory) -> None:
-        """Copy a step to the directory `to`, which then holds it, verified, or is as it was before.
+        """Copy a step to the directory `to`, verified; on failure `to` stays as before.
 
         Args:
-            make_room: what becomes of the directory that is there already, once the other is whole.
+            make_room: removes or moves an existing directory, once the download is whole.
 
         Raise CheckpointError if the step is not there or damaged, naming the file; RunDirError if `to` cannot be
         written, which is not a fault of the step.
@@ -243,7 +244,7 @@ class RemoteCheckpoints:
         needed = {version for step in kept for version in range(step - older_weights, step + 1)}
         if older_weights and kept:
             for version in self._numbers(f"{WEIGHTS_DIR}/"):
-                # Later ones may be of an upload that was cut off between weights and step, and comes again.
+                # Later weights may belong to an interrupted upload that is repeated.
                 if version not in needed and version < max(kept):
                     self._remove_directory(f"{WEIGHTS_DIR}/step_{version}")
         return superseded

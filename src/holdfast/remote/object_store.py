@@ -209,7 +209,7 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _call(self, operation: str, method: str, *arguments: Any, local: Path | None = None, **options: Any) -> Any:
-        """Call a method of the filesystem until it succeeds or nothing is to be hoped for.
+        """Call a method of the filesystem, with retries.
 
         Args:
             local: the file of this machine that it reads or writes.

@@ -102,9 +102,9 @@ class Uploader:
             return True
 
     def poll(self) -> None:
-        """Raise the first failure since the last call that will not be tried again; all are logged. That is a
-        checkpoint that is damaged, and a store that refuses what is to be its very first upload. Raise CheckpointError,
-        with URL, operation and reason."""
+        """Raise the first failure since the last call that will not be tried again; all are logged. Such failures are a
+        damaged checkpoint, and a store that refuses the very first upload. Raise CheckpointError, with URL, operation
+        and reason."""
         with self._changed:
             failure, self._failure = self._failure, None
         if failure is not None:

@@ -52,7 +52,7 @@ def make_directory(path: Path) -> None:
 
 def fsync_tree(path: Path) -> None:
     """Flush every file and directory below `path` (and `path` itself) to the disk. Raise OSError if one of them could
-    not be flushed, or not even listed."""
+    not be listed or flushed."""
 
     def fail(error: OSError) -> None:  # os.walk itself passes over what it cannot list
         raise error
@@ -130,7 +130,7 @@ def _remove(path: Path) -> None:
         turns += 1
         try:
             shutil.rmtree(path)
-        except FileNotFoundError:  # another process clears it at the same time; or a storage lists what is not there
+        except FileNotFoundError:  # another process clears it at the same time; or a storage lists files that are gone
             if turns == _MOST_TURNS:
                 raise
 

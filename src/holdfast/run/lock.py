@@ -29,7 +29,7 @@ class Holder:
     """A process that holds a lock, as it wrote itself into the file.
 
     Attributes:
-        pid_space: in which its process id means anything: of this boot of a kernel, and of a container.
+        pid_space: boot of the kernel and container, within which its process id is valid.
     """
 
     pid: int
@@ -181,8 +181,7 @@ def living_holder(path: Path) -> Holder | None:
 
 
 class DirectoryLock:
-    """A lock on a directory itself, for its writer. All locks of one process on a
-    directory are one."""
+    """A lock on a directory itself, for its writer. Locks of one process on a directory are shared."""
 
     _held: ClassVar[dict[Path, tuple[int, int]]] = {}
 

@@ -360,7 +360,7 @@ class RunDir:
         for name in _OF_RUN:
             path = self.path / name
             try:
-                is_disk = path.is_symlink() and path.is_dir()  # the link was made by somebody, not by the run
+                is_disk = path.is_symlink() and path.is_dir()  # a user made the link, not the run
                 if not is_disk:
                     _remove(path)
             except OSError as error:

@@ -134,7 +134,7 @@ def files_of_model(directory: Path, *, has_weights: bool) -> list[Path]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts at any depth, and where they are."""
+    """Yield the key and the value of texts at any depth."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):

@@ -34,8 +34,7 @@ class Span(msgspec.Struct, omit_defaults=True, frozen=True):
         version: of the policy that is meant.
         lane: of work beside the main work of the process, such as writing a checkpoint; empty: the main work. Spans
             of one lane do not overlap, except those with a `count`.
-        count: more than 1: how many spans of this name, the last ones of their step, are told as this one, from the
-            begin of the first to the end of the last; others may lie between them.
+        count: more than 1: so many spans of this name are merged, from the begin of the first to the end of the last.
         attempt: set by who reads, from the directory that the line is in.
     """
 
