@@ -88,10 +88,11 @@ def _read(path: str, shown: str) -> dict[str, Any]:
 def parse_command_line(command: type[C], argv: list[str]) -> C:
     """Return the validated configuration of `command`. Raise ConfigError if a file, key, type or value cannot be
     used."""
-    files, words = _split_files(argv, command)
+    known = flags_of(command)
+    files, words = _split_files(argv, known)
     given: dict[str, str] = {}
     try:
-        values = _read_flags(words, flags_of(command), given)
+        values = _read_flags(words, known, given)
         for one, other in command.alternatives:
             if one in values and other not in values:
                 files.data.pop(other, None)  # a flag wins over a file, also over an alternative setting there
@@ -260,7 +261,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
+def _split_files(argv: list[str], known: Mapping[str, Flag]) -> tuple[_Files, list[str]]:
     """Take every `@ file` and `--section @ file` out of `argv`."""
     files, flags = _Files(), []
     position = 0
@@ -276,21 +277,13 @@ def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, lis
             raise ConfigError("'@' needs the path of a TOML file after it")
         section: tuple[str, ...] = ()
         if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
-            name = flags[-1].removeprefix("--no-").removeprefix("--").replace("-", "_")
-            if not _is_value(name.split("."), command):
-                section = tuple(name.split("."))
-                flags.pop()
+            flag = known.get(flags[-1].replace("_", "-"))
+            if (
+                flag is None or _model_in(flag.annotation) is not None
+            ):  # not a plain setting such as `--clean`
+                section = tuple(flags.pop().removeprefix("--").replace("-", "_").split("."))
         files.add(path, section, shown=f"'@ {path}'")
     return files, flags
-
-
-def _is_value(path: list[str], command: type[BaseModel]) -> bool:
-    model: type[BaseModel] | None = command
-    for name in path[:-1]:
-        info = model.model_fields.get(name) if model else None
-        model = _model_in(info.annotation) if info else None
-    last = model.model_fields.get(path[-1]) if model else None
-    return last is not None and _model_in(last.annotation) is None
 
 
 def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
