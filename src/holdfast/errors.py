@@ -27,15 +27,12 @@
     │   └── GraceOver           not within the time that a stop leaves             exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
 
-The inference server has two more codes, after which `rl` restarts it: 70 if a swap of weights broke off, 75 if its
-engine died. A run that a signal stops exits with 128 + signal. If checkpoints are on and the save of that stop fails,
-the run exits with `NOT_SAVED`.
-
-    2                       fix the input. Nothing was trained. Nothing was started either, unless the fault lies in
-                            the data or on a hub, which only the trainer reads
+    2                       fix the input; nothing was trained
     3                       the run was going
+    4 (`NOT_SAVED`)         a signal stopped the run, and its save failed
     5 (`STORAGE_FAILED`)    whatever the class: the run was going and could not write or read its files
     6 (`STUCK`)             a process made no progress; `rl` starts it again
+    70, 75                  of the inference server: a swap of weights broke off, its engine died; `rl` restarts it
 
 Every message says what failed, the value received, what is allowed and what to do. Text of others (servers,
 environments) loses its control characters and its excess length before it goes into a log.

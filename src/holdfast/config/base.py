@@ -9,10 +9,9 @@ needs only its function and one line here:
     PREFERENCE_LOSSES  a function `(PairLogprobs, PreferenceLossConfig) -> PairLosses` in
                        `holdfast.trainer.preference.losses`
 
-Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, and for a slow
-reference in float64 (`tests.builders.slow_losses` and so on); and each name must learn in a short run. So must
-each `KlEstimator`, of `holdfast.trainer.rl.kl`.
-`holdfast.orchestrator.env.registry` has the table of environments.
+Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, for a slow reference in float64
+(`tests.builders.slow_losses`), and that each name learns in a short run. `holdfast.orchestrator.env.registry` has the
+table of environments.
 """
 
 import ipaddress

@@ -278,9 +278,7 @@ def _split_files(argv: list[str], known: Mapping[str, Flag]) -> tuple[_Files, li
         section: tuple[str, ...] = ()
         if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
             flag = known.get(flags[-1].replace("_", "-"))
-            if (
-                flag is None or _model_in(flag.annotation) is not None
-            ):  # not a plain setting such as `--clean`
+            if flag is None or _model_in(flag.annotation) is not None:  # not a plain setting such as `--clean`
                 section = tuple(flags.pop().removeprefix("--").replace("-", "_").split("."))
         files.add(path, section, shown=f"'@ {path}'")
     return files, flags

@@ -1,14 +1,12 @@
 """Heartbeats: show from outside that a process is frozen, or that its work is stuck.
 
-The launcher names a file in the environment; a thread of the process writes the file every second. Only a change of the
-content counts, not its time, so clocks may jump. The thread lives on while the work is stuck. So a beat also says how
-often the work has moved on (an event loop that turns, a phase of a step, a micro-batch), what the process does, and how
-long that may stand still. `holdfast.launcher.liveness` listens. The files lie in memory, so a run directory that cannot
-be written makes no process look dead.
+The launcher names a file in the environment; a thread of the process writes it every second. Only a change of the
+content counts, not its time, so clocks may jump. The thread lives on while the work is stuck, so a heartbeat also
+counts the progress of the work (event loop, phase, micro-batch), and says what the process does and how long that may
+take. `holdfast.launcher.liveness` reads the files. They lie in memory: a full run directory makes no process look dead.
 
-After `docker pause`, SIGSTOP of everything or a suspended job, `time.monotonic` says that every deadline has passed,
-though nobody could meet one. `awake_s` leaves out such freezes. A process that only waits, or whose event loop is
-blocked, is not frozen: a thread looks at the clock each second, and only a very late look shows a freeze.
+After `docker pause`, SIGSTOP of everything or a suspended job, all deadlines by `time.monotonic` have passed. `awake_s`
+leaves out such freezes: a thread reads the clock each second, and only a very late read shows a freeze.
 """
 
 from __future__ import annotations
@@ -171,12 +169,12 @@ _BEAT_BYTES = 1024
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """What a process says of itself.
+    """The content of a heartbeat.
 
     Attributes:
-        moves: how often its work has moved on, be it in vain: it is not stuck.
-        work: how often it got something done, or heard that somebody is at it.
-        doing: in words.
+        moves: signs of life of its work, also while it only retries.
+        work: units of progress.
+        doing: its phase, in words.
         bound_s: stuck after so long without progress; None: it waits for others, which have bounds.
         answers: whether its health route answers now.
         pid: of the process that beats.

@@ -1,13 +1,11 @@
 """Import order and user code: holdfast and installed packages come first, then the directory where a run starts.
 
-A user's directory may hold a `trainer.py`, a `config.py` or a `logging.py`. These files must not replace modules of
-holdfast, Python or its packages, in any process of a run; still, `module:function` in a setting names a module there.
-So every process starts without that directory on its path (`python -P`), and entries of PYTHONPATH move to the end of
-the path. The directory comes after them, when a user's module is loaded.
+A user's `trainer.py` or `logging.py` must not replace modules of holdfast or Python; still, `module:function` in a
+setting names a module there. So every process starts without the working directory on its path (`python -P`), and
+entries of PYTHONPATH move to its end. The directory comes after them, when a user's module is loaded.
 
-Libraries that move files draw from Python's global random generator, in threads of their own and as often as the
-network fails (botocore for pauses, aiohttp to choose a connection). In a trainer the generator belongs to the run:
-checkpoints hold its state, and a user's loss may draw from it. `keep_uploads_apart` keeps the libraries away from it.
+Libraries that upload (botocore, aiohttp) draw from Python's global random generator, as often as the network fails. In
+a trainer its state belongs to the run and its checkpoints. `keep_uploads_apart` gives uploads a generator of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Weights and LoRA adapters as files: their names and formats, and one digest that all processes compare.
 
-The digest covers the `*.safetensors` files by name, size and content, in the order of their names. For an adapter it
-also covers the scaling of its factors (rank and alpha). It covers nothing else: a tokenizer or a manifest in the same
-directory does not change it.
+The digest covers the `*.safetensors` files by name, size and content, in the order of their names, and for an adapter
+the scaling of its factors (rank and alpha): not a tokenizer or a manifest in the same directory.
 
 An adapter is a directory that peft loads as well; trainer and inference agree on it:
 
