@@ -62,14 +62,14 @@ class Subcommands:
 
 
 def natural(text: str) -> int:
-    """Return the number from 0 on that an argument is."""
+    """Parse a number from 0 on."""
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """Return the number from 1 on that an argument is."""
+    """Parse a number from 1 on."""
     if not (number := natural(text)):
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
     return number

@@ -174,7 +174,7 @@ class TrainingError(HoldfastError):
 
 
 class WaitedInVain(InferenceError):
-    """Another process of the run did not do its part in time, though nobody was healing it."""
+    """Another process of the run made nothing in time, and was not being restarted."""
 
     exit_code = STUCK
 

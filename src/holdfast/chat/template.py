@@ -137,7 +137,7 @@ def _environment(name: str) -> ImmutableSandboxedEnvironment:
 
 
 def template_date() -> datetime:
-    """Return the date that chat templates write, in UTC: that of the run, in a process of a run, else now."""
+    """Return the date that chat templates write, in UTC: the date of the run, if any, else now."""
     kept = os.environ.get(DATE_ENV)
     return datetime.fromtimestamp(int(kept), UTC) if kept else datetime.now(UTC)
 

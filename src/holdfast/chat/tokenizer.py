@@ -277,7 +277,7 @@ class Tokenizer:
         return token_ids[self._length_of_closing(token_ids, last_token_id) :]
 
     def _length_of_closing(self, token_ids: list[int], last_token_id: int) -> int:
-        """Return how many of the ids after an assistant's turn only close it, where `last_token_id` has done so.
+        """Return how many ids after an assistant's turn only close it, if `last_token_id` closed it already.
 
         Some templates write white space before the token that ends the turn (as Llama 2's), which was not sampled.
         """

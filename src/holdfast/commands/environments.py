@@ -81,7 +81,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def listing() -> Report:
-    """Return every environment that has a name; what cannot be used says why, and stops nothing."""
+    """Return every environment that has a name; entries that cannot be used say why."""
     # Not at the top: `--help` would wait for them.
     from holdfast.orchestrator.env.packages import REASONING_GYM, VERIFIERS
     from holdfast.orchestrator.env.registry import BUILT_IN, find_plugins, package_of

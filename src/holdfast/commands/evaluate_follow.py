@@ -197,7 +197,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     prepare_directory(one, directory)
     if step:
         try:
-            # Exported in any case: what is published has other bytes, and goes with the next step.
+            # Exported in any case: published weights have other bytes, and are removed with the next step.
             weights = weights_of_step(run.run_dir.path, step, directory.path, takes_published=False)
         except (CheckpointError, TensorWorkFailed) as error:
             if step not in run.run_dir.committed_steps():

@@ -413,7 +413,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
         return code
     finally:
         supervisor.stop()
-        # Who evaluates one step after another has one supervisor: by a later one their process ids may be others'.
+        # `--follow` keeps one supervisor: by the next step, other processes may have these ids.
         supervisor.children.clear()
         tail.refresh()
         release_all(held)

@@ -233,7 +233,7 @@ class BuiltInPolicyLoss:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings of `PolicyLossConfig` that act on this loss, and no others."""
+        """The settings of `PolicyLossConfig` that act on this loss."""
         values = {one.name: getattr(self, one.name) for one in fields(self)[1:]}
         return {name: value for name, value in values.items() if value is not None}
 

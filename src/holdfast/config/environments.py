@@ -105,7 +105,7 @@ class McpServerConfig(Section):
     model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
 
     command: str | None = Field(default=None, min_length=1)
-    """Program that is started for every rollout that calls one of its tools, and ends with it."""
+    """Program started for every rollout that calls one of its tools; it ends with the rollout."""
 
     args: list[str] = []
     """Its arguments."""
@@ -125,7 +125,7 @@ class McpServerConfig(Section):
     """Which of its tools the policy sees; unset: all."""
 
     start_timeout_s: float = Field(default=60.0, gt=0)
-    """How long the server may take to answer when it is begun, and at the start of the run to name its tools."""
+    """How long the server may take to start, and to name its tools at the start of the run."""
 
     @field_validator("url")
     @classmethod

@@ -28,7 +28,7 @@ class ServersConfig(Section):
     """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """A request that has no answer after this long is waited for on, as long as its server is well."""
+    """A request without an answer for this long is kept while its server is healthy."""
 
     ready_timeout_s: float = Field(default=900.0, gt=0)
     """How long to wait while no server answers, at the start and later."""

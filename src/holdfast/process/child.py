@@ -91,7 +91,7 @@ def heavy_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        # Before it is on again: then it walks over these objects not even once.
+        # Before it is enabled again: then it never walks over these objects.
         gc.freeze()
         gc.enable()
 

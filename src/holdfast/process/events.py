@@ -1,4 +1,4 @@
-"""Phases of a process, told to whoever watches it.
+"""Phases of a process, for the launcher.
 
 The launcher names a file in the environment; every process of the run appends one JSON line per
 phase. Without a launcher only the log line is left.

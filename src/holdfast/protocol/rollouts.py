@@ -326,7 +326,7 @@ def _sections(config: dict[str, object]) -> list[dict[str, object]]:
 
 
 def problem_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | None:
-    """Return which of the ids no model has, or one of `vocab_size` tokens has not; or None."""
+    """Return the problem of ids that a model with `vocab_size` tokens (None: any) does not have, or None."""
     if token_ids and min(token_ids) < 0:
         return f"token_ids holds {min(token_ids)}, allowed are 0 and above"
     if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:

@@ -224,7 +224,7 @@ class RemoteCheckpoints:
 
         Args:
             protected: steps to keep whatever `retention` says.
-            older_weights: how many versions before its own a step needs. 0: no weights are touched.
+            older_weights: how many earlier versions of weights a step needs; 0: leave all weights.
         """
         saved = {}
         for step in self.steps():

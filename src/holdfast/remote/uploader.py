@@ -36,8 +36,8 @@ class _Upload:
 class Uploader:
     """A thread that uploads checkpoints in the order they are submitted, and prunes the store after each.
 
-    What fails and may pass is tried again, with growing pauses, until the run ends: a store that is away costs
-    nothing but time. What waits is not the only copy, so retention may remove it: then it is superseded there as well.
+    Uploads that fail for now are tried again, with growing pauses, until the run ends. A waiting upload is not the only
+    copy, so retention may remove its checkpoint.
 
     Used by the one process that commits checkpoints.
 

@@ -149,7 +149,7 @@ def _entry(path: Path) -> Entry | None:
     try:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
-        # Removed since it was listed, it is not damaged.
+        # Removed since it was listed: not damaged.
         return None if is_gone(path) else Entry(step, path, "damaged", None, str(error))
     except ReadError as error:
         return Entry(step, path, "unreadable", None, str(error))

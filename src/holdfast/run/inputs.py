@@ -361,7 +361,7 @@ def data_line(config: SupervisedCommand, survey: Survey) -> str:
 
 
 def too_few_for_a_step(config: SupervisedCommand, survey: Survey) -> str | None:
-    """Return what to say where one step trains some of the data more than once."""
+    """Return a warning if one step trains some of the data more than once."""
     size = config.data.batch_size
     if size <= survey.samples:
         return None

@@ -48,13 +48,13 @@ class Holder:
         return cls(int(words[0]), words[1], words[2]) if len(words) == 3 and words[0].isdecimal() else None
 
     def write(self, descriptor: int) -> None:
-        """Write it into an open file, in place of whoever was there."""
+        """Write this holder into an open file."""
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{self.pid} {self.host} {self.pid_space}\n".encode(), 0)
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has certainly ended, so that only its children can be what still holds the lock."""
+        """Whether it has certainly ended, so that only its children can hold the lock."""
         # A process id of another kernel or container says nothing here: take its holder for living.
         if self.pid_space != _pid_space():
             return False
@@ -126,7 +126,7 @@ def is_own(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody who lives holds the lock `path`; what is left of a holder that was killed does not count."""
+    """Whether a living process holds the lock `path`; processes of a killed holder do not count."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _without_locks(path: Path, error: OSError) -> RunDirError:
 
 def living_holder(path: Path) -> Holder | None:
     """Return who has written itself into the lock `path` and is not known to have ended; touches no lock. Asking the
-    kernel for the lock, as `is_held` does, would have somebody who takes it at the same moment refused."""
+    kernel for the lock, as `is_held` does, could refuse a process that takes it at the same moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -59,15 +59,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: what the directory is.
-        step: optimizer steps done when it was made; for a batch, the step that trains on it.
+        step: optimizer steps done; for a batch, the step that trains on it.
         policy_version: version of the weights inside, or of the weights that made the batch.
         weights_digest: of the weights that sampled the batch; empty for anything else.
         files: path relative to the directory -> size and checksum, without the manifest itself.
         world_size: ranks that wrote it.
         mesh: sizes of the device mesh's dimensions, by name.
         run_id: id of the run that wrote it.
-        program: which training program's checkpoint it is (`sft`, `rl` ...); empty for anything else, and for the
-            checkpoint of a loop of one's own.
+        program: training program of a checkpoint (`sft`, `rl` ...); empty for other loops and kinds.
         created_unix_s: when it was written, by the writer's clock; for people, decides nothing.
         fingerprints: of model, data and configuration.
         metrics: the metrics of the step.
@@ -133,7 +132,7 @@ def content_digest(path: Path) -> str:
 def files_named_in(args: Mapping[str, Any], prefix: str = "args.") -> Iterator[tuple[str, Path]]:
     """Yield where in `args` a file of this machine is named, at any depth, and the file."""
     for key, value in args.items():
-        # Not by pathlib, which raises for a text that is too long for a name: most are texts, and no paths.
+        # Not by pathlib, which raises for a text that is too long for a name.
         if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113
             yield prefix + key, Path(value)
         elif isinstance(value, Mapping):
@@ -151,8 +150,8 @@ def describe_files(directory: Path, *, known: Mapping[str, FileEntry] | None = N
     """Return size and checksum of every file below `directory` except its manifest.
 
     Args:
-        known: entries that need not be computed again, of files that are there: what another machine has written is
-            listed late by some network filesystems.
+        known: entries of existing files, not computed again: some network filesystems list files of other machines
+            late.
     """
     known = known or {}
     others = {

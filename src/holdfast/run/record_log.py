@@ -37,7 +37,7 @@ _BETWEEN_SYNCS_S = 0.1
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a log that are no whole record.
+    """Bytes of a log that are not a whole record.
 
     Attributes:
         record: how many whole records lie before them.

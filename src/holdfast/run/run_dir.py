@@ -143,7 +143,7 @@ class RunDir:
         return self.path / "logs" / f"attempt_{attempt}"
 
     def newest_logs(self) -> Path:
-        """Directory of the logs of the attempt that is going on, or was last; where there was none, of the first."""
+        """Directory of the logs of the newest attempt; before any, of the first."""
         return self.logs(max(1, self.next_attempt() - 1))
 
     def profiles(self) -> list[Path]:
@@ -354,8 +354,8 @@ class RunDir:
         return self._removal.exists()
 
     def remove_run(self) -> None:
-        """Remove everything that a run made here; other files stay. A mark is written first. While it is there, every
-        start removes the rest before it looks at anything. Raise OSError if the storage fails."""
+        """Remove everything that a run made here; other files stay. A mark is written first. While it exists, every
+        start removes the rest first. Raise OSError if the storage fails."""
         atomic.write_file(self._removal, b"")
         for name in _OF_RUN:
             path = self.path / name
