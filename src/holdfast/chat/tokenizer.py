@@ -425,7 +425,7 @@ def _hub_files(name: str) -> dict[str, Path]:
         except LocalEntryNotFoundError as error:
             if file == "tokenizer.json":
                 raise ConfigError(
-                    f"model.tokenizer: '{name}' is no directory, and the hub is silent: {error}"
+                    f"model.tokenizer: '{name}' is not a directory, and the hub is silent: {error}"
                 ) from None
             # A template that is missing for a broken connection would change what the model is trained on.
             is_known_missing = try_to_load_from_cache(name, file) is not None
@@ -437,7 +437,9 @@ def _hub_files(name: str) -> dict[str, Path]:
         except EntryNotFoundError:
             continue
         except (HFValidationError, OSError) as error:
-            raise ConfigError(f"model.tokenizer: '{name}' is no directory and no model on the hub: {error}") from None
+            raise ConfigError(
+                f"model.tokenizer: '{name}' is neither a directory nor a model on the hub: {error}"
+            ) from None
     return found
 
 

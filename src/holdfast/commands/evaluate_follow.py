@@ -68,7 +68,7 @@ class FollowedRun:
         trains a policy."""
         run_dir = RunDir(run)
         if not run_dir.holds_run():
-            raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
+            raise DataError(f"run = {run} is not a run directory: it has no run.json (from {Path.cwd()})")
         attempts = list(_settings_of_attempts(run_dir))
         if not attempts:
             raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")

@@ -119,7 +119,7 @@ def step_of_run(run: Path, wanted: int | str) -> int:
     run_dir = RunDir(run)
     if not run_dir.holds_run():
         raise DataError(
-            f"run = {run} is no run directory: it has no run.json (from {Path.cwd()}). "
+            f"run = {run} is not a run directory: it has no run.json (from {Path.cwd()}). "
             "Name the output directory of one."
         )
     if wanted == "latest":
@@ -320,7 +320,7 @@ def check_servable(config: EvaluateConfig) -> None:
     """Check what can be before anything is started. Raise ConfigError or DataError for what cannot be used."""
     if not config.environments:
         raise ConfigError(
-            f"environments is needed: run = {config.run} is no run of rl, which has some. Give [[environments]] with "
+            f"environments is needed: run = {config.run} is not a run of rl. Give [[environments]] with "
             'an `id` in a file, or --environments \'[{"id": "NAME"}]\'; `environments ls` lists them.'
         )
     require_vllm()

@@ -25,7 +25,7 @@ def decode(data: bytes) -> dict[str, Any]:
     """Return what `encode` was given. Raise ValueError if it is damaged."""
     found = json.loads(data)
     if not isinstance(found, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     check = found.pop(_CHECK, None)
     if check is not None and check != _digest(found):
         raise ValueError("its checksum is wrong")

@@ -62,7 +62,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
         ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
         ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
         (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
-        (("--run", "nowhere"), "run = nowhere is no run directory"),
+        (("--run", "nowhere"), "run = nowhere is not a run directory"),
         (("--compare", "a"), "expected 2 arguments"),
         (("--compare", "a", "b"), "a holds no evaluation"),
         (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),

@@ -182,7 +182,7 @@ def test_a_file_of_which_a_byte_is_damaged_says_nothing_else(data: bytes, read: 
 def test_files_that_people_write_are_taken_as_they_are() -> None:
     assert checked.decode(b'{"run_id": "mine"}') == {"run_id": "mine"}
     assert _toml(TEXT.encode()) == _toml(checked.with_first_line(TEXT))
-    with pytest.raises(ValueError, match="no object"):
+    with pytest.raises(ValueError, match="not an object"):
         checked.decode(b"[]")
 
 

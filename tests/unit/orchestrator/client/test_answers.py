@@ -157,7 +157,7 @@ def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="has no vocab_size"):
         load_vocab_size(str(tmp_path))
-    with pytest.raises(ConfigError, match="is no directory and no model on the hub"):
+    with pytest.raises(ConfigError, match="is neither a directory nor a model on the hub"):
         load_vocab_size(str(tmp_path / "nothing" / "there"))
 
 
