@@ -57,7 +57,7 @@ REMOVALS: dict[str, str] = {
     "commands/evaluate_follow.py _evaluate_step": "test_sft_evaluated.py",
     "commands/evaluated_policy.py prepare_directory": "an evaluation with --clean",
     "commands/evaluated_policy.py remove_exports": "evaluations that are followed",
-    "commands/rollouts.py write_rollouts": OWN,
+    "commands/rollouts.py export": OWN,
     "commands/evaluated_policy.py weights_of_step": "test_damaged_files.py",
     "launcher/cluster/cluster.py check_shared": OWN,
     "launcher/launch.py with_evaluations": ONE_CALL,

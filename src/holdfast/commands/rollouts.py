@@ -1,15 +1,15 @@
 """The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines.
 
 `show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies every batch against
-its manifest before it shows or writes anything. An export has one rollout per line, with the step and
-the policy version of its batch.
+its manifest before it shows or writes anything. An export has one rollout per line, with the
+step and the policy version of its batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,6 @@ from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_acc
 from holdfast.run.run_dir import RunDir
 from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, stretches, text_of
 from holdfast.view.tables import Grid, Report, number, working
-
-
-def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
-    """Write `batches` to the new file `path`, one in memory at a time; return how many rollouts they hold. Raise
-    RunDirError, and leave nothing, if it cannot be written."""
-    temporary = atomic.temporary_sibling(path)
-    try:
-        atomic.make_directory(path.parent.absolute())
-        count = 0
-        with open(temporary, "wb") as file:
-            for row in (row for batch in batches for row in _rows(batch)):
-                file.write(msgspec.json.encode(row) + b"\n")
-                count += 1
-        atomic.fsync_file(temporary)
-        os.rename(temporary, path)
-        atomic.fsync_directory(path.parent)
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
 
 
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
@@ -294,17 +273,26 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
 
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
-    """Write the rollouts of some batches to a new file; damage in a batch prevents any writing. Raise
-    CheckpointError if a batch is damaged or there are none; ConfigError if the file exists; RunDirError if it cannot be
-    written."""
+    """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or there
+    are none; ConfigError if the file exists; RunDirError if it cannot be written."""
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
     directories = find_batches(run_dir, steps)
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
-    for directory in directories:
-        read_batch_at(directory)
-    with working(f"writing {to}"):
-        count = write_rollouts(to, map(read_batch_at, directories))
+    temporary, count = atomic.temporary_sibling(to), 0
+    try:
+        atomic.make_directory(to.parent.absolute())
+        with working(f"writing {to}"), open(temporary, "wb") as file:
+            for row in (row for directory in directories for row in _rows(read_batch_at(directory))):
+                file.write(msgspec.json.encode(row) + b"\n")
+                count += 1
+        atomic.fsync_file(temporary)
+        os.rename(temporary, to)
+        atomic.fsync_directory(to.parent)
+    except OSError as error:
+        raise RunDirError(f"{to} cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
     document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
     return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])
