@@ -273,8 +273,8 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
 
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
-    """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or there
-    are none; ConfigError if the file exists; RunDirError if it cannot be written."""
+    """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or
+    there are none; ConfigError if the file exists; RunDirError if it cannot be written."""
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
     directories = find_batches(run_dir, steps)
