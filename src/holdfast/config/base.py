@@ -19,10 +19,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
@@ -175,8 +175,8 @@ class ModelConfig(Section):
         return self.tokenizer or self.name
 
 
-def check_url(url: str) -> None:
-    """Refuse text that is not the base URL of a server, without repeating it: it may hold a password."""
+def check_url(url: str) -> str:
+    """Return the base URL of a server. Other text is refused without repeating it: it may hold a password."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -192,6 +192,10 @@ def check_url(url: str) -> None:
         )
     if parts.query or parts.fragment:
         raise ValueError("must end with the path that comes before /health, without '?' and '#'")
+    return url
+
+
+Url = Annotated[str, AfterValidator(check_url)]
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from holdfast.config.base import Section, check_url
+from holdfast.config.base import Section, Url
 from holdfast.protocol.rollouts import Sampling
 
 ENTRY_POINTS = "holdfast.environments"
@@ -20,7 +20,7 @@ class JudgeConfig(Section):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
 
-    url: str
+    url: Url
     """Base URL of a server with OpenAI's chat protocol, without /chat/completions: http://127.0.0.1:8000/v1."""
 
     model: str = Field(min_length=1)
@@ -66,11 +66,7 @@ class JudgeConfig(Section):
     retry_for_s: float = Field(default=600.0, gt=0)
     """Seconds for which a request is repeated while the judge is busy, fails or cannot be reached."""
 
-    @field_validator("url")
-    @classmethod
-    def _is_a_server(cls, url: str) -> str:
-        check_url(url)
-        return url.rstrip("/")
+    _plain_url = field_validator("url")(lambda url: url.rstrip("/"))
 
     @field_validator("extra_body")
     @classmethod
@@ -114,7 +110,7 @@ class McpServerConfig(Section):
     """Names of environment variables that it gets beside PATH, HOME, PYTHONPATH and the like; values stay out of the
     settings."""
 
-    url: str | None = None
+    url: Url | None = None
     """Instead of a command: the endpoint of a running server, such as http://127.0.0.1:9000/mcp; every rollout has its
     own session."""
 
@@ -126,13 +122,6 @@ class McpServerConfig(Section):
 
     start_timeout_s: float = Field(default=60.0, gt=0)
     """How long the server may take to start, and to name its tools at the start of the run."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_a_server(cls, url: str | None) -> str | None:
-        if url is not None:
-            check_url(url)
-        return url
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
