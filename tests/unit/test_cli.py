@@ -64,7 +64,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 _PROCESSES = ("launcher.launch", "orchestrator.main", "trainer.launch", "inference.main", "view.track")
-_FACE = ("Environment", "Message", "Score", "Session", "Task", "TaskSeed", "grpo")
+_FACE = ("Environment", "Message", "Score", "Session", "Task", "TaskSeed")
 _NEEDS_TORCH = {  # what takes or returns tensors
     *("Checkpointer", "load_state_with_optimizer", "load_weights_only", "module_tensors", "save_state"),
     *("PolicyLossInput", "build_policy_loss"),

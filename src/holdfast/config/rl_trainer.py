@@ -216,7 +216,8 @@ class TrainerConfig(TrainingCommand):
 
     share_prompts: bool = True
     """Whether the answers to one prompt share its tokens in a row, which computes the prompt once for all of them, if
-    the model allows it (docs/models.md). Without dropout losses and gradients are the same up to rounding."""
+    the model allows it (docs/models.md) and as far as they fit `row_tokens`: with a prompt that almost fills a row each
+    answer computes it again. Without dropout losses and gradients are the same up to rounding."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""

@@ -272,7 +272,8 @@ class ReferenceWork(Generic[P]):
     def _check(self, model: Policy, name: str, own: TrainedModelConfig) -> None:
         if not was_checked(self.config):
             pack = self.config.data.pack
-            check_model(model, self.mesh, name=name, pack=pack, share=pack, dtype=own.compute_dtype)
+            share = pack and self.config.loss.type != "kto"
+            check_model(model, self.mesh, name=name, pack=pack, share=share, dtype=own.compute_dtype)
 
     def _missing(self) -> set[int]:
         """Return the numbers of the pairs that training will reach, or that are held out, and are not known yet."""

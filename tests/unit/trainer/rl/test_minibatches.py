@@ -164,6 +164,14 @@ def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_rank
     assert sum(rounds) <= sum(max(sum(lengths[i] for i in row) for row in rows) for rows in zip(*apart, strict=True))
 
 
+@pytest.mark.parametrize(("row_tokens", "tokens"), [(4096, 36_000), (8192, 12_000), (16_384, 8_000)])
+def test_a_prompt_that_almost_fills_a_row_is_computed_again_for_each_answer(row_tokens: int, tokens: int) -> None:
+    samples = make_groups((8,), prompt=4000, answer=500)
+    (plan,) = plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)
+    rows = [build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")) for row in plan]
+    assert sum(row.input_ids_BL.numel() for row in rows) == tokens
+
+
 def test_a_shared_prompt_attends_to_itself_once_and_costs_as_much() -> None:
     samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
     layout = replace(SHARES, pair_cost=1.0)
