@@ -88,6 +88,12 @@ def _read(path: str, shown: str) -> dict[str, Any]:
 def parse_command_line(command: type[C], argv: list[str]) -> C:
     """Return the validated configuration of `command`. Raise ConfigError if a file, key, type or value cannot be
     used."""
+    try:
+        "".join(argv).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "arguments must be text in UTF-8: rename the file that one names, or set LC_ALL=C.UTF-8 if it is right"
+        ) from None
     known = flags_of(command)
     files, words = _split_files(argv, known)
     given: dict[str, str] = {}

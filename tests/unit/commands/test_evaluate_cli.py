@@ -118,7 +118,7 @@ def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
     shutil.rmtree(run_dir.weights)
     with pytest.raises(CheckpointError, match="step = latest .* whole weights of no step"):
         evaluated_policy.step_of_run(run_dir.path, "latest")
-    with pytest.raises(DataError, match="no run directory"):
+    with pytest.raises(DataError, match="not a run directory"):
         evaluated_policy.step_of_run(tmp_path, "latest")
 
 
