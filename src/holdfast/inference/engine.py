@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from holdfast.chat.template import tool_format_of
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import InferenceConfig
-from holdfast.config.devices import DeviceType
+from holdfast.config.base import DeviceType
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference.access import RequestError
 from holdfast.inference.weights import read_label

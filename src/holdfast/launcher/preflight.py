@@ -38,9 +38,7 @@ from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
     Survey,
     ask_hub,
-    check_cache_directory,
     check_data_path,
-    check_max_len,
     check_model_path,
     check_tokenizer_path,
     check_weights_path,
@@ -69,7 +67,6 @@ def check_training(config: TrainingCommand) -> None:
         key = "model.tokenizer" if config.model.tokenizer else "model.name"
         check_tokenizer_path(config.model.tokenizer_name, key=key)
         check_data_path(config.data.name, key="data.name")
-        check_cache_directory(config.data.cache_dir, key="data.cache_dir")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
         check_model_path(config.loss.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
@@ -83,7 +80,6 @@ def check_training(config: TrainingCommand) -> None:
             check_model_path(name, key=key)
     if config.pretraining is not None:
         check_data_path(config.pretraining.data.name, key="pretraining.data.name")
-        check_cache_directory(config.pretraining.data.cache_dir, key="pretraining.data.cache_dir")
     if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
         raise ConfigError(
             "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
@@ -104,7 +100,7 @@ def check_inference(config: InferenceConfig) -> None:
 
     Raises:
         DataError, ReadError: they are not.
-        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers or too long sessions.
+        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -117,7 +113,6 @@ def check_inference(config: InferenceConfig) -> None:
         check_weights_path(config.model.name, needs_index=False)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     check_tokenizer_path(config.model.tokenizer_name, key=key)
-    check_max_len(config, config.model.name, key="model")
     require_vllm()
 
 
@@ -135,8 +130,6 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
             f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
             "that the inference server takes. Lower seq_len or raise max_len."
         )
-    if starts_inference:
-        check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
 def check_evaluations(config: TrainingCommand) -> None:
@@ -146,7 +139,6 @@ def check_evaluations(config: TrainingCommand) -> None:
     if config.parallel.nodes > 1:  # by an outer launcher
         raise ConfigError(NOT_ON_NODES)
     require_vllm()
-    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
     for section in config.eval.environments:
         for value in section.args.values():
             if isinstance(value, str) and _is_part(value, of=config.data.name):
